@@ -1,0 +1,106 @@
+# `make help` lists the targets. Everything lives in .venv; nothing outside the checkout is changed,
+# save the demo model in the user's cache directory.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+SUPPORTED := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	"$$p" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+# What `make demo`, `make serve` and `make test` can be told
+MODEL ?=
+TASK ?= baseline
+OSL ?= 128
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+UV ?= uv
+
+# Nothing is sent anywhere without being asked for
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help
+help:  ## show this list
+	@echo "usage: make TARGET [NAME=value ...]"
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | sort | \
+		while IFS=$$'\t' read -r name text; do printf '  %-8s %s\n' "$$name" "$$text"; done
+
+# ---- environment --------------------------------------------------------------------------------
+
+# A stamp is written last, so an interrupted step is done again.
+$(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/install.py
+	@if [ -e $(VENV)/.installing ]; then \
+		echo "an earlier set-up was interrupted: starting $(VENV) afresh"; rm -rf $(VENV); fi
+	@if [ ! -x $(BIN)/pip ]; then \
+		python='$(PYTHON)'; \
+		"$${python:-false}" -c '$(SUPPORTED)' || { echo "error: Python 3.11 or 3.12 is needed$${python:+, $$python is not};" \
+			"install one or name it: make PYTHON=/path/to/python3.12"; exit 1; }; \
+		echo "[1/4] $(VENV) with $$("$$python" --version)"; \
+		"$$python" -m venv $(VENV); fi
+	@$(BIN)/python requirements/install.py cpu
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt
+	@$(BIN)/python requirements/install.py dev
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
+
+.PHONY: lock
+lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
+	cd requirements && for name in cpu dev; do \
+		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
+			--custom-compile-command 'make lock' --quiet -o $$name.txt; done
+
+.PHONY: clean
+clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
+	rm -rf $(VENV) .bench .verify .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- run ----------------------------------------------------------------------------------------
+
+# The path of the model to run: MODEL, or the demo model, prepared on first use
+define choose_model
+model='$(MODEL)'; [ -n "$$model" ] || model=$$($(BIN)/python -m vllm_gaudi_spec.demo_model)
+endef
+
+.PHONY: demo
+demo: $(VENV)/.stamp  ## set up, prepare the demo model and generate with it (MODEL=, TASK=, OSL=, ARGS=)
+	@$(choose_model); \
+	$(BIN)/python tests/full_tests/spec_decode.py --task $(TASK) --osl $(OSL) --model "$$model" $(ARGS)
+
+.PHONY: serve
+serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve)
+	@$(choose_model); exec $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.stamp  ## compare with upstream's CPU platform, into .bench/ (ARGS=)
+	@mkdir -p .bench
+	@$(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
+
+# ---- check --------------------------------------------------------------------------------------
+
+.PHONY: test
+test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
+	@echo "[1/2] unit tests"
+	@$(BIN)/pytest -n auto tests/unit
+	@echo "[2/2] full tests: real engines, one after the other"
+	@$(BIN)/pytest tests/full_tests -m "not slow" --durations=10 -v
+
+.PHONY: verify
+verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)
+	@$(BIN)/python tests/verify.py $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/pymarkdown scan --recurse $(wildcard README.md docs requirements calibration)

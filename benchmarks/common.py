@@ -1,0 +1,173 @@
+"""What the benchmarks share: fair subprocesses, the machine's read bandwidth, a model's bytes, tables."""
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / ".bench"
+NOISE_NOTE = "This machine may be shared and noisy: read the ratios, not the absolute figures."
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# ---- subprocesses --------------------------------------------------------------------------------------
+
+
+def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, str], seconds: float) -> Any:
+    """Run `script` again with `part` as its arguments, in a process of its own; returns what it handed back.
+
+    The child gets `--result FILE` and `--started TIME` and writes its answer there as JSON (see `hand_back`).
+    Its output goes to .bench/LOG.log; when it fails, the end of that is shown and RuntimeError raised.
+    """
+    LOGS.mkdir(exist_ok=True)
+    log_path = LOGS / f"{log}.log"
+    with tempfile.TemporaryDirectory() as folder, log_path.open("w") as log_file:
+        result = Path(folder) / "result.json"
+        command = [
+            sys.executable,
+            str(script),
+            *part,
+            "--result",
+            str(result),
+            "--started",
+            repr(time.time()),
+        ]
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | str = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"no end after {seconds:.0f} s"
+        finally:
+            end_group(child)
+        if code == 0:
+            return json.loads(result.read_text())
+    say("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
+    raise RuntimeError(
+        f"{' '.join(part)} failed ({code}); its last lines stand above, all of them in {log_path}"
+    )
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """Leave nothing of the child behind: an engine that outlives it would disturb the next measurement."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def hand_back(result: Path, answer: Any) -> None:
+    result.write_text(json.dumps(answer))
+
+
+# ---- the machine ---------------------------------------------------------------------------------------
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache that the first core sees; 64 MiB where the kernel does not say."""
+    sizes = [64 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[text[-1]]
+        sizes.append(int(text[:-1]) * unit)
+    return max(sizes)
+
+
+def read_bandwidth(repeats: int = 7) -> float:
+    """Bytes per second that all threads together read from memory; the best of several passes."""
+    import torch
+
+    num_bytes = max(1 << 30, 16 * last_level_cache_bytes())
+    columns = 1024
+    matrix = torch.ones(num_bytes // 4 // columns, columns)
+    vector = torch.ones(columns)
+    best = float("inf")
+    for _ in range(repeats):
+        for read in (matrix.sum, lambda: torch.mv(matrix, vector)):
+            started = time.perf_counter()
+            read()
+            best = min(best, time.perf_counter() - started)
+    return matrix.nbytes / best
+
+
+def describe_machine() -> dict[str, Any]:
+    import torch
+
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {"cpu": model, "threads": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+
+
+# ---- the model -----------------------------------------------------------------------------------------
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model given as path or Hugging Face id (downloaded if it is not there)."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model))
+
+
+def weights_read_per_step(folder: Path, bytes_per_weight: int) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding table that is not the output matrix."""
+    names_and_sizes: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, facts in header.items():
+            count = 1
+            for extent in facts["shape"]:
+                count *= extent
+            names_and_sizes[name] = count
+    has_output_matrix = any("lm_head" in name for name in names_and_sizes)
+    read = sum(n for name, n in names_and_sizes.items() if not (has_output_matrix and "embed_tokens" in name))
+    return read * bytes_per_weight
+
+
+def kv_bytes_per_token(folder: Path, bytes_per_value: int) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_size) * bytes_per_value
+
+
+# ---- output --------------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def write_json(path: Path | None, report: Any) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        say(f"written to {path}")

@@ -1,0 +1,161 @@
+"""Install a lock into the running environment, with progress: what `make setup` does after it made .venv.
+
+python requirements/install.py cpu    torch, the CPU stack and this project
+python requirements/install.py dev    what the tests and the linters need on top
+
+Only the standard library is used. An interrupted run leaves `.installing` in the environment, because pip
+takes a half-unpacked package for an installed one: after `cpu` the Makefile then starts afresh, `dev` unpacks
+its few packages again.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+REPORT_SECONDS = 5.0
+
+
+class Progress:
+    """Turns pip's output into one short line every few seconds."""
+
+    def __init__(self, title: str, expected: int) -> None:
+        print(title, flush=True)
+        self.expected = expected
+        self.fetched = 0
+        self.to_install = 0
+        self.doing = "starting pip"
+        self.started = time.monotonic()
+        self.site = Path(sysconfig.get_paths()["purelib"])
+        self.packages_before = 0
+
+    def read(self, line: str) -> None:
+        words = line.split()
+        if line.startswith(("Collecting", "Requirement already satisfied", "Ignoring")):
+            self.fetched += 1
+            self.doing = f"{self.fetched} of {self.expected} found"
+        elif words[:1] == ["Downloading"] and len(words) > 1:
+            self.doing = f"{self.fetched} of {self.expected} found, downloading {words[1].split('/')[-1]}"
+        elif line.startswith("Installing collected packages:"):
+            self.to_install = len(words) - 3
+            self.packages_before = self.packages_now()
+
+    def packages_now(self) -> int:
+        return sum(1 for _ in self.site.glob("*.dist-info"))
+
+    def show(self) -> None:
+        if self.to_install:
+            installed = min(max(self.packages_now() - self.packages_before, 0), self.to_install)
+            self.doing = f"{installed} of {self.to_install} installed"
+        print(f"      {time.monotonic() - self.started:4.0f} s  {self.doing}", flush=True)
+
+    def done(self) -> None:
+        print(f"      {time.monotonic() - self.started:4.0f} s  done", flush=True)
+
+
+def pip(progress: Progress, *arguments: str) -> list[str]:
+    """Run pip; returns its output when it succeeded, raises CalledProcessError with it when it did not."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+    ]
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    lines: list[str] = []
+
+    def read_all() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            progress.read(line)
+
+    reader = threading.Thread(target=read_all, daemon=True)
+    reader.start()
+    while reader.is_alive():
+        reader.join(REPORT_SECONDS)
+        if reader.is_alive():
+            progress.show()
+    if process.wait() != 0:
+        raise subprocess.CalledProcessError(process.returncode, "pip install", output="\n".join(lines))
+    return lines
+
+
+def install_torch(title: str) -> None:
+    """The CPU build of torch: from the configured indexes if they have it, else from PyTorch's own."""
+    progress = Progress(title, expected=1)
+    try:
+        pip(progress, TORCH)
+    except subprocess.CalledProcessError as error:
+        if "No matching distribution" not in error.output:
+            raise
+        print(f"      not on the configured indexes, adding {TORCH_INDEX}", flush=True)
+        pip(progress, TORCH, "--extra-index-url", TORCH_INDEX)
+    progress.done()
+
+
+def install_lock(title: str, name: str, *options: str) -> None:
+    lock = HERE / f"{name}.txt"
+    expected = len(re.findall(r"(?m)^[A-Za-z0-9._-]+==", lock.read_text()))
+    progress = Progress(title, expected)
+    pip(progress, "--require-hashes", "-r", str(lock), *options)
+    progress.done()
+
+
+def install_project(title: str) -> None:
+    progress = Progress(title, expected=1)
+    pip(progress, "--no-build-isolation", "--editable", str(HERE.parent))
+    progress.done()
+
+
+def install_cpu() -> None:
+    install_torch(f"[2/4] {TORCH}")
+    install_lock("[3/4] requirements/cpu.txt: vLLM's CPU build and what it needs", "cpu")
+    install_project("[4/4] this project")
+
+
+def install_dev(interrupted: bool) -> None:
+    options = ["--ignore-installed"] if interrupted else []
+    install_lock("[1/1] requirements/dev.txt: tests and linters", "dev", *options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["cpu", "dev"])
+    what = parser.parse_args().what
+    if sys.prefix == sys.base_prefix:
+        print("error: run this with the Python of a virtual environment (`make setup` does)")
+        return 2
+    marker = Path(sys.prefix) / ".installing"
+    interrupted = marker.exists()
+    marker.touch()
+    try:
+        install_cpu() if what == "cpu" else install_dev(interrupted)
+    except KeyboardInterrupt:
+        print("interrupted; run the same make command again to go on")
+        return 130
+    except subprocess.CalledProcessError as error:
+        print("\n".join(error.output.splitlines()[-25:]))
+        print(
+            f"error: pip failed (exit {error.returncode}); its last lines stand above. "
+            "Mend that and run make again."
+        )
+        return 1
+    marker.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What every test needs: the environment vLLM is imported in, markers, fixed seeds."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+# Before anything imports vLLM. In-process engines: nothing to wait for, tracebacks end in the test, and collective_rpc
+# reaches the worker directly. Tests of the server start it with its own, default environment.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+MARKERS = {
+    "slow": "the larger matrices; `make verify` runs them, `make test` does not",
+    "hpu": "needs a Gaudi",
+    "npu": "needs an Ascend NPU",
+    "cuda": "needs an NVIDIA GPU",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,74 @@
+"""One way to open an engine in this process, and to close it so that the next one can open."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.platforms import current_platform
+
+KV_CACHE_BYTES = 64 << 20
+
+
+def on_our_platform() -> bool:
+    return type(current_platform).__module__.startswith("vllm_gaudi_spec")
+
+
+@contextmanager
+def engine(model: str, **options: Any) -> Iterator[LLM]:
+    """An engine in float32 with a small KV cache; `options` are vLLM's own and win over the defaults here.
+
+    Engines in one process share vLLM's distributed groups, so only one may be open at a time.
+    On our platform, leaving the block checks that warm-up had seen every step signature.
+    """
+    defaults: dict[str, Any] = dict(
+        dtype="float32",
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        max_model_len=512,
+        max_num_seqs=64,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+    )
+    llm = LLM(model, **(defaults | options))
+    try:
+        yield llm
+        if on_our_platform():
+            check_no_new_signatures(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def check_no_new_signatures(llm: LLM) -> None:
+    """Design, "What must hold" 3: after warm-up no step compiles."""
+    for rank, report in enumerate(llm.collective_rpc("step_report")):
+        new = report["graphs"]["after_warmup"]
+        assert new == 0, f"rank {rank}: {new} step signatures appeared after warm-up: {report}"
+
+
+def counter(llm: LLM, name: str) -> int:
+    """A counter of vLLM's metrics, summed over its labels."""
+    values = [metric.value for metric in llm.get_metrics() if metric.name == name]
+    assert values, f"no metric named {name}"
+    return int(sum(values))
+
+
+def preemptions(llm: LLM) -> int:
+    return counter(llm, "vllm:num_preemptions")
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    """Token ids per request and, for n > 1, per completion."""
+    return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+
+
+def first_tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    """Token ids of each request's only completion."""
+    return [completions[0] for completions in tokens(outputs)]

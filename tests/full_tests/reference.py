@@ -1,0 +1,36 @@
+"""transformers as the reference: logits and greedy tokens of a checkpoint in float32."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+class Reference:
+    def __init__(self, path: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits_after(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        """[len(output), V]: row i is what decides output[i], given the prompt and output[:i]; one forward pass."""
+        ids = torch.tensor([[*prompt, *output]])
+        return self.model(ids).logits[0, len(prompt) - 1 : -1].float()
+
+    @torch.no_grad()
+    def next_logits(self, context: Sequence[int]) -> torch.Tensor:
+        return self.model(torch.tensor([list(context)])).logits[0, -1].float()
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """transformers' own generate, which does not stop at the end token here."""
+        ids = torch.tensor([list(prompt)])
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return output[0, len(prompt) :].tolist()

@@ -1,0 +1,91 @@
+"""64 concurrent requests give the outputs that each gives alone, however the scheduler cuts and interrupts them."""
+
+from typing import Any
+
+import pytest
+
+from tests.full_tests.engines import counter, engine, preemptions
+from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_alone, run_together
+
+# A tiny Llama takes 1 KiB of KV per token: this is room for about two of the longest requests, of 64.
+SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
+CHUNKED = dict(max_num_batched_tokens=64)
+CACHED = dict(enable_prefix_caching=True)
+UNCACHED = dict(enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_llama: str, requests: list[Request]) -> list[list[Answer]]:
+    """The reference: one after the other, whole prompts, no prefix cache, all the memory there is."""
+    with engine(tiny_llama, **UNCACHED) as llm:
+        result = run_alone(llm, requests)
+    reasons = {answer.finish_reason for answers in result for answer in answers}
+    assert reasons == {"stop", "length"}, "the workload should end in more than one way"
+    assert any(isinstance(answer.stop_reason, str) for answers in result for answer in answers)
+    return result
+
+
+def check(requests: list[Request], ours: list[list[Answer]], alone: list[list[Answer]]) -> None:
+    different = differences(requests, ours, alone)
+    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
+
+
+def test_together(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
+    with engine(tiny_llama, **UNCACHED) as llm:
+        check(requests, run_together(llm, requests), alone)
+        # Another order, other neighbours, other rows.
+        backwards = requests[::-1]
+        check(backwards, run_together(llm, backwards), alone[::-1])
+
+
+def test_prefix_cache(tiny_llama: str, requests: list[Request], alone: list[list[Answer]]) -> None:
+    """The second round finds its prompts in the cache."""
+    with engine(tiny_llama, **CACHED) as llm:
+        check(requests, run_together(llm, requests), alone)
+        before = counter(llm, "vllm:prefix_cache_hits")
+        check(requests, run_together(llm, requests), alone)
+        assert counter(llm, "vllm:prefix_cache_hits") - before > 1000
+
+
+@pytest.mark.parametrize("caching", [UNCACHED, pytest.param(CACHED, marks=pytest.mark.slow)], ids=["plain", "cached"])
+def test_chunked_prefill(
+    caching: dict[str, Any], tiny_llama: str, requests: list[Request], alone: list[list[Answer]]
+) -> None:
+    """A budget of 64 tokens a step cuts most prompts, at boundaries that depend on the neighbours."""
+    with engine(tiny_llama, **CHUNKED, **caching) as llm:
+        check(requests, run_together(llm, requests), alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        UNCACHED,
+        CACHED,
+        pytest.param(UNCACHED | CHUNKED, marks=pytest.mark.slow),
+        pytest.param(CACHED | CHUNKED, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "cached", "chunked", "cached-chunked"],
+)
+def test_preemption(
+    options: dict[str, Any], tiny_llama: str, requests: list[Request], alone: list[list[Answer]]
+) -> None:
+    with engine(tiny_llama, **SMALL_KV, **options) as llm:
+        check(requests, run_together(llm, requests), alone)
+        assert preemptions(llm) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_other_workloads(seed: int, tiny_llama: str) -> None:
+    """More seeds, everything at once: prefix cache, chunks and preemption."""
+    requests = mixed_requests(seed=seed)
+    with engine(tiny_llama, **UNCACHED) as llm:
+        alone = run_alone(llm, requests)
+    with engine(tiny_llama, **SMALL_KV, **CACHED, **CHUNKED) as llm:
+        check(requests, run_together(llm, requests), alone)
+        assert preemptions(llm) > 0

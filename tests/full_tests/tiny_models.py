@@ -1,0 +1,143 @@
+"""Tiny randomly initialised checkpoints, one per model family: seeded, a few hundred kilobytes, made in a second.
+
+The weights are drawn wide (`initializer_range` 0.2 and more), so that logits spread over several units: nearly flat
+logits would make every comparison of greedy tokens a comparison of rounding errors.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+BOS, EOS = "<s>", "</s>"
+MAX_LEN = 4096
+VOCAB = 400  # what the corpus below gives merges for; no multiple of 64, so a padded vocabulary would show
+MISTRAL_WINDOW, GEMMA_WINDOW = 64, 32
+
+# What the tokenizer learns its merges from; every byte is in the alphabet whatever stands here.
+CORPUS = """The quick brown fox jumps over the lazy dog. A device compiles a graph for every new shape, and a compile costs
+seconds. So the decode step has one shape per bucket, whatever was accepted. {"name": "Ada", "age": 36, "tags": ["x"]}
+def add(left: int, right: int) -> int:\n    return left + right\n0123456789 +-*/ () [] yes no maybe"""
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def byte_tokenizer(vocab_size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over all 256 bytes: any text goes in, any ids come out as text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([CORPUS * 4], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=CHAT_TEMPLATE
+    )
+
+
+def common(**overrides: Any) -> dict[str, Any]:
+    shape = dict(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return shape | overrides
+
+
+def llama(**overrides: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**common(**overrides)))
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**common(sliding_window=MISTRAL_WINDOW)))
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**common()))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**common()))
+
+
+def granite() -> PreTrainedModel:
+    # Granite's own multipliers, each away from one so that leaving one out shows.
+    scales = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
+    return GraniteForCausalLM(GraniteConfig(**common(**scales)))
+
+
+def gemma3() -> PreTrainedModel:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = common(num_hidden_layers=6, sliding_window=GEMMA_WINDOW, layer_types=kinds, query_pre_attn_scalar=32)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**config))
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**common(num_local_experts=4, num_experts_per_tok=2)))
+
+
+def qwen3_moe() -> PreTrainedModel:
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common(**experts)))
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "granite": granite,
+    "gemma3": gemma3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = VOCAB, seed: int = 0) -> str:
+    """Write one checkpoint with its tokenizer in the Hugging Face layout."""
+    torch.manual_seed(seed)
+    model = build().float().eval()
+    # Norm weights and biases start at one and zero, where forgetting them would not show.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.generation_config.do_sample = False
+    model.save_pretrained(folder)
+    byte_tokenizer(vocab_size).save_pretrained(folder)
+    return str(folder)

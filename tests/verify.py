@@ -1,0 +1,164 @@
+"""Run every test there is, a file at a time, and go on where an earlier run stopped: `make verify`.
+
+Each file is a pytest process of its own with its result in .verify/. A file that passed is not run again as
+long as code and tests are what they were then; --fresh runs all of them. A table of all files ends it.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STATE = ROOT / ".verify"
+# What the outcome of a test can depend on
+SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "calibration", "requirements", "pyproject.toml")
+SECONDS_PER_TEST = 3600
+NO_TESTS_COLLECTED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    tree: str
+    status: int
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        return self.status in (0, NO_TESTS_COLLECTED)
+
+
+def tree_hash() -> str:
+    """One hash over names and contents of everything in SOURCES, committed or not."""
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        root = ROOT / source
+        for path in sorted([root] if root.is_file() else root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def test_files() -> list[Path]:
+    """Unit tests first: they are quick, and what they find explains what follows."""
+    return [
+        path
+        for folder in ("unit", "full_tests")
+        for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
+    ]
+
+
+def result_stem(file: Path) -> Path:
+    return STATE / "-".join(file.relative_to(ROOT / "tests").with_suffix("").parts)
+
+
+def earlier_outcome(file: Path, tree: str) -> Outcome | None:
+    """What an earlier run of this very tree found, if it was good."""
+    try:
+        outcome = Outcome(**json.loads(result_stem(file).with_suffix(".json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return outcome if outcome.tree == tree and outcome.good else None
+
+
+def run_file(file: Path, tree: str) -> Outcome:
+    stem = result_stem(file)
+    report = stem.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(file),
+        f"--timeout={SECONDS_PER_TEST}",
+        f"--junitxml={report}",
+    ]
+    started = time.monotonic()
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    outcome = Outcome(tree=tree, status=status, seconds=time.monotonic() - started, **counts(report))
+    # Written beside its place and renamed: an interruption leaves the old state, never half of the new one.
+    draft = stem.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+    draft.replace(stem.with_suffix(".json"))
+    return outcome
+
+
+def counts(report: Path) -> dict[str, int]:
+    """Counts out of a JUnit report; all zero when pytest died before it wrote one."""
+    if not report.exists():
+        return {"passed": 0, "failed": 0, "skipped": 0}
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (
+        sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
+    )
+    failed = failures + errors
+    return {"passed": max(total - failed - skipped, 0), "failed": failed, "skipped": skipped}
+
+
+def show(outcomes: dict[Path, Outcome], reused: set[Path]) -> None:
+    names = {file: str(file.relative_to(ROOT)) for file in outcomes}
+    width = max((len(name) for name in names.values()), default=4)
+    print(f"\n{'file':{width}}  passed  failed  skipped  seconds")
+    for file, outcome in outcomes.items():
+        notes = ["from an earlier run"] if file in reused else []
+        if not outcome.good:
+            notes.append(f"FAILED (exit {outcome.status})")
+        print(
+            f"{names[file]:{width}}  {outcome.passed:6}  {outcome.failed:6}  {outcome.skipped:7}  "
+            f"{outcome.seconds:7.0f}  {', '.join(notes)}".rstrip()
+        )
+    total = [
+        sum(getattr(o, name) for o in outcomes.values())
+        for name in ("passed", "failed", "skipped", "seconds")
+    ]
+    print(f"{'all':{width}}  {total[0]:6}  {total[1]:6}  {total[2]:7}  {total[3]:7.0f}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fresh", action="store_true", help="run all files, whatever passed earlier")
+    parser.add_argument(
+        "only", nargs="*", metavar="WORD", help="only files with one of these words in their path"
+    )
+    options = parser.parse_args()
+    STATE.mkdir(exist_ok=True)
+    tree = tree_hash()
+    files = [
+        f
+        for f in test_files()
+        if not options.only or any(w in str(f.relative_to(ROOT)) for w in options.only)
+    ]
+    if not files:
+        print("error: no test file matches")
+        return 2
+    outcomes: dict[Path, Outcome] = {}
+    reused: set[Path] = set()
+    try:
+        for number, file in enumerate(files, 1):
+            print(f"[{number}/{len(files)}] {file.relative_to(ROOT)}", flush=True)
+            earlier = None if options.fresh else earlier_outcome(file, tree)
+            if earlier is not None:
+                reused.add(file)
+            outcomes[file] = earlier or run_file(file, tree)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here")
+        return 130
+    finally:
+        show(outcomes, reused)
+    return 0 if all(outcome.good for outcome in outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

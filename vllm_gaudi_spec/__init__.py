@@ -1,0 +1,28 @@
+"""Speculative decoding for vLLM on Intel Gaudi: the two doors through which vLLM enters.
+
+Importing this package must stay cheap and must not import vLLM or torch: vLLM calls these functions while it is
+itself half imported.
+"""
+
+__version__ = "0.1.0"
+
+
+def platform_plugin() -> str | None:
+    """Entry point `vllm.platform_plugins`: the platform class to use, or None to stay out of the way."""
+    from vllm_gaudi_spec import compat
+    from vllm_gaudi_spec.backends import choose_device, platform_class
+
+    device = choose_device()
+    if device is None:
+        return None
+    compat.answer_for_vllm_distribution()
+    return platform_class(device)
+
+
+def general_plugin() -> None:
+    """Entry point `vllm.general_plugins`: runs in every vLLM process, after vLLM is imported."""
+    from vllm_gaudi_spec import compat
+    from vllm_gaudi_spec.platform import is_active
+
+    if is_active():
+        compat.apply()

@@ -1,0 +1,124 @@
+"""vLLM's attention backend interface, over the device backend. Below the runner only this knows the rectangle."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.backends import load_backend, torch_ops
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+
+class RectangleAttentionBackend(AttentionBackend):
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[RectangleAttentionImpl]:
+        return RectangleAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        raise RuntimeError("this platform's runner describes attention calls itself; no metadata builder exists")
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return load_backend().block_size
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # A block's heads lie together, and in a head its keys before its values.
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+class RectangleAttentionImpl(AttentionImpl):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedConfigError(f"attention of type {attn_type} is not supported; use a decoder-only model.")
+        if alibi_slopes is not None or sinks is not None:
+            raise UnsupportedConfigError("attention with ALiBi or sinks is not supported; use a model without them.")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = float(logits_soft_cap or 0.0)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._spec: AttentionLayerSpec | None = None
+        self._ops: Any = None
+
+    def _resolve(self, query: torch.Tensor, kv_cache: torch.Tensor) -> AttentionLayerSpec:
+        """Once the KV cache is bound, block size and dtype are known and the kernel can be chosen."""
+        if self._spec is None:
+            self._spec = AttentionLayerSpec(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                logits_soft_cap=self.logits_soft_cap,
+                dtype=query.dtype,
+                block_size=kv_cache.shape[2],
+            )
+            backend = load_backend()
+            self._ops = backend if backend.supports_attention(self._spec) else torch_ops
+        return self._spec
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        spec = self._resolve(key, kv_cache)
+        self._ops.write_kv(key, value, kv_cache, slot_mapping, spec)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionCall | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output.zero_()
+        spec = self._resolve(query, kv_cache)
+        self._ops.attend(query, kv_cache, attn_metadata, spec, output)
+        return output

@@ -1,0 +1,73 @@
+"""Device name -> backend. A backend's module is imported only when its device was chosen."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_gaudi_spec import config
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+class _Entry(NamedTuple):
+    module: str
+    platform: str
+
+
+# One line a device: where its backend lives, and which platform class presents it to vLLM.
+_DEVICES = {
+    "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
+}
+
+
+def choose_device() -> str | None:
+    """The device this process runs on; None when another platform plugin should serve it."""
+    requested = config.requested_device()
+    if requested is not None:
+        if requested not in _DEVICES:
+            raise config.UnsupportedConfigError(
+                f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}."
+            )
+        return requested
+    return None if _other_platform_plugins() else "cpu"
+
+
+@cache
+def _other_platform_plugins() -> tuple[str, ...]:
+    """Platform plugins of others that vLLM would load; ours stays inactive beside them, and says so once."""
+    allowed = config.vllm_plugins_allowed()
+    names = tuple(
+        plugin.name
+        for plugin in entry_points(group="vllm.platform_plugins")
+        if not plugin.value.startswith("vllm_gaudi_spec:") and (allowed is None or plugin.name in allowed)
+    )
+    if names:
+        import logging
+
+        logging.getLogger("vllm").warning(
+            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.",
+            ", ".join(names),
+        )
+    return names
+
+
+def platform_class(device: str) -> str:
+    return _DEVICES[device].platform
+
+
+@cache
+def load_backend(device: str | None = None) -> DeviceBackend:
+    """The backend of a device (this process's device by default), made once."""
+    name = device or choose_device() or "cpu"
+    backend: DeviceBackend = importlib.import_module(_DEVICES[name].module).Backend()
+    return backend
+
+
+def describe_device() -> dict[str, str]:
+    """Device and mode, as every report prints them."""
+    backend = load_backend()
+    return {"device": backend.name, "mode": backend.mode}

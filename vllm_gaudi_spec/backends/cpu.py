@@ -1,0 +1,146 @@
+"""The CPU backend: the embedded default. vLLM's own CPU kernels where its build has them, plain torch where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from vllm import _custom_ops as vllm_ops
+from vllm import envs
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+
+logger = init_logger(__name__)
+
+# Head sizes that vLLM's CPU attention kernel is compiled for.
+_KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+
+
+class Backend:
+    name = "cpu"
+    mode = "eager"
+    torch_device = torch.device("cpu")
+    block_size = 32
+    prefill_growth = 1.25
+    # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
+    warmup_tokens = 16
+
+    def __init__(self) -> None:
+        self._has_attention_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+        self.exact_context_width = self._has_attention_kernel
+        self.num_host_reads = 0
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Nothing left to do: linear weights were packed for oneDNN by vLLM's loader (see platform.py)."""
+
+    def wrap_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def supports_attention(self, spec: AttentionLayerSpec) -> bool:
+        supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
+        if not supported:
+            logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
+        return supported
+
+    def write_kv(
+        self,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+        spec: AttentionLayerSpec,
+    ) -> None:
+        keys, values = _kernel_views(kv_cache)
+        vllm_ops.cpu_attn_reshape_and_cache(key_TKD, value_TKD, keys, values, slots_T, _instruction_set(spec))
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        call: AttentionCall,
+        spec: AttentionLayerSpec,
+        out_THD: torch.Tensor,
+    ) -> None:
+        keys, values = _kernel_views(kv_cache)
+        rows, real = self._ragged(call)
+        schedule = call.plan((spec, "schedule"), lambda: self._schedule(call, spec))
+        if real is not None and real < call.num_queries:
+            out_THD[real:].zero_()  # padding must stay finite: it is written to the pad block
+            query_THD, out_THD = query_THD[:real], out_THD[:real]
+        vllm_ops.cpu_attention_with_kv_cache(
+            query=query_THD,
+            key_cache=keys,
+            value_cache=values,
+            output=out_THD,
+            query_start_loc=rows[0],
+            seq_lens=rows[1],
+            scale=spec.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=_window(spec),
+            block_table=call.block_table_BW,
+            softcap=spec.logits_soft_cap,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+
+    def _ragged(self, call: AttentionCall) -> tuple[tuple[torch.Tensor, torch.Tensor], int | None]:
+        """The rectangle as the kernel wants it: where each row's queries begin, and its keys' end."""
+        real = call.num_real_queries if call.num_rows == 1 else None
+        queries = call.num_queries if real is None else real
+
+        def build() -> tuple[torch.Tensor, torch.Tensor]:
+            query_starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * queries
+            return query_starts, call.starts_B + queries
+
+        return call.plan("rows", build), real
+
+    def _schedule(self, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+        (query_starts, key_ends), _ = self._ragged(call)
+        return vllm_ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=call.num_rows,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            seq_lens=key_ends,
+            dtype=spec.dtype,
+            query_start_loc=query_starts,
+            causal=True,
+            sliding_window_size=_window(spec),
+            isa=_instruction_set(spec),
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_host_reads += 1
+        return tensor.cpu()
+
+    def available_memory(self, utilization: float) -> int:
+        return int(psutil.virtual_memory().available * utilization)
+
+    def synchronize(self) -> None:
+        """The CPU has finished when the call returns."""
+
+
+def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    keys, values = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1).chunk(2, dim=2)
+    return keys, values
+
+
+def _window(spec: AttentionLayerSpec) -> int:
+    return -1 if spec.sliding_window is None else spec.sliding_window
+
+
+def _instruction_set(spec: AttentionLayerSpec) -> str:
+    """vLLM's own choice of vector code for this layer."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)

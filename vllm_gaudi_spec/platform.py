@@ -1,0 +1,110 @@
+"""The platform classes through which vLLM sees us. They answer by asking the chosen backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import Platform
+
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.config import Options, refuse_unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+logger = init_logger(__name__)
+
+_WORKER = "vllm_gaudi_spec.worker.Worker"
+_ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
+
+
+def is_active() -> bool:
+    from vllm.platforms import current_platform
+
+    return isinstance(current_platform, SpecPlatform)
+
+
+class SpecPlatform(Platform):
+    """What holds on every device."""
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        compat.apply()
+        if parser is not None:
+            compat.end_errors_with_their_message()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        refuse_unsupported(vllm_config)
+        Options.from_vllm(vllm_config)  # a mistake there should stop the front end, not the engine
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = _WORKER
+        # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        return _ATTENTION
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return False
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """A drafter's layer may share its index with one of the target."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @classmethod
+    def is_sleep_mode_available(cls) -> bool:
+        return False
+
+
+class CpuSpecPlatform(SpecPlatform, CpuPlatform):
+    """The CPU. Inheriting upstream's CPU platform is how its help is had on purpose: vLLM asks `is_cpu()` before it
+    packs linear weights for oneDNN, takes its C++ kernels for activations, rotary embedding and MoE, and before it
+    touches accelerator calls that do not exist here."""
+
+    # Ops inside a Python-driven step are too small to gain from a compiled helper, and Inductor costs seconds.
+    simple_compile_backend = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        if _native_bfloat16():
+            return [torch.bfloat16, torch.float16, torch.float32]
+        return [torch.float32]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        # The CPU runs a step inside the call that starts it, so there is nothing to overlap with.
+        if vllm_config.scheduler_config.async_scheduling is None:
+            vllm_config.scheduler_config.async_scheduling = False
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        # CpuPlatform leaves the block size alone; ours comes from the attention backend.
+        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
+
+
+def _native_bfloat16() -> bool:
+    """Without these instructions bfloat16 is emulated and slower than float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

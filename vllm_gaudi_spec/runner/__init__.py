@@ -1,0 +1,1 @@
+"""The model runner: one decode step, its state and its shapes."""

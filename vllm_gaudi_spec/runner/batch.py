@@ -1,0 +1,137 @@
+"""The step's rectangles. A batch is made new each step and remembers nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows of Q tokens; rows behind `requests` are padding."""
+
+    shape: Shape
+    requests: list[Request]
+    finishes: list[bool]
+    """Rows that sample a token in this step: all but unfinished prompts."""
+    rows_np: np.ndarray
+    rows_B: torch.Tensor
+    """int64: the rows of `Requests`; padding has the pad row."""
+    starts_B: torch.Tensor
+    """int32: position of each row's first token."""
+    num_real_B: torch.Tensor
+    """int32: how many of the Q tokens are real."""
+    samples_B: torch.Tensor
+    """bool: `finishes` on the device."""
+    counts: list[int]
+    """Real tokens of each request; the host's copy of `num_real_B`."""
+    tables: tuple[torch.Tensor, ...]
+    """int32 [B, W]: block table of each KV cache group."""
+    single_row_real: int | None = None
+    """With one prompt chunk, its real length: known on the host."""
+
+    def select_sampled(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states behind which a token is sampled, and their positions [B, Q]: all of a decode's, a prompt
+        chunk's last."""
+        if self.shape.phase == "decode":
+            place_Q = torch.arange(self.shape.queries, dtype=torch.int32, device=hidden_TH.device)
+            return hidden_TH, self.starts_B[:, None] + place_Q
+        last_B = (self.num_real_B - 1).clamp(min=0)
+        row_B = torch.arange(self.shape.rows, dtype=torch.int32, device=hidden_TH.device)
+        chosen = hidden_TH.index_select(0, row_B * self.shape.queries + last_B)
+        return chosen, (self.starts_B + last_B)[:, None]
+
+    def drafts(self, requests: Requests, positions_BQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts [B, Q - 1] that this step verifies, and how many of a row are real."""
+        history = requests.history_RM.index_select(0, self.rows_B)
+        drafts_BK = history.gather(1, positions_BQ[:, 1:].long())
+        num_drafts_B = (self.num_real_B - 1).clamp(min=0) if positions_BQ.shape[1] > 1 else self.num_real_B * 0
+        return drafts_BK, num_drafts_B
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the model and its attention layers read, T = B * Q tokens."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    """int64 [T], one a KV cache group."""
+    calls: tuple[AttentionCall, ...]
+
+
+def build_inputs(batch: Batch, requests: Requests) -> Inputs:
+    """Look up tokens, positions and KV slots on the device."""
+    rows, queries = batch.shape.rows, batch.shape.queries
+    place_Q = torch.arange(queries, dtype=torch.int32, device=batch.starts_B.device)
+    positions_BQ = batch.starts_B[:, None] + place_Q
+    real_BQ = place_Q < batch.num_real_B[:, None]
+    tokens_BQ = requests.history_RM.index_select(0, batch.rows_B).gather(1, positions_BQ.long())
+    slots, calls = [], []
+    for table, block_size in zip(batch.tables, requests.block_sizes, strict=True):
+        block = table.gather(1, (positions_BQ // block_size).long())
+        offset = positions_BQ % block_size
+        # Block 0 is the pad block: padded tokens write there and nobody reads it.
+        slots.append((torch.where(real_BQ, block, 0) * block_size + offset).flatten().long())
+        calls.append(
+            AttentionCall(
+                num_rows=rows,
+                num_queries=queries,
+                starts_B=batch.starts_B,
+                block_table_BW=table,
+                num_real_queries=batch.single_row_real,
+            )
+        )
+    tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
+    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls))
+
+
+def make_batch(
+    requests: Requests,
+    shape: Shape,
+    members: list[Request],
+    counts: list[int],
+    finishes: list[bool],
+    *,
+    starts_known: bool,
+) -> Batch:
+    """Upload the host's part of a batch: which rows, how much of each, and their blocks.
+
+    Prompt chunks start where the host says (`starts_known`); decodes start where the device's own count stands.
+    """
+    size = shape.rows
+    rows_np = np.full(size, requests.pad_row, dtype=np.int64)
+    rows_np[: len(members)] = [request.row for request in members]
+    small = np.zeros((3, size), dtype=np.int32)
+    small[0, : len(members)] = [request.num_computed for request in members]
+    small[1, : len(members)] = counts
+    small[2, : len(members)] = finishes
+    upload = requests.backend.upload
+    rows_B = upload(torch.from_numpy(rows_np))
+    starts_B, num_real_B, samples_B = upload(torch.from_numpy(small)).unbind(0)
+    tables = tuple(
+        upload(torch.from_numpy(table[rows_np, : shape.context // block_size]))
+        for table, block_size in zip(requests.tables_np, requests.block_sizes, strict=True)
+    )
+    return Batch(
+        shape=shape,
+        requests=members,
+        finishes=finishes,
+        rows_np=rows_np,
+        rows_B=rows_B,
+        starts_B=starts_B if starts_known else requests.computed_R.index_select(0, rows_B),
+        num_real_B=num_real_B,
+        samples_B=samples_B.bool(),
+        counts=counts,
+        tables=tables,
+        single_row_real=counts[0] if starts_known and size == 1 and counts else None,
+    )

@@ -1,0 +1,52 @@
+"""Logits processors that users bring (`--logits-processors`, entry points): they work by row and on the host's word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, build_logitsprocs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    from vllm_gaudi_spec.runner.requests import Request
+
+
+class CustomProcessors:
+    @classmethod
+    def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
+        """None when the user brought none: the built-in ones are ours (see logit_rules.py, sample/logits.py)."""
+        built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
+        own = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+        return cls(own, device, max_rows) if own else None
+
+    def __init__(self, processors: list[LogitsProcessor], device: torch.device, max_rows: int) -> None:
+        self._processors = processors
+        self._device = device
+        self._max_rows = max_rows
+
+    def update(self, freed_rows: list[int], admitted: list[Request]) -> None:
+        """Tell the processors who left and who came; output lists are live."""
+        update = None
+        if freed_rows or admitted:
+            added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
+            taken = {request.row for request in admitted}
+            removed = [row for row in freed_rows if row not in taken]
+            update = BatchUpdate(batch_size=self._max_rows, removed=removed, added=added, moved=())
+        for processor in self._processors:
+            processor.update_state(update)
+
+    def apply(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
+        """Processors index logits by row, so the batch is spread over all rows and gathered back."""
+        chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]
+        if not chosen:
+            return
+        spread = logits_BQV.new_zeros(self._max_rows + 1, logits_BQV.shape[-1])
+        spread.index_copy_(0, rows_B, logits_BQV[:, 0])
+        logits = spread[: self._max_rows]
+        for processor in chosen:
+            logits = processor.apply(logits)
+        spread[: self._max_rows] = logits
+        logits_BQV[:, 0] = spread.index_select(0, rows_B)

@@ -1,0 +1,40 @@
+"""Counts steps and their distinct signatures: proof that nothing new is compiled after warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class StepRecorder:
+    def __init__(self) -> None:
+        self.manifest: set[Hashable] = set()
+        self.unexpected: list[Hashable] = []
+        self.num_steps = 0
+
+    def expect(self, signatures: Iterable[Hashable]) -> None:
+        """Signatures that warm-up ran or listed."""
+        self.manifest.update(signatures)
+
+    def saw(self, signature: Hashable) -> None:
+        if signature not in self.manifest:
+            self.manifest.add(signature)
+            self.unexpected.append(signature)
+            logger.warning("Step signature %s was not part of the warm-up.", signature)
+
+    def step_done(self) -> None:
+        self.num_steps += 1
+
+    def report(self, num_host_reads: int) -> dict[str, object]:
+        return {
+            "graphs": {
+                "warmup": len(self.manifest) - len(self.unexpected),
+                "after_warmup": len(self.unexpected),
+                "unexpected": [str(signature) for signature in self.unexpected],
+            },
+            "steps": self.num_steps,
+            "host_syncs_per_step": num_host_reads / max(self.num_steps, 1),
+        }

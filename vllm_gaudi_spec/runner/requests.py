@@ -1,0 +1,171 @@
+"""What lasts from step to step: one row per running request.
+
+The device holds what changes with every token (the token history and how much of it has KV), so that nothing between
+two steps waits for the host. The host holds what the scheduler tells it: block tables and parameters.
+Row `pad_row` belongs to nobody: padding reads and writes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import LogprobsTensors
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.sample.verdict import Verdict
+
+NO_ROW = -1
+
+
+@dataclass(slots=True)
+class Request:
+    """The host's view of a request. It lives until the request finishes, with or without a row."""
+
+    req_id: str
+    params: SamplingParams
+    seed_words: tuple[int, int]
+    prompt: list[int]
+    outputs: list[int] = field(default_factory=list)
+    """Output tokens that have reached the host."""
+    row: int = NO_ROW
+    known: list[int] = field(default_factory=list)
+    """Every token the host was told at admission: the prompt, and outputs if the request was preempted."""
+    num_computed: int = 0
+    prompt_logprobs: list[LogprobsTensors] = field(default_factory=list)
+    """Those of the prompt chunks done so far."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+
+class Requests:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        max_rows: int,
+        max_len: int,
+        block_sizes: list[int],
+        max_context: int,
+        seed: int,
+    ) -> None:
+        self.backend = backend
+        self.pad_row = max_rows
+        self.block_sizes = block_sizes
+        self.by_id: dict[str, Request] = {}
+        self.admitted: list[Request] = []
+        """Requests that got a row in the last `apply`."""
+        self.freed_rows: list[int] = []
+        """Rows that lost their request in the last `apply`."""
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._seed = seed
+        self._num_seen = 0
+        self.tables_np = [np.zeros((max_rows + 1, max_context // size), dtype=np.int32) for size in block_sizes]
+        self._num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
+        self.history_RM = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=backend.torch_device)
+        self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
+
+    # --- what the scheduler says ---
+
+    def apply(self, scheduled: SchedulerOutput) -> None:
+        """Free before admitting: an id may leave and come back in one step."""
+        self.admitted.clear()
+        self.freed_rows.clear()
+        for req_id in scheduled.finished_req_ids:
+            if (request := self.by_id.pop(req_id, None)) is not None:
+                self._free_row(request)
+        for req_id in scheduled.preempted_req_ids or ():
+            self._free_row(self.by_id[req_id])
+        for new in scheduled.scheduled_new_reqs:
+            self._apply_new(new)
+        self._apply_cached(scheduled.scheduled_cached_reqs)
+
+    def _apply_new(self, new: NewRequestData) -> None:
+        assert new.prompt_token_ids is not None
+        assert new.sampling_params is not None
+        # Under the V2 contract a preempted request comes back as a new one: it keeps its noise.
+        request = self.by_id.get(new.req_id)
+        if request is None:
+            request = Request(new.req_id, new.sampling_params, self._seed_words(new), list(new.prompt_token_ids))
+            self.by_id[new.req_id] = request
+        self._give_row(request, list(new.prefill_token_ids or new.prompt_token_ids), new.num_computed_tokens)
+        self._append_blocks(request.row, new.block_ids)
+
+    def _apply_cached(self, cached: CachedRequestData) -> None:
+        for req_id, num_computed, new_blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            request = self.by_id[req_id]
+            if req_id in cached.resumed_req_ids:
+                self._give_row(request, list(cached.all_token_ids[req_id]), num_computed)
+            request.num_computed = num_computed
+            if new_blocks is not None:
+                self._append_blocks(request.row, new_blocks)
+
+    def _seed_words(self, new: NewRequestData) -> tuple[int, int]:
+        assert new.sampling_params is not None
+        self._num_seen += 1
+        seed = new.sampling_params.seed
+        return fold_seed(fresh_seed(self._seed, self._num_seen, new.req_id) if seed is None else seed)
+
+    def _give_row(self, request: Request, known: list[int], num_computed: int) -> None:
+        self._free_row(request)
+        row = request.row = self._free_rows.pop()
+        request.known, request.num_computed = known, num_computed
+        request.outputs[:] = known[request.num_prompt :]
+        request.prompt_logprobs.clear()
+        for table, counts in zip(self.tables_np, self._num_blocks, strict=True):
+            table[row] = 0
+            counts[row] = 0
+        tokens_np = np.zeros((1, self.history_RM.shape[1]), dtype=np.int32)
+        tokens_np[0, : len(known)] = known
+        rows = self._upload(np.array([row]))
+        self.history_RM.index_copy_(0, rows, self._upload(tokens_np))
+        self.computed_R.index_copy_(0, rows, self._upload(np.array([num_computed], dtype=np.int32)))
+        self.admitted.append(request)
+
+    def _free_row(self, request: Request) -> None:
+        if request.row != NO_ROW:
+            self._free_rows.append(request.row)
+            self.freed_rows.append(request.row)
+            request.row = NO_ROW
+
+    def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
+        for table, counts, ids in zip(self.tables_np, self._num_blocks, block_ids, strict=True):
+            begin = counts[row]
+            table[row, begin : begin + len(ids)] = ids
+            counts[row] += len(ids)
+
+    # --- what the device decides ---
+
+    def advance(
+        self,
+        rows_B: torch.Tensor,
+        last_B: torch.Tensor,
+        samples_B: torch.Tensor,
+        verdict: Verdict,
+    ) -> None:
+        """Append what was sampled. `last_B` is the position of each row's last token known before this step."""
+        width = self.history_RM.shape[1]
+        num_places = verdict.tokens_BQ.shape[1]
+        place = torch.arange(num_places, dtype=torch.int32, device=rows_B.device)
+        wanted = (place < verdict.num_sampled_B[:, None]) & samples_B[:, None]
+        target = rows_B[:, None] * width + last_B[:, None] + 1 + place
+        pad = self.pad_row * width + place
+        index = torch.where(wanted, target, pad).flatten()
+        self.history_RM.view(-1).index_copy_(0, index.long(), verdict.tokens_BQ.flatten())
+        # KV exists for everything but the newest token.
+        computed = last_B + torch.where(samples_B, verdict.num_sampled_B, 1)
+        self.computed_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, computed).int())
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return self.backend.upload(torch.from_numpy(array))

@@ -1,0 +1,60 @@
+"""What the loaded model offers to a step: hidden states for a rectangle of tokens, and logits for chosen rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.batch import Inputs
+
+
+class TargetModel:
+    def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+        self.vllm_config = vllm_config
+        self.model = get_model(vllm_config=vllm_config)
+        backend.prepare_model(self.model)
+        self._groups: list[list[str]] = []
+
+    def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each attention layer wants to keep; a layer that shares another's KV wants nothing."""
+        specs: dict[str, KVCacheSpec] = {}
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
+            spec = layer.get_kv_cache_spec(self.vllm_config)
+            if spec is not None:
+                specs[name] = layer.get_attn_backend().customize_spec(spec)
+        return specs
+
+    def bind_groups(self, layer_names: list[list[str]]) -> None:
+        """Layers of each KV cache group; those that share KV belong to the group of the layer they share with."""
+        self._groups = [list(names) for names in layer_names]
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
+            shared = getattr(layer, "kv_sharing_target_layer_name", None)
+            for names in self._groups:
+                if shared in names and name not in names:
+                    names.append(name)
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Hidden states [T, hidden]; KV of all T tokens is written."""
+        metadata, slots = {}, {}
+        for names, call, group_slots in zip(self._groups, inputs.calls, inputs.slots, strict=True):
+            metadata.update(dict.fromkeys(names, call))
+            slots.update(dict.fromkeys(names, group_slots))
+        num_tokens = inputs.token_ids_T.shape[0]
+        with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
+            hidden: torch.Tensor = self.model(inputs.token_ids_T, inputs.positions_T)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, V]."""
+        logits: torch.Tensor = self.model.compute_logits(hidden)
+        return logits.float()

@@ -1,0 +1,124 @@
+"""What a request's parameters do to its logits, at every one of the Q positions of a verify step.
+
+B rows, Q positions, V the vocabulary. All functions change `logits_BQV` in place and return it; masked tokens are -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NEG_INF = float("-inf")
+
+
+def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
+    """Forbid the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 stands for token t."""
+    vocab = logits_BQV.shape[-1]
+    token = torch.arange(vocab, device=logits_BQV.device)
+    word = bitmask_BQW.index_select(-1, token // 32)
+    allowed = (word >> (token % 32).int()) & 1
+    return logits_BQV.masked_fill_(allowed == 0, NEG_INF)
+
+
+def apply_rules(
+    logits_BQV: torch.Tensor,
+    token_BN: torch.Tensor,
+    bias_BN: torch.Tensor,
+    until_BN: torch.Tensor,
+    prefix_BNM: torch.Tensor,
+    recent_BQM: torch.Tensor,
+    num_outputs_BQ: torch.Tensor,
+) -> torch.Tensor:
+    """Add `bias` to a token while fewer than `until` tokens are out and the last M outputs match `prefix`.
+
+    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all rules of this one kind.
+    """
+    prefix = prefix_BNM[:, None]
+    matches = ((prefix == recent_BQM[:, :, None]) | (prefix == -1)).all(-1)
+    active = matches & (num_outputs_BQ[..., None] < until_BN[:, None])
+    added = torch.where(active, bias_BN[:, None], 0.0)
+    index = token_BN[:, None].expand_as(added).long()
+    return logits_BQV.scatter_add_(-1, index, added)
+
+
+def apply_penalties(
+    logits_BQV: torch.Tensor,
+    history_BM: torch.Tensor,
+    prompt_len_B: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    presence_B: torch.Tensor,
+    frequency_B: torch.Tensor,
+    repetition_B: torch.Tensor,
+) -> torch.Tensor:
+    """OpenAI's presence and frequency penalties over the output, and the repetition penalty over prompt and output.
+
+    Query q of a row sees the tokens up to its own position: those before it that are still drafts are counted, as
+    they would be if they had been sampled one by one.
+    """
+    queries, vocab = logits_BQV.shape[1:]
+    place = torch.arange(history_BM.shape[1], device=logits_BQV.device)
+    in_prompt = place < prompt_len_B[:, None]
+    token = history_BM.long()
+    seen_in_prompt = _count(token, in_prompt, vocab)
+    for q in range(queries):
+        in_output = ~in_prompt & (place <= positions_BQ[:, q : q + 1])
+        counts = _count(token, in_output, vocab)
+        logits = logits_BQV[:, q]
+        repeated = (counts + seen_in_prompt) > 0
+        factor = torch.where(repeated, repetition_B[:, None], 1.0)
+        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+        logits.sub_(frequency_B[:, None] * counts).sub_(presence_B[:, None] * (counts > 0))
+    return logits_BQV
+
+
+def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
+    """How often each token stands at the chosen places: float32 [B, V]."""
+    counts = torch.zeros(token_BM.shape[0], vocab, device=token_BM.device)
+    return counts.scatter_add_(1, token_BM, which_BM.float())
+
+
+def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    """Rows with temperature 0 are greedy: scaling would not change their argmax, so they stay as they are."""
+    scale = torch.where(temperature_B > 0, temperature_B, 1.0)
+    return logits_BQV.div_(scale[:, None, None])
+
+
+def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
+    """Forbid tokens less likely than `min_p` times the most likely one; log(0) switches a row's rule off."""
+    floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
+    return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
+
+
+def apply_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
+    """Keep the k likeliest tokens and those equal to the last of them. k = V keeps all."""
+    ones = torch.ones_like(logits_BQV)
+    return _keep_above(logits_BQV, ones, top_k_B.float()[:, None, None])
+
+
+def apply_top_p(logits_BQV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Keep the smallest set of likeliest tokens whose probability reaches p, and those equal to the last of them."""
+    return _keep_above(logits_BQV, logits_BQV.softmax(-1), top_p_B[:, None, None])
+
+
+def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Forbid all below the largest threshold at which the weight of what is kept still reaches `target`.
+
+    A bisection over the 32 bits of the logits in place of a sort, which is the most expensive thing an HPU can do.
+    """
+    key = _ordered_int(logits_BQV)
+    low = key.amin(-1, keepdim=True)
+    high = key.amax(-1, keepdim=True)
+    for _ in range(32):
+        middle = (low & high) + ((low ^ high) >> 1)  # average that can not overflow, rounded down
+        middle = torch.where(middle == low, high, middle)
+        kept = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)
+        reaches = kept >= target
+        low = torch.where(reaches, middle, low)
+        # At middle == high the interval is decided: high drops to low when the target is missed there.
+        high = torch.where(reaches, high, torch.maximum(middle - 1, low))
+    return logits_BQV.masked_fill_(key < low, NEG_INF)
+
+
+def _ordered_int(values: torch.Tensor) -> torch.Tensor:
+    """float32 as int32 such that comparisons keep their meaning."""
+    as_int = values.view(torch.int32)
+    return torch.where(as_int < 0, as_int ^ 0x7FFFFFFF, as_int)

@@ -1,0 +1,75 @@
+"""Counter-based noise: a hash of (request seed, absolute position, stream, token id).
+
+The integer part is 32-bit arithmetic that wraps, with logical shifts, so that every device gives the same bits for
+every batch composition and any number of drafts. Streams keep the uses of noise apart: noise shared between two of
+them would make a rule lossy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+
+import torch
+
+
+class Stream(IntEnum):
+    TARGET = 0
+    ACCEPT = 1
+    DRAFT = 2
+    RESIDUAL = 3
+
+
+# Odd constants that spread neighbouring inputs (golden ratio and two primes), as signed 32-bit values.
+_SPREAD_TOKEN = 0x9E3779B1 - (1 << 32)
+_SPREAD_POSITION = 0x85EBCA6B - (1 << 32)
+_SPREAD_STREAM = 0x27D4EB2F
+# Multipliers of the "lowbias32" integer finaliser.
+_MIX_1 = 0x7FEB352D
+_MIX_2 = 0x846CA68B - (1 << 32)
+
+
+def fold_seed(seed: int) -> tuple[int, int]:
+    """A seed of any size as two signed 32-bit words; done on the host, once per request."""
+    digest = hashlib.blake2b(seed.to_bytes(16, "little", signed=True), digest_size=8).digest()
+    low, high = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
+    return low, high
+
+
+def fresh_seed(*parts: object) -> int:
+    """A seed for a request that brought none: the same on every rank, different for every admission."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's is arithmetic on signed integers."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """Bijective finaliser over int32, in place."""
+    x.bitwise_xor_(_shift_right(x, 16)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift_right(x, 15)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift_right(x, 16))
+
+
+def bits(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream, tokens_V: torch.Tensor) -> torch.Tensor:
+    """int32 hash [B, Q, V] of request key, position, stream and token id."""
+    place = _mix_(positions_BQ * _SPREAD_POSITION + int(stream) * _SPREAD_STREAM)
+    first = _mix_(place ^ keys_B2[:, :1])
+    second = _mix_(first + keys_B2[:, 1:])
+    hashed = _mix_(tokens_V * _SPREAD_TOKEN + first[..., None])
+    return _mix_(hashed.bitwise_xor_(second[..., None]))
+
+
+def exponential(hashed: torch.Tensor) -> torch.Tensor:
+    """Unit exponential variates out of hash bits, finite and positive, fine-grained near zero where the race is won."""
+    # 31 bits as a float keep 24 significant ones: small values are exact multiples of 2**-31.
+    unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31)
+    return unit.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def gumbel(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream, tokens_V: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [B, Q, V]; adding it to log-probabilities and taking the argmax samples from them."""
+    return exponential(bits(keys_B2, positions_BQ, stream, tokens_V)).log_().neg_()

@@ -1,0 +1,34 @@
+"""The strict rule: the target is sampled at every position with position-keyed noise; drafts count while they equal it.
+
+Its output is, token for token, that of decoding without drafts. Without drafts it is ordinary sampling.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.sample.noise import Stream, gumbel
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
+    return logits_BQV.argmax(-1).int()
+
+
+def sample_random(
+    logits_BQV: torch.Tensor, temperature_B: torch.Tensor, keys_B2: torch.Tensor, positions_BQ: torch.Tensor
+) -> torch.Tensor:
+    """Sample each position from its logits; rows with temperature 0 take their argmax."""
+    tokens_V = torch.arange(logits_BQV.shape[-1], dtype=torch.int32, device=logits_BQV.device)
+    noise = gumbel(keys_B2, positions_BQ, Stream.TARGET, tokens_V)
+    noise.mul_((temperature_B > 0)[:, None, None])
+    return noise.add_(logits_BQV).argmax(-1).int()
+
+
+def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+    """Accept drafts up to the first that differs from the target's own token; that token comes behind them."""
+    num_places = drafts_BK.shape[1]
+    place = torch.arange(num_places, device=sampled_BQ.device)
+    equal = (drafts_BK == sampled_BQ[:, :num_places]) & (place < num_drafts_B[:, None])
+    num_accepted = equal.int().cumprod(-1).sum(-1).int()
+    return Verdict(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)

@@ -1,0 +1,124 @@
+"""vLLM's worker: device start, memory budget, life cycle. Steps are the runner's."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.utils import clear_layer_kv_caches
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_gaudi_spec.backends import load_backend
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+
+class Worker(WorkerBase):
+    runner: ModelRunner
+
+    # --- start-up, in the order of the calls ---
+
+    def init_device(self) -> None:
+        self.backend = load_backend()
+        self.device = self.backend.torch_device
+        parallel = self.parallel_config
+        init_distributed_environment(
+            parallel.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            self.current_platform.dist_backend,
+        )
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        )
+        set_random_seed(self.model_config.seed)
+        logger.info("Device %s, mode %s, %s.", self.backend.name, self.backend.mode, self.model_config.dtype)
+        self.runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            raise UnsupportedConfigError("elastic expert parallelism is not supported; leave out --enable-elastic-ep.")
+        with set_current_vllm_config(self.vllm_config):
+            self.runner.load_model()
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.runner.kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        explicit = self.cache_config.kv_cache_memory_bytes
+        if explicit is not None:
+            return explicit
+        size = self.backend.available_memory(self.cache_config.gpu_memory_utilization)
+        logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
+        return size
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.runner.initialize_kv_cache(kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.runner.warm_up()
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    # --- steps ---
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        return self.runner.execute_model(scheduler_output)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        return self.runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """An idle data-parallel rank has no collective of its own to join: experts are not spread over ranks."""
+
+    # --- questions and life cycle ---
+
+    def step_report(self) -> dict[str, object]:
+        """Step signatures and host reads so far; reachable through `collective_rpc`."""
+        return self.runner.step_report()
+
+    def get_model(self) -> nn.Module:
+        return self.runner.target.model
+
+    def synchronize_device(self) -> None:
+        self.backend.synchronize()
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
+
+    def check_health(self) -> None:
+        """A worker in the engine's process is healthy when it answers."""
+
+    def shutdown(self) -> None:
+        if getattr(self, "runner", None) is not None:
+            clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
+            del self.runner
+            gc.collect()
