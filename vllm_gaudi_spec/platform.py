@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.config import Options, refuse_unsupported
+from vllm_gaudi_spec.config import Options, refuse_unsupported, unsupported_request
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
@@ -45,6 +46,9 @@ class SpecPlatform(Platform):
         Options.from_vllm(vllm_config)  # a mistake there should stop the front end, not the engine
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
+        if vllm_config.model_config is not None and _brings_logits_processors(vllm_config.model_config):
+            # They read a request's tokens on the host before each step.
+            vllm_config.scheduler_config.async_scheduling = False
         # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
@@ -70,6 +74,14 @@ class SpecPlatform(Platform):
         """A drafter's layer may share its index with one of the target."""
 
     @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import SamplingParams
+
+        if isinstance(params, SamplingParams) and (reason := unsupported_request(params)):
+            raise VLLMValidationError(reason)
+
+    @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         torch.manual_seed(seed)
 
@@ -93,16 +105,15 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         return [torch.float32]
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        super().check_and_update_config(vllm_config)
-        # The CPU runs a step inside the call that starts it, so there is nothing to overlap with.
-        if vllm_config.scheduler_config.async_scheduling is None:
-            vllm_config.scheduler_config.async_scheduling = False
-
-    @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         # CpuPlatform leaves the block size alone; ours comes from the attention backend.
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
+
+
+def _brings_logits_processors(model_config: ModelConfig) -> bool:
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    return bool(model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def _native_bfloat16() -> bool:

@@ -18,7 +18,7 @@ PROMPTS = [
     "In 1969, the first humans",
     "Translate to French: Good morning, my friend.\n",
     "The three laws of motion are:\n1.",
-    "{\"name\": \"Ada\", \"age\":",
+    '{"name": "Ada", "age":',
     "Zürich, São Paulo, 東京 and",
     "SELECT name, count(*) FROM users",
     "To make bread you need flour, water, salt and yeast. First,",

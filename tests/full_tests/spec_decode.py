@@ -46,28 +46,18 @@ TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Any] | None]] = {
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="baseline", choices=list(TASKS), help="how to draft")
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
-    parser.add_argument(
-        "--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token"
-    )
-    parser.add_argument(
-        "--batch_size", type=positive, default=8, help="prompts; the eight fixed ones, repeated"
-    )
-    parser.add_argument(
-        "--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step"
-    )
+    parser.add_argument("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
+    parser.add_argument("--batch_size", type=positive, default=8, help="prompts; the eight fixed ones, repeated")
+    parser.add_argument("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
     parser.add_argument("--dtype", help="default: float32 on the CPU, else the model's own")
     parser.add_argument("--enforce_eager", action="store_true")
     parser.add_argument("--num_warmups", type=int, default=1, help="short runs before the measured one")
-    parser.add_argument(
-        "--run_base", action="store_true", help="run the baseline as well and compare the tokens"
-    )
+    parser.add_argument("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
     return parser.parse_args()
 
@@ -97,17 +87,13 @@ def load(task: str, options: argparse.Namespace, device: str) -> LLM:
 def generate(llm: LLM, options: argparse.Namespace, max_tokens: int) -> list[Any]:
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(options.batch_size)]
     sampling = [
-        SamplingParams(
-            temperature=options.temperature, seed=options.seed + i, max_tokens=max_tokens, ignore_eos=True
-        )
+        SamplingParams(temperature=options.temperature, seed=options.seed + i, max_tokens=max_tokens, ignore_eos=True)
         for i in range(options.batch_size)
     ]
     return llm.generate(prompts, sampling)
 
 
-def run(
-    task: str, options: argparse.Namespace, device: dict[str, str]
-) -> tuple[LLM, list[Any], dict[str, Any]]:
+def run(task: str, options: argparse.Namespace, device: dict[str, str]) -> tuple[LLM, list[Any], dict[str, Any]]:
     """Load, warm up, measure. The engine comes back alive, for a closer look at its answers."""
     print(f"[{task}] loading", flush=True)
     llm = load(task, options, device["device"])
@@ -156,9 +142,7 @@ def draft_counts(llm: LLM) -> dict[str, int]:
 
 
 def acceptance(counts: dict[str, int], k: int) -> dict[str, Any]:
-    drafts, drafted, accepted = (
-        counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
+    drafts, drafted, accepted = (counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
     return {
         "num_drafts": drafts,
         "num_draft_tokens": drafted,
@@ -216,10 +200,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"graphs               {graphs['warmup']} in warm-up, {graphs['after_warmup']} after it")
     print(f"host syncs per step  {report['host_syncs_per_step']:.2f}")
     if report["matches_baseline"] is not None:
-        print(
-            "against baseline     "
-            + ", ".join(f"{n} {name}" for name, n in report["matches_baseline"].items())
-        )
+        print("against baseline     " + ", ".join(f"{n} {name}" for name, n in report["matches_baseline"].items()))
     for prompt, text in list(zip(report["prompts"], report["texts"], strict=True))[: len(PROMPTS)]:
         print(f"  {prompt!r}\n    -> {text!r}")
     print(flush=True)

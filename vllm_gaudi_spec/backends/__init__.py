@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,26 +34,28 @@ def choose_device() -> str | None:
                 f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}."
             )
         return requested
-    return None if _other_platform_plugins() else "cpu"
+    if others := other_platform_plugins():
+        _say_inactive(others)
+        return None
+    return "cpu"
 
 
 @cache
-def _other_platform_plugins() -> tuple[str, ...]:
-    """Platform plugins of others that vLLM would load; ours stays inactive beside them, and says so once."""
+def other_platform_plugins() -> tuple[str, ...]:
+    """Platform plugins of others that vLLM would load."""
     allowed = config.vllm_plugins_allowed()
-    names = tuple(
+    return tuple(
         plugin.name
         for plugin in entry_points(group="vllm.platform_plugins")
         if not plugin.value.startswith("vllm_gaudi_spec:") and (allowed is None or plugin.name in allowed)
     )
-    if names:
-        import logging
 
-        logging.getLogger("vllm").warning(
-            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.",
-            ", ".join(names),
-        )
-    return names
+
+@cache
+def _say_inactive(others: tuple[str, ...]) -> None:
+    logging.getLogger("vllm").warning(
+        "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.", ", ".join(others)
+    )
 
 
 def platform_class(device: str) -> str:

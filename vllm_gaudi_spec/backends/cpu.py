@@ -16,6 +16,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 
 logger = init_logger(__name__)
 
+_DEFAULT_KV_BYTES = 4 << 30
 # Head sizes that vLLM's CPU attention kernel is compiled for.
 _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 
@@ -123,7 +124,8 @@ class Backend:
         return tensor.cpu()
 
     def available_memory(self, utilization: float) -> int:
-        return int(psutil.virtual_memory().available * utilization)
+        # Unlike a card's memory this one has other users, and clearing it takes time at every start.
+        return min(int(psutil.virtual_memory().available * utilization / 2), _DEFAULT_KV_BYTES)
 
     def synchronize(self) -> None:
         """The CPU has finished when the call returns."""

@@ -1,0 +1,75 @@
+"""Log-probabilities of upstream's CPU platform, as JSON: `python -m tests.full_tests.upstream_reference JOB RESULT`.
+
+Runs in its own process, because VLLM_PLUGINS='' (no platform plugin: upstream's CPU platform in the same environment)
+must be set before vLLM is imported. The tests import `collect` to do the same on our platform.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# One position: token id -> (log-probability, rank). JSON turns the ids into text, so `Position` is read through `load`.
+Position = dict[int, tuple[float, int]]
+
+
+def plain(positions: Any) -> list[Position]:
+    """vLLM's own containers as plain ones; a prompt's first token has no log-probability."""
+    return [{token: (lp.logprob, lp.rank) for token, lp in (at or {}).items()} for at in positions or []]
+
+
+def sampling_params(case: dict[str, Any]) -> Any:
+    """JSON made the ids of a logit bias text."""
+    from vllm import SamplingParams
+
+    if "logit_bias" in case:
+        case = case | {"logit_bias": {int(token): bias for token, bias in case["logit_bias"].items()}}
+    return SamplingParams(**case)
+
+
+def collect(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """`job`: model, engine options, prompts (token ids) and one set of sampling parameters per case."""
+    from tests.full_tests.engines import engine, generate
+
+    results = []
+    with engine(job["model"], **job["options"]) as llm:
+        for case in job["cases"]:
+            for output in generate(llm, job["prompts"], sampling_params(case)):
+                completion = output.outputs[0]
+                results.append(
+                    dict(
+                        tokens=list(completion.token_ids),
+                        output=plain(completion.logprobs),
+                        prompt=plain(output.prompt_logprobs),
+                        cumulative=completion.cumulative_logprob,
+                    )
+                )
+    return results
+
+
+def upstream(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The same job in a process without plugins."""
+    question, answer = folder / "job.json", folder / "result.json"
+    question.write_text(json.dumps(job))
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, "-m", "tests.full_tests.upstream_reference", str(question), str(answer)]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return load(answer)
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    results = json.loads(path.read_text())
+    for result in results:
+        for part in ("output", "prompt"):
+            result[part] = [{int(token): tuple(pair) for token, pair in at.items()} for at in result[part]]
+    return results
+
+
+if __name__ == "__main__":
+    from vllm.platforms import current_platform
+
+    assert current_platform.is_cpu(), f"upstream's CPU platform expected, got {current_platform}"
+    Path(sys.argv[2]).write_text(json.dumps(collect(json.loads(Path(sys.argv[1]).read_text()))))

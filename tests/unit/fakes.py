@@ -1,0 +1,79 @@
+"""Scripted schedulers in place of mocks: the records that vLLM sends, made by hand."""
+
+from __future__ import annotations
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class HostBackend:
+    """Just enough of a device for the runner's bookkeeping."""
+
+    torch_device = torch.device("cpu")
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
+
+
+def new_request(
+    req_id: str,
+    prompt: list[int],
+    blocks: list[int],
+    *,
+    num_computed: int = 0,
+    prefill: list[int] | None = None,
+    params: SamplingParams | None = None,
+) -> NewRequestData:
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=params or SamplingParams(seed=1),
+        pooling_params=None,
+        block_ids=(blocks,),
+        num_computed_tokens=num_computed,
+        lora_request=None,
+        prefill_token_ids=prefill,
+    )
+
+
+def cached(
+    num_computed: dict[str, int],
+    *,
+    blocks: dict[str, list[int]] | None = None,
+    resumed: dict[str, list[int]] | None = None,
+) -> CachedRequestData:
+    """`resumed` maps a request to all its tokens."""
+    resumed = resumed or {}
+    new_blocks = [(blocks[req_id],) if blocks and req_id in blocks else None for req_id in num_computed]
+    return CachedRequestData(
+        req_ids=list(num_computed),
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids=resumed,
+        new_block_ids=new_blocks,
+        num_computed_tokens=list(num_computed.values()),
+        num_output_tokens=[0] * len(num_computed),
+    )
+
+
+def step(
+    tokens: dict[str, int],
+    *,
+    new: list[NewRequestData] | None = None,
+    running: CachedRequestData | None = None,
+    finished: set[str] | None = None,
+    preempted: set[str] | None = None,
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        scheduled_new_reqs=new or [],
+        scheduled_cached_reqs=running or CachedRequestData.make_empty(),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        finished_req_ids=finished or set(),
+        free_encoder_mm_hashes=[],
+        preempted_req_ids=preempted or set(),
+    )

@@ -1,0 +1,28 @@
+"""Dense attention of one query over the keys it may see: the oracle of the paged versions."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend_one(
+    query_HD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    position: int,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+) -> torch.Tensor:
+    """float64 [H, D]."""
+    first = 0 if window is None else max(0, position - window + 1)
+    keys, values = keys_SKD[first : position + 1].double(), values_SKD[first : position + 1].double()
+    group = query_HD.shape[0] // keys.shape[1]
+    out = []
+    for head, query in enumerate(query_HD.double()):
+        scores = keys[:, head // group] @ query * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        out.append(scores.softmax(0) @ values[:, head // group])
+    return torch.stack(out)

@@ -1,0 +1,91 @@
+"""Who may import whom, who reads the environment, who patches vLLM: read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_gaudi_spec"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Folder or module -> what of ours it may import. What is not listed is not done.
+MAY_IMPORT = {
+    "__init__": {"compat", "backends", "platform"},
+    "platform": {"backends", "config", "compat"},
+    "worker": {"backends", "config", "runner"},
+    "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
+    "attention": {"backends", "config", "attention.metadata"},
+    "backends": {"config", "backends", "attention.metadata"},
+    "sample": {"sample"},
+    "config": set(),
+    "compat": set(),
+    "demo_model": set(),
+}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_directions(path: Path) -> None:
+    allowed = MAY_IMPORT[part_of(path)]
+    ours = {name.removeprefix("vllm_gaudi_spec.") for name in imports(path) if name.startswith("vllm_gaudi_spec.")}
+    bad = {name for name in ours if not any(name == ok or name.startswith(f"{ok}.") for ok in allowed)}
+    assert not bad, f"{path.name} may not import {sorted(bad)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
+    names = set(imports(path))
+    if part_of(path) != "backends":
+        assert not {name for name in names if name.split(".")[0] in ("habana_frameworks", "torch_npu")}
+    source = path.read_text()
+    if part_of(path) not in ("config", "demo_model"):
+        assert "os.environ" not in source
+        assert "getenv" not in source
+
+
+def test_sampling_rules_and_plain_ops_do_not_know_vllm() -> None:
+    for path in [*(PACKAGE / "sample").glob("*.py"), PACKAGE / "backends" / "torch_ops.py"]:
+        if path.name != "logprobs.py":  # builds vLLM's own record
+            assert not {name for name in imports(path) if name.split(".")[0] == "vllm"}, path.name
+
+
+def test_importing_the_package_is_cheap() -> None:
+    """vLLM imports it while it is itself half imported."""
+    code = "import sys, vllm_gaudi_spec; print([m for m in ('vllm', 'torch', 'numpy') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_foreign_names_are_reassigned_in_compat_only() -> None:
+    """An assignment to an attribute of an imported module anywhere else is a patch in hiding."""
+    for path in FILES:
+        if path.name == "compat.py":
+            continue
+        tree = ast.parse(path.read_text())
+        modules = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else []:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    assert target.value.id not in modules, f"{path.name}:{node.lineno}"

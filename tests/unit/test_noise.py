@@ -1,0 +1,102 @@
+"""The noise must be good, the same everywhere, and independent of who else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from vllm_gaudi_spec.sample.noise import Stream, bits, exponential, fold_seed, fresh_seed, gumbel
+
+
+def keys(*seeds: int) -> torch.Tensor:
+    return torch.tensor([fold_seed(seed) for seed in seeds], dtype=torch.int32)
+
+
+def hashed(
+    seeds: list[int], positions: list[list[int]], stream: Stream = Stream.TARGET, vocab: int = 64
+) -> torch.Tensor:
+    place = torch.tensor(positions, dtype=torch.int32)
+    return bits(keys(*seeds), place, stream, torch.arange(vocab, dtype=torch.int32))
+
+
+def reference_mix(x: int) -> int:
+    mask = 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    return x ^ (x >> 16)
+
+
+def reference_bits(seed: int, position: int, stream: int, token: int) -> int:
+    mask = 0xFFFFFFFF
+    low, high = (word & mask for word in fold_seed(seed))
+    place = reference_mix((position * 0x85EBCA6B + stream * 0x27D4EB2F) & mask)
+    first = reference_mix(place ^ low)
+    second = reference_mix((first + high) & mask)
+    return reference_mix(reference_mix((token * 0x9E3779B1 + first) & mask) ^ second)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("stream", list(Stream))
+def test_equals_unbounded_integer_arithmetic(seed: int, stream: Stream) -> None:
+    """Wrapping 32-bit tensors and logical shifts, against Python integers."""
+    result = hashed([seed], [[0, 77, 131071]], stream, vocab=50)
+    for place, position in enumerate((0, 77, 131071)):
+        expected = [reference_bits(seed, position, int(stream), token) for token in range(50)]
+        assert (result[0, place].numpy().view(np.uint32) == np.array(expected, dtype=np.uint32)).all()
+
+
+def test_does_not_depend_on_the_batch() -> None:
+    together = hashed([3, 9, 4], [[5, 6], [100, 101], [7, 8]])
+    alone = hashed([9], [[100, 101]])
+    assert torch.equal(together[1:2], alone)
+    assert torch.equal(hashed([9], [[101]])[:, 0], alone[:, 1])
+
+
+def test_streams_seeds_and_positions_differ() -> None:
+    base = hashed([1], [[10]], vocab=4096)
+    others = [hashed([2], [[10]], vocab=4096), hashed([1], [[11]], vocab=4096)]
+    others += [hashed([1], [[10]], stream, vocab=4096) for stream in Stream if stream != Stream.TARGET]
+    for other in others:
+        assert (base == other).float().mean() < 0.01
+        correlation = np.corrcoef(exponential(base).flatten(), exponential(other).flatten())[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(4096)
+
+
+def test_exponential_law() -> None:
+    sample = exponential(hashed(list(range(64)), [[5]] * 64, vocab=4096)).flatten().double().numpy()
+    assert np.isfinite(sample).all()
+    assert (sample > 0).all()
+    assert stats.kstest(sample, "expon").pvalue > 1e-3
+
+
+def test_smallest_variates_are_fine_grained() -> None:
+    """Large vocabularies are decided by the smallest of many variates: those must not come in coarse steps."""
+    smallest = exponential(torch.arange(0, 2000, 2, dtype=torch.int32))
+    assert smallest.unique().numel() == smallest.numel()
+    assert smallest[0] < 1e-9
+
+
+def test_gumbel_extremes_are_finite() -> None:
+    every = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    assert torch.isfinite(exponential(every).log()).all()
+
+
+@pytest.mark.parametrize("logits", [[0.0, 0.0, 0.0], [2.0, 0.0, -3.0], [-10.0, 0.0, 0.1]])
+def test_argmax_with_noise_samples_the_softmax(logits: list[float]) -> None:
+    num = 40_000
+    place = torch.zeros(num, 1, dtype=torch.int32)
+    noise = gumbel(keys(*range(num)), place, Stream.TARGET, torch.arange(3, dtype=torch.int32))
+    tokens = (torch.tensor(logits) + noise).argmax(-1).flatten()
+    observed = torch.bincount(tokens, minlength=3).double()
+    expected = torch.tensor(logits).double().softmax(0) * num
+    assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+
+
+def test_seeds_fold_and_fresh_seeds_differ() -> None:
+    assert len({fold_seed(seed) for seed in range(10_000)}) == 10_000
+    assert fresh_seed(0, 1, "a") == fresh_seed(0, 1, "a")
+    assert len({fresh_seed(0, count, "a") for count in range(1000)}) == 1000

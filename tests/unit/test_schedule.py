@@ -1,0 +1,97 @@
+"""From the scheduler's word to rectangles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.fakes import HostBackend, cached, new_request, step
+from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec.runner.batch import build_inputs
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.schedule import plan_batches
+from vllm_gaudi_spec.runner.shapes import Shape, Shapes
+
+
+@pytest.fixture
+def small() -> Shapes:
+    return shapes(max_num_seqs=4, max_tokens=64, max_len=96)
+
+
+@pytest.fixture
+def requests(small: Shapes) -> Requests:
+    backend = HostBackend()
+    return Requests(backend, 4, small.max_context + 1, [16], small.max_context, seed=0)  # type: ignore[arg-type]
+
+
+def plan(requests: Requests, small: Shapes, scheduled: object) -> list[tuple[str, list[str], list[int], list[bool]]]:
+    requests.apply(scheduled)  # type: ignore[arg-type]
+    return [
+        (batch.shape.phase, [request.req_id for request in batch.requests], batch.counts, batch.finishes)
+        for batch in plan_batches(scheduled, requests, small)  # type: ignore[arg-type]
+    ]
+
+
+def test_chunks_in_order_then_all_decodes(requests: Requests, small: Shapes) -> None:
+    first = step(
+        {"a": 3, "b": 40, "c": 1},
+        new=[
+            new_request("a", [1, 2, 3], [1]),
+            new_request("b", list(range(50)), [2, 3, 4]),
+            new_request("c", list(range(17)), [5, 6], num_computed=16),
+        ],
+    )
+    assert plan(requests, small, first) == [
+        ("prefill", ["a"], [3], [True]),
+        ("prefill", ["b"], [40], [False]),
+        # One token left after a prefix hit: a decode, after the chunks whose blocks it may read.
+        ("decode", ["c"], [1], [True]),
+    ]
+    second = step({"a": 1, "b": 10, "c": 1}, running=cached({"a": 3, "b": 40, "c": 17}))
+    assert plan(requests, small, second) == [
+        ("prefill", ["b"], [10], [True]),
+        ("decode", ["a", "c"], [1, 1], [True, True]),
+    ]
+
+
+def test_neighbouring_chunks_share_a_rectangle_when_allowed(requests: Requests) -> None:
+    wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, prefill_rows=(1, 2))
+    scheduled = step(
+        {"a": 9, "b": 12, "c": 5},
+        new=[new_request(name, list(range(size)), [1]) for name, size in (("a", 9), ("b", 12), ("c", 5))],
+    )
+    assert [names for _, names, _, _ in plan(requests, wide, scheduled)] == [["a", "b"], ["c"]]
+
+
+def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None:
+    """Chunk 16..19 of a prompt: real tokens go to their blocks, padding to the pad block."""
+    scheduled = step({"a": 4}, new=[new_request("a", list(range(100, 125)), [7, 9], num_computed=16)])
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, small)
+    assert batch.shape == Shape("prefill", 1, 16, small.max_context)
+    inputs = build_inputs(batch, requests)
+    assert inputs.token_ids_T.tolist() == [116, 117, 118, 119] + [0] * 12
+    assert inputs.positions_T.tolist() == list(range(16, 32))
+    assert inputs.slots[0].tolist() == [9 * 16 + offset for offset in range(4)] + list(range(4, 16))
+    assert inputs.calls[0].starts_B.tolist() == [16]
+
+
+def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes) -> None:
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [5])]))
+    requests.computed_R[requests.by_id["a"].row] = 7  # the device is ahead of what the host was told
+    scheduled = step({"a": 1}, running=cached({"a": 4}))
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, small)
+    inputs = build_inputs(batch, requests)
+    assert inputs.positions_T.tolist() == [7]
+    assert inputs.slots[0].tolist() == [5 * 16 + 7]
+
+
+def test_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) -> None:
+    wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, batch_buckets=(4,))
+    scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, wide)
+    inputs = build_inputs(batch, requests)
+    assert inputs.slots[0].tolist() == [80, 0, 0, 0]
+    assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
