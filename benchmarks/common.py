@@ -103,6 +103,13 @@ def read_bandwidth(repeats: int = 7) -> float:
     return matrix.nbytes / best
 
 
+def warn_if_busy() -> None:
+    """Say so when other work is waiting for the cores; the last minute's average counts."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        say(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
+
+
 def describe_machine() -> dict[str, Any]:
     import torch
 

@@ -189,6 +189,7 @@ def compare_platforms(options: argparse.Namespace) -> None:
         Path(__file__), ["--part", "bandwidth"], log="upstream-bandwidth", environment={}, seconds=300
     )
     common.say(f"      {machine['bytes_per_s'] / 1e9:.1f} GB/s with {machine['threads']} threads")
+    common.warn_if_busy()
     samples = measure_all(options, str(folder))
     report = {**compare(samples), "machine": machine, "model": model, "samples": samples}
     add_memory_bound(report["decode_step"], folder, machine["bytes_per_s"])

@@ -101,7 +101,7 @@ def install_torch(title: str) -> None:
     except subprocess.CalledProcessError as error:
         if "No matching distribution" not in error.output:
             raise
-        print(f"      not on the configured indexes, adding {TORCH_INDEX}", flush=True)
+        print(f"      not on the configured indexes, adding {TORCH_INDEX} (set PIP_EXTRA_INDEX_URL for a mirror)")
         pip(progress, TORCH, "--extra-index-url", TORCH_INDEX)
     progress.done()
 

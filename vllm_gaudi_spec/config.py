@@ -6,7 +6,7 @@ Nobody else in the package reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,12 @@ def vllm_plugins_allowed() -> set[str] | None:
     """The plugins that VLLM_PLUGINS lets in; None means all."""
     names = os.environ.get("VLLM_PLUGINS")
     return None if names is None else {name.strip() for name in names.split(",")}
+
+
+def choose_start_method(choose: Callable[[], str]) -> None:
+    """How vLLM starts its engine process: as the user said, else as `choose` says. Children inherit the answer."""
+    if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = choose()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if model.runner_type != "generate":
-        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate with a text generation model."
+        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
     if model.is_multimodal_model:
         yield f"{model.model} takes images, audio or video; use a text-only model."
     if model.is_hybrid or model.has_inner_state:

@@ -11,10 +11,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.config import Options, refuse_unsupported, unsupported_request
+from vllm_gaudi_spec.config import Options, choose_start_method, refuse_unsupported, unsupported_request
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
@@ -103,6 +104,29 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         if _native_bfloat16():
             return [torch.bfloat16, torch.float16, torch.float32]
         return [torch.float32]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from vllm_gaudi_spec.backends import cpu_fork
+
+        super().check_and_update_config(vllm_config)
+        choose_start_method(cpu_fork.start_method)
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        super().import_ir_kernels()
+        from vllm_gaudi_spec.backends import cpu_norms  # noqa: F401
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        from vllm_gaudi_spec.backends import cpu_norms
+
+        norms = [cpu_norms.PROVIDER] if cpu_norms.available() else []
+        return IrOpPriorityConfig.with_default(
+            ["native"], rms_norm=[*norms, "native"], fused_add_rms_norm=[*norms, "native"]
+        )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

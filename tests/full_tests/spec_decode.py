@@ -209,6 +209,8 @@ def show(report: dict[str, Any]) -> None:
 def run_task(options: argparse.Namespace) -> None:
     device = describe_device()
     print(f"device {device['device']}, mode {device['mode']}", flush=True)
+    if options.model and options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
+        raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     llm, outputs, report = run(options.task, options, device)

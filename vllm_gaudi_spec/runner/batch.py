@@ -52,8 +52,7 @@ class Batch:
 
     def drafts(self, requests: Requests, positions_BQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts [B, Q - 1] that this step verifies, and how many of a row are real."""
-        history = requests.history_RM.index_select(0, self.rows_B)
-        drafts_BK = history.gather(1, positions_BQ[:, 1:].long())
+        drafts_BK = requests.tokens_at(self.rows_B, positions_BQ[:, 1:])
         num_drafts_B = (self.num_real_B - 1).clamp(min=0) if positions_BQ.shape[1] > 1 else self.num_real_B * 0
         return drafts_BK, num_drafts_B
 
@@ -75,7 +74,7 @@ def build_inputs(batch: Batch, requests: Requests) -> Inputs:
     place_Q = torch.arange(queries, dtype=torch.int32, device=batch.starts_B.device)
     positions_BQ = batch.starts_B[:, None] + place_Q
     real_BQ = place_Q < batch.num_real_B[:, None]
-    tokens_BQ = requests.history_RM.index_select(0, batch.rows_B).gather(1, positions_BQ.long())
+    tokens_BQ = requests.tokens_at(batch.rows_B, positions_BQ)
     slots, calls = [], []
     for table, block_size in zip(batch.tables, requests.block_sizes, strict=True):
         block = table.gather(1, (positions_BQ // block_size).long())

@@ -145,7 +145,13 @@ class Requests:
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)
 
-    # --- what the device decides ---
+    # --- what the device knows ---
+
+    def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
+        """int32: tokens of the rows' histories at the given positions, shape of `positions_BQ`."""
+        shape = positions_BQ.shape
+        index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.history_RM.shape[1] + positions_BQ
+        return self.history_RM.view(-1).index_select(0, index.flatten()).view(shape)
 
     def advance(
         self,

@@ -242,9 +242,7 @@ def recent_outputs(
     num_recent = inputs.rules[3].shape[-1]
     back = torch.arange(num_recent - 1, -1, -1, dtype=torch.int32, device=rows_B.device)
     place = positions_BQ[..., None] - back
-    index = place.clamp(min=0).long()
-    history = requests.history_RM.index_select(0, rows_B)
-    tokens = history.gather(1, index.flatten(1)).view(index.shape)
+    tokens = requests.tokens_at(rows_B, place.clamp(min=0))
     is_output = place >= inputs.prompt_len_B[:, None, None]
     num_outputs = positions_BQ + 1 - inputs.prompt_len_B[:, None]
     return torch.where(is_output, tokens, -2), num_outputs

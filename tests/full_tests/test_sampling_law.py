@@ -1,0 +1,83 @@
+"""Sampling is exact: over 20k seeds the first two tokens follow the law that transformers' logits give."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.full_tests import tiny_models
+from tests.full_tests.engines import engine, first_tokens, generate
+from tests.full_tests.reference import Reference
+from tests.full_tests.sampling_law import chi_square, pair_law, token_law
+
+VOCAB, SEEDS = 50, 20_000
+PROMPT = [7, 3, 31, 12, 44]
+SETTINGS: list[dict[str, Any]] = [
+    dict(temperature=0.8, top_k=14, top_p=0.9, min_p=0.1),
+    dict(temperature=1.0),
+    dict(temperature=1.4, top_p=0.8),
+    dict(temperature=0.7, top_k=8, min_p=0.15),
+]
+# All settings together may reject a correct sampler once in a thousand runs of the whole family.
+ALPHA = 1e-3 / len(SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A vocabulary this small has room for neither bytes nor text, so the engine runs on token ids alone."""
+    shape = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1)
+    # Logits a little flatter than elsewhere: else most cells would be too rare to test.
+    model = lambda: tiny_models.llama(**shape, initializer_range=0.18)  # noqa: E731
+    return tiny_models.save(model, tmp_path_factory.mktemp("small"))
+
+
+def expected_law(model: str, setting: dict[str, Any]) -> np.ndarray:
+    reference = Reference(model)
+    first = token_law(reference.next_logits(PROMPT).numpy(), **setting)
+    second = [token_law(reference.next_logits([*PROMPT, token]).numpy(), **setting) for token in range(VOCAB)]
+    return pair_law(first, second)
+
+
+def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
+    plain = dict(max_tokens=2, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(seed=seed, **plain, **setting) for seed in range(SEEDS)]
+    with engine(model, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=64) as llm:
+        outputs = first_tokens(generate(llm, [PROMPT] * SEEDS, params))
+    counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
+    np.add.at(counts, tuple(np.array(outputs).T), 1)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "setting", [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])], ids=str
+)
+def test_first_two_tokens(setting: dict[str, Any], small_vocabulary: str) -> None:
+    law = expected_law(small_vocabulary, setting)
+    assert (law * SEEDS >= 5).sum() > 30, "too few cells to say much"
+    for name in setting:
+        without = {key: value for key, value in setting.items() if key != name}
+        changed = np.abs(expected_law(small_vocabulary, without) - law).sum()
+        assert changed > 0.01 or without == {}, f"{name} makes no difference here"
+    counts = count_pairs(small_vocabulary, setting)
+    # Each token's own law as well: the pairs have many cells, which spreads thin what concerns one token.
+    p_values = [chi_square(counts, law), chi_square(counts.sum(axis=1), law.sum(axis=1))]
+    assert min(p_values) > ALPHA / len(p_values), p_values
+
+
+@pytest.mark.parametrize("bias", [0.02, 0.05])
+def test_the_test_sees_a_bias(bias: float, small_vocabulary: str) -> None:
+    """The negative control: a sampler off by this much in total variation, in the first token, is rejected; and the exact
+    law is not."""
+    law = expected_law(small_vocabulary, SETTINGS[0])
+    first = law.sum(axis=1)
+    likeliest, runner_up = np.argsort(-first)[:2]
+    biased = law.copy()
+    biased[likeliest] *= 1 - bias / first[likeliest]
+    biased[runner_up] *= 1 + bias / first[runner_up]
+    rng = np.random.default_rng(0)
+    for sampled, accepted in ((law, True), (biased, False)):
+        counts = rng.multinomial(SEEDS, sampled.ravel()).reshape(law.shape)
+        p_values = [chi_square(counts, law), chi_square(counts.sum(axis=1), first)]
+        assert (min(p_values) > ALPHA / len(p_values)) == accepted, p_values
