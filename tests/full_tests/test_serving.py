@@ -1,0 +1,102 @@
+"""`vllm serve` answers as an OpenAI server does: completions, chat, streams, stop strings, n, seeds, many at once."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from openai import OpenAI
+
+from tests.full_tests.server import Server
+
+GREEDY: dict[str, Any] = dict(prompt="The quick brown", max_tokens=24, temperature=0, ignore_eos=True)
+
+
+def text(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["text"]
+
+
+def test_models_and_health(server: Server) -> None:
+    assert server.client.get("/health").status_code == 200
+    models = server.client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["tiny"]
+
+
+def test_completion_and_metrics(server: Server) -> None:
+    before = server.metric("vllm:generation_tokens_total")
+    answer = server.complete(**GREEDY)
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert text(answer) and text(answer) == text(server.complete(**GREEDY))
+    server.wait_idle()
+    assert server.metric("vllm:generation_tokens_total") - before == 48
+
+
+def test_streaming(server: Server) -> None:
+    """The pieces of a stream add up to the answer in one piece."""
+    body = GREEDY | dict(model="tiny", stream=True, stream_options=dict(include_usage=True))
+    pieces, usage = [], None
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    for event in map(json.loads, events):
+        usage = event["usage"] or usage
+        pieces += [choice["text"] for choice in event["choices"]]
+    assert len(pieces) > 5
+    assert "".join(pieces) == text(server.complete(**GREEDY))
+    assert usage["completion_tokens"] == 24
+
+
+def test_chat(server: Server) -> None:
+    """Through OpenAI's own client; the chat template is the tiny tokenizer's."""
+    client = OpenAI(base_url=str(server.client.base_url) + "/v1", api_key="none")
+    messages: Any = [dict(role="system", content="Be brief."), dict(role="user", content="Who are you?")]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    prompt = "system: Be brief.\nuser: Who are you?\nassistant: "
+    plain = server.complete(prompt=prompt, max_tokens=12, temperature=0)
+    assert chat.choices[0].message.content == text(plain)
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text(plain)
+
+
+def test_stop_string(server: Server) -> None:
+    whole = text(server.complete(**GREEDY))
+    stop = next(whole[i : i + 2] for i in range(8, len(whole)) if whole[i : i + 2].isascii())
+    answer = server.complete(**GREEDY, stop=[stop, "never in the text"])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == stop
+    assert text(answer) == whole[: whole.index(stop)]
+    kept = server.complete(**GREEDY, stop=stop, include_stop_str_in_output=True)
+    assert text(kept) == text(answer) + stop
+
+
+def test_seeds_and_n(server: Server) -> None:
+    body = GREEDY | dict(temperature=1.0, n=3, seed=7)
+    first, again = (server.complete(**body)["choices"] for _ in range(2))
+    assert [choice["text"] for choice in first] == [choice["text"] for choice in again]
+    assert len({choice["text"] for choice in first}) == 3, "completions of one request differ from each other"
+    other = server.complete(**body | dict(seed=8))["choices"]
+    assert other[0]["text"] != first[0]["text"]
+    unseeded = [text(server.complete(**GREEDY | dict(temperature=1.0))) for _ in range(3)]
+    assert len(set(unseeded)) == 3, "without a seed every request draws its own"
+
+
+def test_logprobs(server: Server) -> None:
+    logprobs = server.complete(**GREEDY, logprobs=2, echo=True)["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+
+
+def test_many_at_once(server: Server) -> None:
+    """32 clients at once, seeded and greedy, get what each gets alone."""
+    kinds = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]
+    bodies = [
+        GREEDY | kinds[index % 2] | dict(prompt=f"Number {index} of many: " * (1 + index % 5), seed=index)
+        for index in range(32)
+    ]
+    alone = [text(server.complete(**body)) for body in bodies]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda body: text(server.complete(**body)), bodies))
+    assert together == alone

@@ -1,0 +1,97 @@
+"""Starting and ending: SIGTERM leaves nothing behind, and what cannot start says why in its last line."""
+
+import re
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.full_tests.server import Server, last_line, serve_command, serve_environment
+
+START_SECONDS = 240
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_shutdown(how: signal.Signals, tiny_llama: str, tmp_path: Path) -> None:
+    """With a request in flight; its client sees the end of its stream, not a hang."""
+    server = Server(tiny_llama, tmp_path / "log.txt")
+    body = dict(model="tiny", prompt="hi", max_tokens=4000, ignore_eos=True, stream=True)
+
+    def read_stream() -> None:
+        try:
+            with server.client.stream("POST", "/v1/completions", json=body) as response:
+                for _ in response.iter_lines():
+                    pass
+        except httpx.TransportError:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read_stream)
+        while server.metric("vllm:num_requests_running") == 0 and not reader.done():
+            time.sleep(0.05)
+        ending = server.stop(how, patience=30)
+        reader.result(timeout=30)
+    assert ending.code in (0, -how, 128 + how), server.log.read_text()[-3000:]
+    assert not ending.survivors
+    assert "Traceback" not in server.log.read_text()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", server.port))
+
+
+def failing_start(model: str, *options: str, **environment: str) -> str:
+    """The last line of a start that must fail."""
+    done = subprocess.run(
+        serve_command(model, *options),
+        env=serve_environment(**environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert done.returncode != 0, done.stdout[-2000:]
+    return last_line(done.stdout)
+
+
+def test_wrong_model_path() -> None:
+    line = failing_start("/no/such/model")
+    assert "/no/such/model" in line
+    assert re.search(r"not exist|not found|no such|not a", line, re.IGNORECASE), line
+
+
+def test_port_in_use(tiny_llama: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = failing_start(tiny_llama, "--host", "127.0.0.1", "--port", port)
+    assert port in line and "in use" in line, line
+
+
+def test_unknown_option(tiny_llama: str) -> None:
+    line = failing_start(tiny_llama, "--no-such-option", "3")
+    assert "--no-such-option" in line, line
+
+
+def test_two_platform_plugins(tiny_llama: str, tmp_path: Path) -> None:
+    """A second plugin that wants to be the platform. With VGS_DEVICE set ours wants to be it too."""
+    package = tmp_path / "other_platform-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other-platform\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[vllm.platform_plugins]\nother_device = other_platform:register\n")
+    code = 'def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n'
+    (tmp_path / "other_platform.py").write_text(code)
+    line = failing_start(tiny_llama, PYTHONPATH=str(tmp_path), VGS_DEVICE="cpu")
+    assert "other_device" in line, line
+    assert re.search(r"VLLM_PLUGINS|VGS_DEVICE|uninstall", line), f"does not say what to do: {line}"
+
+
+def test_kv_cache_too_small(tiny_llama: str) -> None:
+    line = failing_start(tiny_llama, "--kv-cache-memory-bytes", "100000", "--max-model-len", "4096")
+    assert re.search(r"kv.cache", line, re.IGNORECASE), line
