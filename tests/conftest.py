@@ -3,9 +3,7 @@
 import os
 import random
 
-import numpy as np
 import pytest
-import torch
 
 # Before anything imports vLLM. In-process engines: nothing to wait for, tracebacks end in the test, and collective_rpc
 # reaches the worker directly. Tests of the server start it with its own, default environment.
@@ -13,6 +11,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when torch is loaded. Threads that spin at each barrier of a tiny model make it ten times slower as soon as the
+# machine has anything else to do.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MARKERS = {
     "slow": "the larger matrices; `make verify` runs them, `make test` does not",
@@ -29,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

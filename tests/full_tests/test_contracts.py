@@ -54,8 +54,10 @@ def test_scheduling_and_contract(
     expected: list[list[Answer]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where Triton works, vLLM sends resumed requests as new ones (V2); here it would not, unless told to."""
+    """Where Triton works, vLLM sends resumed requests as new ones (V2). Without Triton it insists on V1, for the sake of
+    kernels that our runner has no use for; what the two contracts send can be tried all the same."""
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: v2))
+    monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda self: None)
     with engine(tiny_llama, async_scheduling=asynchronous, **small) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
         check(requests, run_together(llm, requests), expected)
@@ -147,7 +149,7 @@ def test_unseeded_requests_differ(tiny_llama: str) -> None:
 
 def test_engine_after_engine(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Also after one that could not start."""
-    with pytest.raises(Exception, match="max_model_len|KV cache"), engine(tiny_llama, kv_cache_memory_bytes=1000):
+    with pytest.raises(Exception, match="(?i)kv cache"), engine(tiny_llama, kv_cache_memory_bytes=100_000):
         pass
     for _ in range(2):
         with engine(tiny_llama) as llm:

@@ -40,7 +40,7 @@ def test_streaming(server: Server) -> None:
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events.pop() == "[DONE]"
     for event in map(json.loads, events):
-        usage = event["usage"] or usage
+        usage = event.get("usage") or usage
         pieces += [choice["text"] for choice in event["choices"]]
     assert len(pieces) > 5
     assert "".join(pieces) == text(server.complete(**GREEDY))

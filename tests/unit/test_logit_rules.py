@@ -34,8 +34,8 @@ def test_each_kind() -> None:
     assert bias[:5].tolist() == [1.5, -np.inf, -np.inf, -np.inf, -np.inf]
     assert (until[:3] > 10**9).all()
     assert until[3:5].tolist() == [4, 4]
-    assert prefix[1].tolist() == [-1, -1, -1, -1]
-    assert prefix[2].tolist() == [-1, -1, -1, 6]
+    assert prefix[1].tolist() == [-1] * 8
+    assert prefix[2].tolist() == [-1] * 7 + [6]
     assert not bias[5:].any()
 
 

@@ -59,6 +59,25 @@ def test_preemption_replaces_blocks_and_keeps_the_noise(requests: Requests, cont
     assert requests.by_id["a"].outputs == [40, 41]
 
 
+def test_a_preempted_request_may_be_aborted_before_the_next_step(requests: Requests) -> None:
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
+    requests.apply(step({}, preempted={"a"}, finished={"a"}))
+    assert "a" not in requests.by_id
+    for name in "bcd":
+        requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
+
+
+def test_the_next_turn_of_a_session_brings_a_longer_prompt_and_its_own_parameters(requests: Requests) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
+    turn = new_request("a", [1, 2, 3, 9, 4], [1], num_computed=3, params=SamplingParams(seed=1, temperature=0.5))
+    requests.apply(step({"a": 2}, new=[turn]))
+    assert requests.by_id["a"].num_prompt == 5
+    assert requests.by_id["a"].params.temperature == 0.5
+    assert requests.by_id["a"].seed_words == fold_seed(1)
+
+
 def test_rows_run_out_only_when_all_are_held(requests: Requests) -> None:
     for name in "abc":
         requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
@@ -85,10 +104,9 @@ def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) ->
         tokens_BQ=torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32),
         num_sampled_B=torch.tensor([2, 3, 1], dtype=torch.int32),
     )
-    samples = torch.tensor([True, False, True])
-    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), samples, verdict)
+    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), verdict)
     assert history(requests, "b", 6) == [4, 5, 50, 51, 0, 0]
-    assert history(requests, "a", 6) == [1, 2, 3, 0, 0, 0]
+    assert history(requests, "a", 7) == [1, 2, 3, 60, 61, 62, 0]
     assert requests.computed_R[row_b] == 3, "all but the newest token have KV"
-    assert requests.computed_R[row_a] == 3
+    assert requests.computed_R[row_a] == 5
     assert requests.computed_R[requests.pad_row] == 0

@@ -32,25 +32,29 @@ def plan(requests: Requests, small: Shapes, scheduled: object) -> list[tuple[str
     ]
 
 
-def test_chunks_in_order_then_all_decodes(requests: Requests, small: Shapes) -> None:
+def test_running_decodes_then_everything_else_in_order(requests: Requests, small: Shapes) -> None:
     first = step(
-        {"a": 3, "b": 40, "c": 1},
+        {"a": 3, "b": 40, "c": 1, "d": 2},
         new=[
             new_request("a", [1, 2, 3], [1]),
             new_request("b", list(range(50)), [2, 3, 4]),
+            # One token left after a prefix hit: a decode, but behind the chunk whose blocks it may read, and before the
+            # one that may read its own.
             new_request("c", list(range(17)), [5, 6], num_computed=16),
+            new_request("d", list(range(18)), [5, 7], num_computed=16),
         ],
     )
     assert plan(requests, small, first) == [
         ("prefill", ["a"], [3], [True]),
         ("prefill", ["b"], [40], [False]),
-        # One token left after a prefix hit: a decode, after the chunks whose blocks it may read.
         ("decode", ["c"], [1], [True]),
+        ("prefill", ["d"], [2], [True]),
     ]
-    second = step({"a": 1, "b": 10, "c": 1}, running=cached({"a": 3, "b": 40, "c": 17}))
+    second = step({"b": 10, "a": 1, "c": 1}, running=cached({"a": 3, "b": 40, "c": 17}))
     assert plan(requests, small, second) == [
-        ("prefill", ["b"], [10], [True]),
+        # First, since a block that a decode fills may be hit by a prompt of this very step.
         ("decode", ["a", "c"], [1, 1], [True, True]),
+        ("prefill", ["b"], [10], [True]),
     ]
 
 
@@ -61,6 +65,21 @@ def test_neighbouring_chunks_share_a_rectangle_when_allowed(requests: Requests) 
         new=[new_request(name, list(range(size)), [1]) for name, size in (("a", 9), ("b", 12), ("c", 5))],
     )
     assert [names for _, names, _, _ in plan(requests, wide, scheduled)] == [["a", "b"], ["c"]]
+
+
+def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> None:
+    """That last token is a decode: it must start where the chunk ended, not where the request was admitted."""
+    first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
+    requests.apply(first)
+    (chunk,) = plan_batches(first, requests, small)
+    requests.set_computed(chunk.rows_B, chunk.starts_B + chunk.num_real_B)
+    second = step({"a": 1}, running=cached({"a": 24}))
+    requests.apply(second)
+    (batch,) = plan_batches(second, requests, small)
+    inputs = build_inputs(batch, requests)
+    assert inputs.token_ids_T.tolist() == [124]
+    assert inputs.positions_T.tolist() == [24]
+    assert inputs.slots[0].tolist() == [9 * 16 + 8]
 
 
 def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None:

@@ -22,7 +22,7 @@ def shapes(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
         model_config=SimpleNamespace(max_model_len=max_len),
     )
-    backend = SimpleNamespace(exact_context_width=exact, prefill_growth=1.25)
+    backend = SimpleNamespace(exact_context_width=exact, prefill_growth=1.25, prefill_rows=(1,))
     return Shapes.from_config(config, Options(**options), backend, drafts)  # type: ignore[arg-type]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +23,8 @@ class DeviceBackend(Protocol):
     """Tokens in a KV block unless the user chose otherwise."""
     exact_context_width: bool
     """True when attention reads only the blocks a row has, so that one table width serves every context."""
+    prefill_rows: tuple[int, ...]
+    """How many prompt chunks of one length may share a step, unless the user chose otherwise."""
     prefill_growth: float
     """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
     num_host_reads: int
@@ -33,10 +34,6 @@ class DeviceBackend(Protocol):
 
     def prepare_model(self, model: nn.Module) -> None:
         """Lay out weights as this device likes them, after loading."""
-        ...
-
-    def wrap_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a static-shape function replayable: captured per shape where the device does that."""
         ...
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:

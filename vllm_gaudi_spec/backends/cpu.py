@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import psutil
 import torch
 from torch import nn
@@ -26,6 +23,7 @@ class Backend:
     mode = "eager"
     torch_device = torch.device("cpu")
     block_size = 32
+    prefill_rows = (1, 2, 4, 8, 16)
     prefill_growth = 1.25
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
     warmup_tokens = 16
@@ -37,9 +35,6 @@ class Backend:
 
     def prepare_model(self, model: nn.Module) -> None:
         """Nothing left to do: linear weights were packed for oneDNN by vLLM's loader (see platform.py)."""
-
-    def wrap_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0

@@ -22,7 +22,7 @@ class Batch:
     shape: Shape
     requests: list[Request]
     finishes: list[bool]
-    """Rows that sample a token in this step: all but unfinished prompts."""
+    """Requests that sample in this step: all but those whose prompt goes on."""
     rows_np: np.ndarray
     rows_B: torch.Tensor
     """int64: the rows of `Requests`; padding has the pad row."""
@@ -30,8 +30,6 @@ class Batch:
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
     """int32: how many of the Q tokens are real."""
-    samples_B: torch.Tensor
-    """bool: `finishes` on the device."""
     counts: list[int]
     """Real tokens of each request; the host's copy of `num_real_B`."""
     tables: tuple[torch.Tensor, ...]
@@ -39,22 +37,39 @@ class Batch:
     single_row_real: int | None = None
     """With one prompt chunk, its real length: known on the host."""
 
-    def select_sampled(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states behind which a token is sampled, and their positions [B, Q]: all of a decode's, a prompt
-        chunk's last."""
-        if self.shape.phase == "decode":
-            place_Q = torch.arange(self.shape.queries, dtype=torch.int32, device=hidden_TH.device)
-            return hidden_TH, self.starts_B[:, None] + place_Q
-        last_B = (self.num_real_B - 1).clamp(min=0)
-        row_B = torch.arange(self.shape.rows, dtype=torch.int32, device=hidden_TH.device)
-        chosen = hidden_TH.index_select(0, row_B * self.shape.queries + last_B)
-        return chosen, (self.starts_B + last_B)[:, None]
+    def finishing(self) -> list[Request]:
+        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if finishes]
 
-    def drafts(self, requests: Requests, positions_BQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts [B, Q - 1] that this step verifies, and how many of a row are real."""
-        drafts_BK = requests.tokens_at(self.rows_B, positions_BQ[:, 1:])
-        num_drafts_B = (self.num_real_B - 1).clamp(min=0) if positions_BQ.shape[1] > 1 else self.num_real_B * 0
-        return drafts_BK, num_drafts_B
+    def continuing(self) -> list[Request]:
+        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
+
+    def sampled_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens,
+        a prompt chunk's last."""
+        row_B = torch.arange(self.shape.rows, dtype=torch.int32, device=self.starts_B.device)
+        if self.shape.phase == "decode":
+            place_BQ = torch.arange(self.shape.queries, dtype=torch.int32, device=row_B.device).expand(
+                self.shape.rows, -1
+            )
+        else:
+            place_BQ = (self.num_real_B - 1).clamp(min=0)[:, None]
+        return row_B[:, None] * self.shape.queries + place_BQ, self.starts_B[:, None] + place_BQ
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """The B rows of a step that sample, at Q positions each: one pass over all of them, whatever batch computed them.
+
+    A row that comes from a prompt is a verify of zero drafts.
+    """
+
+    requests: list[Request]
+    num_queries: int
+    rows_np: np.ndarray
+    rows_B: torch.Tensor
+    """int64; padding has the pad row."""
+    num_drafts_B: torch.Tensor
+    """int32: how many of the Q - 1 drafts are real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +125,14 @@ def make_batch(
     size = shape.rows
     rows_np = np.full(size, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    small = np.zeros((3, size), dtype=np.int32)
+    small = np.zeros((2, size), dtype=np.int32)
     small[0, : len(members)] = [request.num_computed for request in members]
     small[1, : len(members)] = counts
-    small[2, : len(members)] = finishes
     upload = requests.backend.upload
     rows_B = upload(torch.from_numpy(rows_np))
-    starts_B, num_real_B, samples_B = upload(torch.from_numpy(small)).unbind(0)
+    starts_B, num_real_B = upload(torch.from_numpy(small)).unbind(0)
     tables = tuple(
-        upload(torch.from_numpy(table[rows_np, : shape.context // block_size]))
+        upload(torch.from_numpy(table[rows_np, : -(-shape.context // block_size)]))
         for table, block_size in zip(requests.tables_np, requests.block_sizes, strict=True)
     )
     return Batch(
@@ -129,8 +143,17 @@ def make_batch(
         rows_B=rows_B,
         starts_B=starts_B if starts_known else requests.computed_R.index_select(0, rows_B),
         num_real_B=num_real_B,
-        samples_B=samples_B.bool(),
         counts=counts,
         tables=tables,
         single_row_real=counts[0] if starts_known and size == 1 and counts else None,
+    )
+
+
+def make_sample_batch(requests: Requests, num_rows: int, num_queries: int, members: list[Request]) -> SampleBatch:
+    rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
+    rows_np[: len(members)] = [request.row for request in members]
+    upload = requests.backend.upload
+    num_drafts_np = np.zeros(num_rows, dtype=np.int32)
+    return SampleBatch(
+        members, num_queries, rows_np, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(num_drafts_np))
     )

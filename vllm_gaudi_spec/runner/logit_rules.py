@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 class LogitRules:
     """N rules a row with prefixes of M tokens. Unused places bias token 0 by nothing."""
 
-    def __init__(self, max_rows: int, num_rules: int = 64, prefix_len: int = 4) -> None:
+    def __init__(self, max_rows: int, num_rules: int = 64, prefix_len: int = 8) -> None:
         self._rows = max_rows + 1
         self._allocate(num_rules, prefix_len)
 
@@ -38,6 +38,11 @@ class LogitRules:
         self._bias = np.zeros((self._rows, num_rules), dtype=np.float32)
         self._until = np.full((self._rows, num_rules), _ALWAYS, dtype=np.int32)
         self._prefix = np.full((self._rows, num_rules, prefix_len), _ANY, dtype=np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rules a row and tokens a prefix: changes only when a request brings more than any before."""
+        return self._prefix.shape[1:]
 
     def admit(self, request: Request) -> bool:
         """Write a request's rules into its row; False when it has none."""
@@ -68,10 +73,15 @@ class LogitRules:
             new[:, : values.shape[1]] = values
         self._prefix[:, : old[3].shape[1], length - old[3].shape[2] :] = old[3]
 
-    def gather(self, rows_np: np.ndarray, backend: DeviceBackend) -> tuple[torch.Tensor, ...]:
+    def gather(
+        self, rows_np: np.ndarray, backend: DeviceBackend
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token, bias, until [B, N] and prefix [B, N, M] of a batch, on the device."""
-        tables = (self._token, self._bias, self._until, self._prefix)
-        return tuple(backend.upload(torch.from_numpy(table[rows_np])) for table in tables)
+        token, bias, until, prefix = (
+            backend.upload(torch.from_numpy(table[rows_np]))
+            for table in (self._token, self._bias, self._until, self._prefix)
+        )
+        return token, bias, until, prefix
 
 
 def _grown(size: int, needed: int) -> int:

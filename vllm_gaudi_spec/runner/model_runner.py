@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.runner import prompt_logprobs
-from vllm_gaudi_spec.runner.batch import Batch, build_inputs
+from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.kv_cache import KVCache
+from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Report, Step
-from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, sample
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -25,18 +23,13 @@ from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.sample.strict import verify
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    batch: Batch
-    hidden_TH: torch.Tensor
 
 
 class ModelRunner:
@@ -48,8 +41,7 @@ class ModelRunner:
         self.recorder = StepRecorder()
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.num_drafts = 0
-        self.pending: list[Forwarded] = []
-        self.scheduled: SchedulerOutput | None = None
+        self.pending: list[Batch] = []
 
     # --- start-up ---
 
@@ -76,6 +68,7 @@ class ModelRunner:
         self.sampling = Sampling(
             self.backend, self.max_rows, model.get_vocab_size(), model.max_logprobs, model.logprobs_mode
         )
+        self.landing = Landing(self.max_rows + 1, 1 + self.num_drafts, device)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
 
     def warm_up(self) -> None:
@@ -89,18 +82,21 @@ class ModelRunner:
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batches = plan_batches(scheduled, self.requests, self.shapes)
-        self.pending = [self.forward(batch) for batch in batches]
+        self.pending = plan_batches(scheduled, self.requests, self.shapes)
+        for batch in self.pending:
+            self.forward(batch)
         return None
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify, advance, report."""
+        """Sample, verify, advance, report."""
         pending, self.pending = self.pending, []
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        masks = _masks_by_request(grammar)
         self.recorder.step_done()
-        report = Report([self.finish(done, masks) for done in pending], self.backend)
+        finishing = [request for batch in pending for request in batch.finishing()]
+        step = self.finish(finishing, _masks_by_request(grammar)) if finishing else Step([])
+        step.unfinished = [request for batch in pending for request in batch.continuing()]
+        report = Report(step, self.backend)
         if self.vllm_config.scheduler_config.async_scheduling:
             return report
         return report.get_output()
@@ -113,32 +109,29 @@ class ModelRunner:
         if self.custom is not None:
             self.custom.update(self.requests.freed_rows, self.requests.admitted)
 
-    def forward(self, batch: Batch) -> Forwarded:
+    def forward(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        return Forwarded(batch, self.target.forward(build_inputs(batch, self.requests)))
+        hidden_TH = self.target.forward(build_inputs(batch, self.requests))
+        prompt_logprobs.collect(batch, hidden_TH, self.target, self.sampling)
+        self.landing.put(batch, hidden_TH)
+        # What samples moves on in `finish`; this is for prompts that go on in a later step.
+        self.requests.set_computed(batch.rows_B, batch.starts_B + batch.num_real_B)
 
-    def finish(self, done: Forwarded, masks: dict[str, np.ndarray]) -> Step:
-        """Verify, advance. A prompt's last position is a verify of zero drafts; an unfinished one only moves on."""
-        batch = done.batch
-        prompt_logprobs.collect(batch, done.hidden_TH, self.target, self.sampling.logprobs_mode)
-        if batch.requests and not any(batch.finishes):
-            return Step(batch)
-        hidden, positions_BQ = batch.select_sampled(done.hidden_TH)
-        inputs = self.sampling.prepare(batch, positions_BQ.shape[1], masks)
-        self.recorder.saw((*positions_BQ.shape, inputs.branch))
+    def finish(self, finishing: list[Request], masks: dict[str, np.ndarray], num_rows: int | None = None) -> Step:
+        """One sampling pass over all rows that sample. A prompt's last position is a verify of zero drafts."""
+        num_rows = self.shapes.fit_rows(len(finishing)) if num_rows is None else num_rows
+        batch = make_sample_batch(self.requests, num_rows, 1, finishing)
+        hidden, positions_BQ = self.landing.take(batch.rows_B, batch.num_queries)
+        inputs = self.sampling.prepare(batch, masks)
+        self.recorder.saw(self.sampling.signature(batch, inputs.branch))
         logits_BQV = self.target.logits(hidden).view(*positions_BQ.shape, -1)
         sampled = sample(
-            logits_BQV,
-            positions_BQ,
-            batch.rows_B,
-            self.requests,
-            inputs,
-            self.custom,
-            self.sampling.logprobs_mode,
+            logits_BQV, positions_BQ, batch.rows_B, self.requests, inputs, self.custom, self.sampling.logprobs_mode
         )
-        verdict = verify(sampled.tokens_BQ, *batch.drafts(self.requests, positions_BQ))
-        self.requests.advance(batch.rows_B, positions_BQ[:, 0], batch.samples_B, verdict)
-        return Step(batch, verdict, sampled.logprobs, sampled.scores, prompt_logprobs.take_finished(batch))
+        drafts_BK = self.requests.tokens_at(batch.rows_B, positions_BQ[:, 1:])
+        verdict = verify(sampled.tokens_BQ, drafts_BK, batch.num_drafts_B)
+        self.requests.advance(batch.rows_B, positions_BQ[:, 0], verdict)
+        return Step(finishing, verdict, sampled.logprobs, sampled.scores, prompt_logprobs.take(finishing))
 
     def step_report(self) -> dict[str, object]:
         return self.recorder.report(self.backend.num_host_reads)

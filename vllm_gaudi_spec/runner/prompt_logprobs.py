@@ -12,13 +12,14 @@ from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.batch import Batch
     from vllm_gaudi_spec.runner.requests import Request
+    from vllm_gaudi_spec.runner.sampling import Sampling
     from vllm_gaudi_spec.runner.target_model import TargetModel
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
 
 
-def collect(batch: Batch, hidden_TH: torch.Tensor, target: TargetModel, mode: str) -> None:
+def collect(batch: Batch, hidden_TH: torch.Tensor, target: TargetModel, sampling: Sampling) -> None:
     """Score the prompt tokens that this chunk predicts, for the requests that asked."""
     for index, request in enumerate(batch.requests):
         wanted = request.params.prompt_logprobs
@@ -31,7 +32,9 @@ def collect(batch: Batch, hidden_TH: torch.Tensor, target: TargetModel, mode: st
         following = torch.tensor(request.known[begin + 1 : end + 1], dtype=torch.int32, device=hidden_TH.device)
         for first in range(0, rows.shape[0], _SLICE):
             piece = slice(first, first + _SLICE)
-            request.prompt_logprobs.append(_score(rows[piece], following[piece], wanted, target, mode))
+            request.prompt_logprobs.append(
+                _score(rows[piece], following[piece], wanted, target, sampling.logprobs_mode)
+            )
 
 
 def _score(
@@ -49,11 +52,11 @@ def _score(
     return LogprobsTensors(*(tensor[:num_real] for tensor in result[:3]))
 
 
-def take_finished(batch: Batch) -> list[tuple[Request, LogprobsTensors]]:
+def take(finishing: list[Request]) -> list[tuple[Request, LogprobsTensors]]:
     """What is complete with this step: vLLM wants a prompt's scores in the step that ends it, and not before."""
     done = []
-    for request, finishes in zip(batch.requests, batch.finishes, strict=True):
-        if finishes and request.prompt_logprobs:
+    for request in finishing:
+        if request.prompt_logprobs:
             done.append((request, LogprobsTensors.cat(request.prompt_logprobs)))
             request.prompt_logprobs = []
     return done

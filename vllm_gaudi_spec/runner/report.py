@@ -14,22 +14,22 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import Batch
     from vllm_gaudi_spec.runner.requests import Request
 
 
 @dataclass(slots=True)
 class Step:
-    """What one batch of the step leaves behind."""
+    """What a step leaves behind: B rows that sampled at Q positions each, and requests whose prompt goes on."""
 
-    batch: Batch
+    requests: list[Request]
     verdict: Verdict | None = None
-    """None when the batch held unfinished prompts only."""
+    """None when nobody sampled."""
     logprobs: LogprobsTensors | None = None
     """B * Q rows: the sampled token and the likeliest."""
     scores: LogprobsTensors | None = None
     """B * Q rows: the sampled token and those a request named."""
     prompt_logprobs: list[tuple[Request, LogprobsTensors]] = field(default_factory=list)
+    unfinished: list[Request] = field(default_factory=list)
 
     def to_host(self, copy: _Copy) -> Step:
         """The same record over host tensors."""
@@ -37,7 +37,7 @@ class Step:
         prompt = [(request, copy.take_logprobs(values)) for request, values in self.prompt_logprobs]
         logprobs = self.logprobs and copy.take_logprobs(self.logprobs)
         scores = self.scores and copy.take_logprobs(self.scores)
-        return Step(self.batch, verdict, logprobs, scores, prompt)
+        return Step(self.requests, verdict, logprobs, scores, prompt, self.unfinished)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that must reach the host, in the order in which `to_host` takes it."""
@@ -71,16 +71,17 @@ class _Copy:
 
 
 class Report(AsyncModelRunnerOutput):
-    """Starts the copy when made; waits for it in `get_output`, which is called once."""
+    """Packs a step's results when made, before the next step changes them; copies and waits in `get_output`."""
 
-    def __init__(self, steps: list[Step], backend: DeviceBackend) -> None:
-        self._steps = steps
-        self._copy = _Copy([tensor for step in steps for tensor in step.tensors()], backend)
+    def __init__(self, step: Step, backend: DeviceBackend) -> None:
+        self._step = step
+        self._copy = _Copy(list(step.tensors()), backend)
 
     def get_output(self) -> ModelRunnerOutput:
+        """Called once."""
         self._copy.wait()
-        steps = [step.to_host(self._copy) for step in self._steps]
-        rows = [row for step in steps for row in _rows(step)]
+        step = self._step.to_host(self._copy)
+        rows = list(_rows(step))
         for request, new, _ in rows:
             request.outputs.extend(new)
         return ModelRunnerOutput(
@@ -88,25 +89,24 @@ class Report(AsyncModelRunnerOutput):
             req_id_to_index={request.req_id: index for index, (request, _, _) in enumerate(rows)},
             sampled_token_ids=[new for _, new, _ in rows],
             logprobs=_join([logprobs for _, _, logprobs in rows], [len(new) for _, new, _ in rows]),
-            prompt_logprobs_dict={request.req_id: values for step in steps for request, values in step.prompt_logprobs},
+            prompt_logprobs_dict={request.req_id: values for request, values in step.prompt_logprobs},
         )
 
 
 def _rows(step: Step) -> Iterator[tuple[Request, list[int], LogprobsLists | None]]:
     """Each request of a step with its new tokens and, when it asked, their log-probabilities."""
-    batch, verdict = step.batch, step.verdict
-    for index, (request, finishes) in enumerate(zip(batch.requests, batch.finishes, strict=True)):
-        if verdict is None or not finishes:
-            yield request, [], None
-            continue
-        width = verdict.tokens_BQ.shape[1]
-        count = int(verdict.num_sampled_B[index])
+    for index, request in enumerate(step.requests):
+        assert step.verdict is not None
+        width = step.verdict.tokens_BQ.shape[1]
+        count = int(step.verdict.num_sampled_B[index])
         source = step.scores if request.params.logprob_token_ids else step.logprobs
         logprobs = None
         if source is not None and request.params.num_logprobs is not None:
             begin = index * width
             logprobs = LogprobsLists(*(tensor[begin : begin + count].numpy() for tensor in source[:3]))
-        yield request, verdict.tokens_BQ[index, :count].tolist(), logprobs
+        yield request, step.verdict.tokens_BQ[index, :count].tolist(), logprobs
+    for request in step.unfinished:
+        yield request, [], None
 
 
 def _join(parts: list[LogprobsLists | None], counts: list[int]) -> LogprobsLists | None:

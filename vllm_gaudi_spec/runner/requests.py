@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NO_ROW = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """The host's view of a request. It lives until the request finishes, with or without a row."""
 
@@ -69,7 +69,7 @@ class Requests:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
-        self.tables_np = [np.zeros((max_rows + 1, max_context // size), dtype=np.int32) for size in block_sizes]
+        self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in block_sizes]
         self._num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
         self.history_RM = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=backend.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
@@ -84,7 +84,9 @@ class Requests:
             if (request := self.by_id.pop(req_id, None)) is not None:
                 self._free_row(request)
         for req_id in scheduled.preempted_req_ids or ():
-            self._free_row(self.by_id[req_id])
+            # A request may be preempted and, before the next step, aborted: then it is gone already.
+            if (request := self.by_id.get(req_id)) is not None:
+                self._free_row(request)
         for new in scheduled.scheduled_new_reqs:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
@@ -92,11 +94,18 @@ class Requests:
     def _apply_new(self, new: NewRequestData) -> None:
         assert new.prompt_token_ids is not None
         assert new.sampling_params is not None
-        # Under the V2 contract a preempted request comes back as a new one: it keeps its noise.
+        # A known request may come as a new one: resumed under the V2 contract, or the next turn of a session with a
+        # longer prompt and other parameters. It keeps its noise unless it brings another seed.
         request = self.by_id.get(new.req_id)
+        if request is None or request.params.seed != new.sampling_params.seed:
+            seed_words = self._seed_words(new)
+        else:
+            seed_words = request.seed_words
         if request is None:
-            request = Request(new.req_id, new.sampling_params, self._seed_words(new), list(new.prompt_token_ids))
+            request = Request(new.req_id, new.sampling_params, seed_words, list(new.prompt_token_ids))
             self.by_id[new.req_id] = request
+        request.params, request.seed_words = new.sampling_params, seed_words
+        request.prompt = list(new.prompt_token_ids)
         self._give_row(request, list(new.prefill_token_ids or new.prompt_token_ids), new.num_computed_tokens)
         self._append_blocks(request.row, new.block_ids)
 
@@ -153,25 +162,22 @@ class Requests:
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.history_RM.shape[1] + positions_BQ
         return self.history_RM.view(-1).index_select(0, index.flatten()).view(shape)
 
-    def advance(
-        self,
-        rows_B: torch.Tensor,
-        last_B: torch.Tensor,
-        samples_B: torch.Tensor,
-        verdict: Verdict,
-    ) -> None:
+    def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verdict: Verdict) -> None:
         """Append what was sampled. `last_B` is the position of each row's last token known before this step."""
         width = self.history_RM.shape[1]
         num_places = verdict.tokens_BQ.shape[1]
         place = torch.arange(num_places, dtype=torch.int32, device=rows_B.device)
-        wanted = (place < verdict.num_sampled_B[:, None]) & samples_B[:, None]
+        wanted = (place < verdict.num_sampled_B[:, None]) & (rows_B != self.pad_row)[:, None]
         target = rows_B[:, None] * width + last_B[:, None] + 1 + place
         pad = self.pad_row * width + place
         index = torch.where(wanted, target, pad).flatten()
         self.history_RM.view(-1).index_copy_(0, index.long(), verdict.tokens_BQ.flatten())
         # KV exists for everything but the newest token.
-        computed = last_B + torch.where(samples_B, verdict.num_sampled_B, 1)
-        self.computed_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, computed).int())
+        self.set_computed(rows_B, last_B + verdict.num_sampled_B)
+
+    def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
+        """How many tokens of each row have KV. The pad row stays at 0."""
+        self.computed_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, computed_B).int())
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.upload(torch.from_numpy(array))

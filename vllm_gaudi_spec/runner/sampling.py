@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import Batch
+    from vllm_gaudi_spec.runner.batch import SampleBatch
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Request, Requests
 
@@ -27,26 +28,47 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 
 
+# Sizes that depend on a request come from closed lists, so that what one asks for makes no new shape.
+_TOP_K_LISTS = (64, 1024)
+_SCORED_COUNTS = (8, 32, 128)
+_LISTED, _SEARCHED = 1, 2
+
+
 class Branch(NamedTuple):
-    """Which parts of sampling a batch needs: a graph of its own on devices that capture one per branch."""
+    """Which parts of sampling a batch needs: a graph of its own on devices that capture one per branch.
+
+    The branch of a batch is the largest of each field over its requests.
+    """
 
     random: bool = False
-    filtered: bool = False
+    min_p: bool = False
+    top_k: int = 0
+    """Length of the list of best logits that holds everybody's k; the vocabulary when it is too long for a list."""
+    top_p: int = 0
+    """1: within that list; 2: over the whole vocabulary."""
     ruled: bool = False
+    constrained: bool = False
+    """Somebody has a grammar."""
     masked: bool = False
+    """Somebody allows certain tokens only."""
     penalized: bool = False
-    scored: bool = False
-    """Somebody wants the log-probabilities of tokens that it named."""
-    num_logprobs: int = 0
-    """How many of the likeliest tokens are reported; 0 also when only the sampled one is."""
+    scored: int = 0
+    """Somebody named so many tokens whose log-probabilities it wants."""
     reported: bool = False
-    """Somebody wants the log-probability of the sampled token, and perhaps of the likeliest."""
+    """Somebody wants the log-probability of the sampled token,"""
+    num_logprobs: int = 0
+    """and of so many of the likeliest."""
 
     @classmethod
-    def every(cls, logprob_counts: tuple[int, ...]) -> list[Branch]:
-        flags = [flag for flag in product((False, True), repeat=6) if flag[0] or not flag[1]]
-        reports = [(0, False), *((count, True) for count in logprob_counts)]
-        return [cls._make((*flag, *report)) for flag in flags for report in reports]
+    def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+        lists = [size for size in _TOP_K_LISTS if size < vocab_size]
+        filters = [(0, 0), (0, _SEARCHED), (vocab_size, _SEARCHED), (vocab_size, 0)]
+        filters += [(size, mass) for size in lists for mass in (0, _LISTED, _SEARCHED)]
+        choices = [(False, False, 0, 0), *((True, m, *f) for m in (False, True) for f in filters)]
+        reports = [(False, 0), *((True, count) for count in logprob_counts)]
+        for choice, edits in product(choices, product((False, True), repeat=4)):
+            for scored, report in product((0, *_SCORED_COUNTS), reports):
+                yield cls._make((*choice, *edits, scored, *report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +79,8 @@ class SamplingInputs:
     top_k_B: torch.Tensor
     prompt_len_B: torch.Tensor
     keys_B2: torch.Tensor
-    bitmask_BQW: torch.Tensor | None
+    grammar_BQW: torch.Tensor | None
+    allowed_BQW: torch.Tensor | None
     rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
     scored_ids_BE: torch.Tensor | None
 
@@ -68,7 +91,6 @@ class Sampling:
     ) -> None:
         self.backend = backend
         self.vocab_size = vocab_size
-        # Report sizes come from a closed list, so that the number asked for makes no new shape.
         most = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
         self.logprob_counts = tuple(sorted({0, *(count for count in (5, 20) if count < most), most}))
         self.logprobs_mode = logprobs_mode
@@ -93,37 +115,46 @@ class Sampling:
         if params.allowed_token_ids:
             self._allowed_np[row] = self._pack(params.allowed_token_ids)
         random = params.temperature > 0
+        listed = self._top_k_list(top_k) if random else 0
         self._branches[row] = Branch(
             random=random,
-            filtered=random and (params.top_p < 1 or params.min_p > 0 or top_k < self.vocab_size),
+            min_p=random and params.min_p > 0,
+            top_k=listed,
+            top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
             ruled=self.rules.admit(request),
             masked=row in self._allowed_np,
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
-            scored=bool(params.logprob_token_ids),
-            num_logprobs=self._logprob_count(params),
+            scored=_fit(_SCORED_COUNTS, len(params.logprob_token_ids or ())),
             reported=params.logprobs is not None and not params.logprob_token_ids,
+            num_logprobs=self._logprob_count(params),
         )
+
+    def _top_k_list(self, top_k: int) -> int:
+        if top_k == self.vocab_size:
+            return 0
+        return next((size for size in _TOP_K_LISTS if top_k <= size < self.vocab_size), self.vocab_size)
+
+    def _top_p_kind(self, listed: int) -> int:
+        return _LISTED if 0 < listed < self.vocab_size else _SEARCHED
 
     def _logprob_count(self, params: SamplingParams) -> int:
         if params.logprobs is None or params.logprob_token_ids:
             return 0
-        wanted = self.vocab_size if params.logprobs < 0 else params.logprobs
-        return next(count for count in self.logprob_counts if count >= wanted)
+        return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def _pack(self, token_ids: list[int]) -> np.ndarray:
         allowed = np.zeros(self.words * 32, dtype=bool)
         allowed[np.array(token_ids)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
-    def prepare(self, batch: Batch, num_queries: int, grammar: dict[str, np.ndarray]) -> SamplingInputs:
+    def prepare(self, batch: SampleBatch, grammar: dict[str, np.ndarray]) -> SamplingInputs:
         """Gather the rows of a batch and upload them. `grammar` has a bitmask [rows, W] for some requests."""
         upload = self.backend.upload
         branches = [self._branches[request.row] for request in batch.requests]
-        bitmask = self._bitmask(batch, num_queries, grammar)
-        scored_ids = self._scored_ids(batch)
-        # What anybody needs: the largest of each field, booleans included.
         branch = Branch(*map(max, zip(*branches, strict=True))) if branches else Branch()
-        branch = branch._replace(masked=bitmask is not None)
+        branch = branch._replace(constrained=any(request.req_id in grammar for request in batch.requests))
+        if branch.top_k == self.vocab_size and branch.top_p:
+            branch = branch._replace(top_p=_SEARCHED)  # there is no list to look in
         ints = upload(torch.from_numpy(self._ints_np[batch.rows_np]))
         floats = upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())).unbind(0)
         return SamplingInputs(
@@ -132,36 +163,42 @@ class Sampling:
             top_k_B=ints[:, 0],
             prompt_len_B=ints[:, 1],
             keys_B2=ints[:, 2:],
-            bitmask_BQW=None if bitmask is None else upload(torch.from_numpy(bitmask)),
+            grammar_BQW=self._masks(batch, {r.row: grammar[r.req_id] for r in batch.requests if r.req_id in grammar})
+            if branch.constrained
+            else None,
+            allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
             rules=self.rules.gather(batch.rows_np, self.backend) if branch.ruled else None,
-            scored_ids_BE=None if scored_ids is None else upload(torch.from_numpy(scored_ids)),
+            scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
         )
 
-    def _bitmask(self, batch: Batch, num_queries: int, grammar: dict[str, np.ndarray]) -> np.ndarray | None:
-        """int32 [B, Q, W], all ones where nothing is forbidden; None when no row forbids anything."""
-        constrained = [
-            (index, request)
-            for index, request in enumerate(batch.requests)
-            if request.req_id in grammar or request.row in self._allowed_np
-        ]
-        if not constrained:
-            return None
-        mask = np.full((batch.shape.rows, num_queries, self.words), -1, dtype=np.int32)
-        for index, request in constrained:
-            if (rows := grammar.get(request.req_id)) is not None:
-                mask[index, : len(rows)] &= rows[:, : self.words]
-            if (allowed := self._allowed_np.get(request.row)) is not None:
-                mask[index] &= allowed
-        return mask
+    def _masks(self, batch: SampleBatch, by_row: dict[int, np.ndarray]) -> torch.Tensor:
+        """int32 [B, Q, W], all ones where nothing is forbidden. A mask may be for all positions or one for each."""
+        mask = np.full((len(batch.rows_np), batch.num_queries, self.words), -1, dtype=np.int32)
+        for index, request in enumerate(batch.requests):
+            if (own := by_row.get(request.row)) is not None:
+                own = own[..., : self.words]
+                mask[index, : len(own) if own.ndim > 1 else None] = own
+        return self.backend.upload(torch.from_numpy(mask))
 
-    def _scored_ids(self, batch: Batch) -> np.ndarray | None:
-        wanted = [request.params.logprob_token_ids or [] for request in batch.requests]
-        if not any(wanted):
-            return None
-        ids = np.zeros((batch.shape.rows, max(map(len, wanted))), dtype=np.int32)
-        for row, row_ids in zip(ids, wanted, strict=False):
-            row[: len(row_ids)] = row_ids
-        return ids
+    def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
+        ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)
+        for row, request in zip(ids, batch.requests, strict=False):
+            wanted = request.params.logprob_token_ids or []
+            row[: len(wanted)] = wanted
+        return self.backend.upload(torch.from_numpy(ids))
+
+    def signature(self, batch: SampleBatch, branch: Branch) -> Hashable:
+        """What a captured finish depends on."""
+        return (len(batch.rows_np), batch.num_queries, branch, self.rules.shape if branch.ruled else None)
+
+    def every_signature(self, num_rows: int, num_queries: int) -> Iterator[Hashable]:
+        for branch in Branch.every(self.vocab_size, self.logprob_counts):
+            yield (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
+
+
+def _fit(sizes: tuple[int, ...], needed: int) -> int:
+    """The smallest of the sizes that holds what is needed; 0 for nothing."""
+    return next((size for size in sizes if size >= needed), needed) if needed else 0
 
 
 class Sampled(NamedTuple):
@@ -184,10 +221,14 @@ def sample(
     """Sample the token behind each position. Changes `logits_BQV`."""
     branch, floats = inputs.branch, inputs.floats
     wants_scores = branch.reported or branch.scored
+    if branch.constrained:
+        # Before the raw log-probabilities are taken: they are those of what the grammar leaves.
+        assert inputs.grammar_BQW is not None
+        edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
     raw = logits_BQV.clone() if wants_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:
-        assert inputs.bitmask_BQW is not None
-        edit.apply_bitmask(logits_BQV, inputs.bitmask_BQW)
+        assert inputs.allowed_BQW is not None
+        edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
     if branch.ruled:
         assert inputs.rules is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
@@ -208,11 +249,7 @@ def sample(
         edit.apply_temperature(logits_BQV, floats["temperature"])
         if custom is not None:
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
-    if branch.filtered:
-        edit.apply_min_p(logits_BQV, floats["min_p"])
-        edit.apply_top_k(logits_BQV, inputs.top_k_B)
-        edit.apply_top_p(logits_BQV, floats["top_p"])
-    if branch.random:
+        _filter(logits_BQV, inputs)
         sampled = strict.sample_random(logits_BQV, floats["temperature"], inputs.keys_B2, positions_BQ)
     else:
         sampled = strict.sample_greedy(logits_BQV)
@@ -226,6 +263,19 @@ def sample(
         gather_logprobs(scores, sampled.flatten(), branch.num_logprobs) if branch.reported else None,
         _scored(scores, sampled, inputs) if branch.scored else None,
     )
+
+
+def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs) -> None:
+    branch, top_p_B = inputs.branch, inputs.floats["top_p"]
+    if branch.min_p:
+        edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
+    if branch.top_k == logits_BQV.shape[-1]:
+        edit.search_top_k(logits_BQV, inputs.top_k_B)
+    elif branch.top_k:
+        listed_p_B = top_p_B if branch.top_p == _LISTED else torch.full_like(top_p_B, torch.inf)
+        edit.apply_top_k_top_p(logits_BQV, inputs.top_k_B, listed_p_B, branch.top_k)
+    if branch.top_p == _SEARCHED:
+        edit.search_top_p(logits_BQV, top_p_B)
 
 
 def _scored(scores_NV: torch.Tensor, sampled_BQ: torch.Tensor, inputs: SamplingInputs) -> LogprobsTensors:

@@ -14,36 +14,41 @@ if TYPE_CHECKING:
 
 
 def plan_batches(scheduled: SchedulerOutput, requests: Requests, shapes: Shapes) -> list[Batch]:
-    """Prompt chunks in the scheduler's order, then all decodes as one rectangle.
+    """Running decodes as one rectangle, then everything else in the scheduler's order.
 
-    The order matters: a request admitted on a prefix-cache hit may read blocks that one before it writes in this
-    very step, and one with a single token left is a decode that reads them too.
+    The order matters: a request admitted on a prefix-cache hit may read blocks that are written in this very step, by a
+    decode that fills its block or by a prompt chunk admitted before it. One with a single token left is a decode too,
+    but keeps its place among the chunks.
     """
-    chunks: list[tuple[Request, int]] = []
-    decodes: list[Request] = []
+    running: list[Request] = []
+    groups: list[list[tuple[Request, int]]] = []
     for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
         request = requests.by_id[req_id]
-        if request.num_computed >= len(request.known) - 1:
-            decodes.append(request)
+        if request.num_computed >= len(request.known):
+            running.append(request)
+        elif groups and _fits(groups[-1], request, num_tokens, shapes):
+            groups[-1].append((request, num_tokens))
         else:
-            chunks.append((request, num_tokens))
-    batches = [_prefill_batch(group, requests, shapes) for group in _group(chunks, shapes)]
-    if decodes:
-        batches.append(_decode_batch(decodes, requests, shapes))
+            groups.append([(request, num_tokens)])
+    batches = [_decode_batch(running, requests, shapes)] if running else []
+    for group in groups:
+        if _is_last_token(group[0][0]):
+            batches.append(_decode_batch([request for request, _ in group], requests, shapes))
+        else:
+            batches.append(_prefill_batch(group, requests, shapes))
     return batches
 
 
-def _group(chunks: list[tuple[Request, int]], shapes: Shapes) -> list[list[tuple[Request, int]]]:
-    """Neighbours of one bucket share a step, as far as the shapes allow."""
-    groups: list[list[tuple[Request, int]]] = []
-    for request, length in chunks:
-        if groups:
-            longest = max(length, *(count for _, count in groups[-1]))
-            if len(groups[-1]) < shapes.prefill_rows_at(longest):
-                groups[-1].append((request, length))
-                continue
-        groups.append([(request, length)])
-    return groups
+def _is_last_token(request: Request) -> bool:
+    return request.num_computed == len(request.known) - 1
+
+
+def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:
+    """Whether a request may share the rectangle of the ones before it: of its kind, and small enough."""
+    if _is_last_token(group[0][0]) or _is_last_token(request):
+        return _is_last_token(group[0][0]) and _is_last_token(request)
+    longest = max(num_tokens, *(count for _, count in group))
+    return len(group) < shapes.prefill_rows_at(longest)
 
 
 def _prefill_batch(group: list[tuple[Request, int]], requests: Requests, shapes: Shapes) -> Batch:

@@ -47,7 +47,7 @@ class Shapes:
         decode = options.batch_buckets or _batch_sizes(scheduler.max_num_seqs)
         _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
-        rows = options.prefill_rows or (1,)
+        rows = options.prefill_rows or backend.prefill_rows
         if 1 not in rows:
             raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
         # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
@@ -64,6 +64,10 @@ class Shapes:
     @property
     def max_context(self) -> int:
         return self.contexts[-1]
+
+    def fit_rows(self, num_rows: int) -> int:
+        """The bucket for so many rows that sample in one step."""
+        return _fit(self.decode_rows, num_rows)
 
     def decode(self, num_rows: int, num_queries: int, context: int) -> Shape:
         return Shape("decode", _fit(self.decode_rows, num_rows), num_queries, _fit(self.contexts, context))

@@ -88,26 +88,47 @@ def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor
     return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
 
 
-def apply_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
-    """Keep the k likeliest tokens and those equal to the last of them. k = V keeps all."""
-    ones = torch.ones_like(logits_BQV)
-    return _keep_above(logits_BQV, ones, top_k_B.float()[:, None, None])
+def apply_top_k_top_p(
+    logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Keep the k likeliest tokens, and of those the likeliest that together reach p; ties with the last are kept.
+
+    Needs no more than the `longest` best logits. Rows that use neither filter have k = V and p = inf; rows with a
+    finite p must have k <= longest.
+    """
+    best = logits_BQV.topk(longest, dim=-1).values
+    top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
+    last = best.gather(-1, top_k.clamp(max=longest) - 1)
+    floor = torch.where(top_k <= longest, last, NEG_INF)
+    kept_mass = logits_BQV.masked_fill(logits_BQV < floor, NEG_INF).logsumexp(-1, keepdim=True)
+    reached = (best - kept_mass).exp().cumsum(-1)
+    top_p = top_p_B[:, None, None]
+    enough = (reached < top_p).sum(-1, keepdim=True).clamp(max=longest - 1)
+    floor = torch.maximum(floor, torch.where(top_p < 1, best.gather(-1, enough), NEG_INF))
+    return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
 
 
-def apply_top_p(logits_BQV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches p, and those equal to the last of them."""
+def search_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
+    """Top-k for a k of any size. k = V keeps all."""
+    return _keep_above(logits_BQV, torch.ones_like(logits_BQV), top_k_B.float()[:, None, None])
+
+
+def search_top_p(logits_BQV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Top-p over the whole vocabulary. p = inf keeps all."""
     return _keep_above(logits_BQV, logits_BQV.softmax(-1), top_p_B[:, None, None])
 
 
 def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Forbid all below the largest threshold at which the weight of what is kept still reaches `target`.
 
-    A bisection over the 32 bits of the logits in place of a sort, which is the most expensive thing an HPU can do.
+    A bisection over the bits of the logits in place of a sort, which is the most expensive thing an HPU can do. Where
+    the target is out of reach nothing is forbidden.
     """
     key = _ordered_int(logits_BQV)
     low = key.amin(-1, keepdim=True)
     high = key.amax(-1, keepdim=True)
-    for _ in range(32):
+    # Each round halves the interval, rounding up: 32 bits need one round more than they have bits.
+    for _ in range(33):
         middle = (low & high) + ((low ^ high) >> 1)  # average that can not overflow, rounded down
         middle = torch.where(middle == low, high, middle)
         kept = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)

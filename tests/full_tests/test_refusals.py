@@ -1,0 +1,81 @@
+"""What is not supported is refused at start-up, in one line that says what to do; unsupported requests one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BertConfig,
+    DeepseekV3Config,
+    JambaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    Qwen2AudioConfig,
+    Qwen2AudioEncoderConfig,
+    Qwen2Config,
+)
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.full_tests.engines import engine, generate
+from tests.full_tests.tiny_models import common
+
+
+def refusal(model: str, **options: Any) -> str:
+    with pytest.raises(Exception) as refused, engine(model, skip_tokenizer_init=True, **options):
+        pass
+    message = str(refused.value)
+    assert len(message.splitlines()) == 1, f"more than a line: {message}"
+    return message
+
+
+@pytest.mark.parametrize(
+    "options,remedy",
+    [
+        (dict(enable_lora=True), "--enable-lora"),
+        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
+        (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype auto"),
+        (dict(additional_config={"gaudi_spec": {"no_such_option": 1}}), "no_such_option"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options(options: dict[str, Any], remedy: str, tiny_llama: str) -> None:
+    assert remedy in refusal(tiny_llama, **options)
+
+
+def qwen2_audio() -> PreTrainedConfig:
+    audio = Qwen2AudioEncoderConfig(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64)
+    return Qwen2AudioConfig(audio_config=audio.to_dict(), text_config=Qwen2Config(**common()).to_dict())
+
+
+def deepseek() -> PreTrainedConfig:
+    return DeepseekV3Config(**common(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1))
+
+
+# Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
+MODELS = [
+    ("MambaForCausalLM", lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=400), "attention only"),
+    ("JambaForCausalLM", lambda: JambaConfig(**common()), "attention only"),
+    ("DeepseekV3ForCausalLM", deepseek, "MLA"),
+    ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
+    ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture,config,words", MODELS, ids=[model[0] for model in MODELS])
+def test_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+    made = config()
+    made.architectures = [architecture]
+    made.save_pretrained(tmp_path)
+    assert words in refusal(str(tmp_path), load_format="dummy")
+
+
+def test_bad_request_is_the_callers_error(tiny_llama: str) -> None:
+    """The engine goes on."""
+    good = SamplingParams(max_tokens=2, ignore_eos=True)
+    with engine(tiny_llama) as llm:
+        for bad in (SamplingParams(logit_bias={100_000: 1.0}), SamplingParams(prompt_logprob_token_ids=[[5]])):
+            with pytest.raises(VLLMValidationError, match="logit_bias|prompt_logprob_token_ids"):
+                generate(llm, [[5, 6, 7]], bad)
+        assert len(generate(llm, [[5, 6, 7]], good)[0].outputs[0].token_ids) == 2
