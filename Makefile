@@ -6,7 +6,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-VENV := .venv
+override VENV := .venv
 BIN := $(VENV)/bin
 SUPPORTED := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -73,7 +73,7 @@ endef
 
 # Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over
 # all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
-FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD=$(CURDIR)/$(VENV)/lib/libiomp5.so KMP_BLOCKTIME=1)
+FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR)/$(VENV)/lib/libiomp5.so' KMP_BLOCKTIME=1)
 
 .PHONY: demo
 demo: $(VENV)/.stamp  ## set up, prepare the demo model and generate with it (MODEL=, TASK=, OSL=, ARGS=)

@@ -33,20 +33,35 @@ def skip_warmup() -> bool:
     return os.environ.get("VGS_SKIP_WARMUP", "0") not in ("", "0")
 
 
-def preloaded_libraries() -> str:
-    return os.environ.get("LD_PRELOAD", "")
-
-
 def vllm_plugins_allowed() -> set[str] | None:
     """The plugins that VLLM_PLUGINS lets in; None means all."""
     names = os.environ.get("VLLM_PLUGINS")
     return None if names is None else {name.strip() for name in names.split(",")}
 
 
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
+
+
 def choose_start_method(choose: Callable[[], str]) -> None:
-    """How vLLM starts its engine process: as the user said, else as `choose` says. Children inherit the answer."""
-    if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = choose()
+    """How vLLM starts its engine process: as the user said, else as `choose` says, asked anew for each engine of a
+    process. Engine processes, which inherit the answer, do not ask."""
+    chosen_by = os.environ.get(_CHOSEN_BY)
+    if _START_METHOD in os.environ and chosen_by != str(os.getpid()):
+        return
+    os.environ[_START_METHOD] = choose()
+    os.environ[_CHOSEN_BY] = str(os.getpid())
+
+
+def name_process_group(init_method: str) -> None:
+    """vLLM's shared-memory collectives for the CPU find each other by this name."""
+    os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+
+
+def kv_cache_space_gib() -> int | None:
+    """Upstream's older way to size the KV cache on a CPU."""
+    value = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    return int(value) if value else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +152,16 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
     if vllm_config.cache_config.cache_dtype != "auto":
         yield "The KV cache has the model's dtype; use --kv-cache-dtype auto."
+    if vllm_config.attention_config.backend is not None:
+        yield "The platform brings its own attention; leave out --attention-backend."
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
+    if vllm_config.ec_transfer_config is not None:
+        yield "Encoder cache transfer is not supported; leave out --ec-transfer-config."
+    if vllm_config.weight_transfer_config is not None:
+        yield "Weight transfer is not supported; leave out --weight-transfer-config."
+    if vllm_config.profiler_config.profiler is not None:
+        yield "Profiling through the server is not supported; leave out --profiler-config."
     if vllm_config.watermark_config is not None:
         yield "Watermarking is not supported; leave its configuration out."
     if model.return_sampling_mask:

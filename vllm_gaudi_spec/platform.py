@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
-from vllm.platforms.interface import Platform
+from vllm.platforms.interface import CpuArchEnum, Platform
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.config import Options, choose_start_method, refuse_unsupported, unsupported_request
+from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
+from vllm_gaudi_spec.config import (
+    Options,
+    choose_start_method,
+    kv_cache_space_gib,
+    refuse_unsupported,
+    unsupported_request,
+)
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -38,13 +46,16 @@ class SpecPlatform(Platform):
         compat.apply()
         if parser is not None:
             compat.end_errors_with_their_message()
+        refuse_unknown_device()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
         refuse_unsupported(vllm_config)
-        Options.from_vllm(vllm_config)  # a mistake there should stop the front end, not the engine
+        options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
+        if vllm_config.model_config is not None:
+            Shapes.from_config(vllm_config, options, load_backend(), num_drafts=0)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.model_config is not None and _brings_logits_processors(vllm_config.model_config):
@@ -101,15 +112,17 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        if _native_bfloat16():
-            return [torch.bfloat16, torch.float16, torch.float32]
-        return [torch.float32]
+        if self.get_cpu_architecture() == CpuArchEnum.X86 and not _native_bfloat16():
+            return [torch.float32]
+        return super().supported_dtypes
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm_gaudi_spec.backends import cpu_fork
 
         super().check_and_update_config(vllm_config)
+        if (space := kv_cache_space_gib()) is not None:
+            vllm_config.cache_config.kv_cache_memory_bytes = space << 30
         choose_start_method(cpu_fork.start_method)
 
     @classmethod

@@ -16,7 +16,7 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.backends import load_backend
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, name_process_group
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Worker(WorkerBase):
         self.backend = load_backend()
         self.device = self.backend.torch_device
         parallel = self.parallel_config
+        name_process_group(self.distributed_init_method)
         init_distributed_environment(
             parallel.world_size,
             self.rank,
@@ -67,6 +68,7 @@ class Worker(WorkerBase):
         if explicit is not None:
             return explicit
         size = self.backend.available_memory(self.cache_config.gpu_memory_utilization)
+        size //= self.parallel_config.local_world_size
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
         return size
 
@@ -113,9 +115,6 @@ class Worker(WorkerBase):
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""
-
-    def check_health(self) -> None:
-        """A worker in the engine's process is healthy when it answers."""
 
     def shutdown(self) -> None:
         if getattr(self, "runner", None) is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec import backends
+from vllm_gaudi_spec import backends, config
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 
 
@@ -35,10 +38,24 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
         Options.from_vllm(vllm_config({"gaudi_spec": options}))
 
 
-def test_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VGS_DEVICE", "tpu")
-    with pytest.raises(UnsupportedConfigError, match="VGS_DEVICE=tpu is not available; use one of cpu"):
-        backends.choose_device()
+def test_unknown_device_is_refused_by_vllm_itself() -> None:
+    """vLLM swallows what a platform plugin raises and would go on with upstream's platform."""
+    code = "from vllm.platforms import current_platform; current_platform.pre_register_and_update()"
+    environment = os.environ | {"VGS_DEVICE": "tpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "VGS_DEVICE=tpu is not available; use one of cpu." in result.stderr.strip().splitlines()[-1]
+
+
+def test_each_engine_of_a_process_asks_anew_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.delenv("VGS_START_METHOD_CHOSEN_BY", raising=False)
+    for answer in ("fork", "spawn"):
+        config.choose_start_method(lambda answer=answer: answer)
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == answer
+    monkeypatch.setenv("VGS_START_METHOD_CHOSEN_BY", "0")  # as in an engine process
+    config.choose_start_method(lambda: "fork")
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,7 @@ _DEVICES = {
 
 def choose_device() -> str | None:
     """The device this process runs on; None when another platform plugin should serve it."""
-    requested = config.requested_device()
-    if requested is not None:
-        if requested not in _DEVICES:
-            raise config.UnsupportedConfigError(
-                f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}."
-            )
+    if (requested := config.requested_device()) is not None:
         return requested
     if others := other_platform_plugins():
         _say_inactive(others)
@@ -59,7 +54,16 @@ def _say_inactive(others: tuple[str, ...]) -> None:
 
 
 def platform_class(device: str) -> str:
-    return _DEVICES[device].platform
+    """An unknown device gets the CPU's: vLLM swallows what a plugin raises, so the platform has to refuse it."""
+    return _DEVICES.get(device, _DEVICES["cpu"]).platform
+
+
+def refuse_unknown_device() -> None:
+    requested = config.requested_device()
+    if requested is not None and requested not in _DEVICES:
+        raise config.UnsupportedConfigError(
+            f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}."
+        )
 
 
 @cache

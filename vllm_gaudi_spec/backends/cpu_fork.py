@@ -30,8 +30,12 @@ def start_method() -> str:
 def _forked_child_can_compute() -> bool:
     child = os.fork()
     if child == 0:
-        torch.ones(_ELEMENTS).exp_()
-        os._exit(0)
+        # Whatever happens, the child must not return into the program that was forked.
+        try:
+            torch.ones(_ELEMENTS).exp_()
+            os._exit(0)
+        finally:
+            os._exit(1)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -12,14 +12,20 @@ logger = init_logger(__name__)
 class StepRecorder:
     def __init__(self) -> None:
         self.manifest: set[Hashable] = set()
+        self.warmed: set[Hashable] = set()
         self.unexpected: list[Hashable] = []
+        self._seen: set[Hashable] = set()
         self.num_steps = 0
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Signatures that warm-up ran or listed."""
+        """Signatures that the configuration can reach: warm-up runs some and lists the others."""
         self.manifest.update(signatures)
 
+    def warm_up_done(self) -> None:
+        self.warmed, self._seen = self._seen, set()
+
     def saw(self, signature: Hashable) -> None:
+        self._seen.add(signature)
         if signature not in self.manifest:
             self.manifest.add(signature)
             self.unexpected.append(signature)
@@ -31,7 +37,8 @@ class StepRecorder:
     def report(self, num_host_reads: int) -> dict[str, object]:
         return {
             "graphs": {
-                "warmup": len(self.manifest) - len(self.unexpected),
+                "warmup": len(self.warmed),
+                "listed": len(self.manifest) - len(self.unexpected),
                 "after_warmup": len(self.unexpected),
                 "unexpected": [str(signature) for signature in self.unexpected],
             },

@@ -44,6 +44,7 @@ def warm_up(runner: ModelRunner, shapes: Shapes, max_tokens: int) -> None:
         runner.forward(make_batch(runner.requests, shape, [], [], [], starts_known=not decode))
         if decode:
             runner.finish([], {}, num_rows=shape.rows)
+    runner.recorder.warm_up_done()
     logger.info(
         "Warm-up ran %d of %d step shapes in %.1f s; %d step signatures are expected.",
         len(chosen),
