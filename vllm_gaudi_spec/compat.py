@@ -18,6 +18,7 @@ def apply() -> None:
     """All patches that every vLLM process needs. Safe to call again."""
     quiet_missing_accelerator()
     share_vllm_logging()
+    let_engine_finish()
 
 
 def share_vllm_logging() -> None:
@@ -25,6 +26,31 @@ def share_vllm_logging() -> None:
     ours, theirs = logging.getLogger(__package__), logging.getLogger(_VLLM)
     ours.handlers, ours.propagate = theirs.handlers, False
     ours.setLevel(theirs.level)
+
+
+# Seconds that an engine process gets to answer its last requests and to end by itself.
+_ENGINE_GRACE_S = 5.0
+
+
+def let_engine_finish() -> None:
+    """Give the engine process a moment between SIGTERM and SIGKILL when the server goes down.
+
+    Reason: with vLLM's default it gets none, so running requests never hear that they were aborted, and the server
+    waits for their streams for ever. Upstream grants the moment to ROCm only.
+    Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
+    """
+    from vllm.v1.engine import utils
+
+    original = utils.get_engine_process_shutdown_timeout
+    if getattr(original, "_lets_engine_finish", False):
+        return
+
+    def with_grace(request_timeout: float | None, process_timeout: float | None) -> float | None:
+        timeout: float | None = original(request_timeout, process_timeout)
+        return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
+
+    with_grace._lets_engine_finish = True  # type: ignore[attr-defined]
+    utils.get_engine_process_shutdown_timeout = with_grace
 
 
 # vLLM calls these after loading weights and while shutting down, whatever the platform.

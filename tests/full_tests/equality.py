@@ -16,7 +16,7 @@ TIE = 1e-4
 
 def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     """Position of the first difference; a list that merely ends earlier differs at its end."""
-    for position, (one, other) in enumerate(zip(left, right)):
+    for position, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return position
     return None if len(left) == len(right) else min(len(left), len(right))

@@ -1,5 +1,6 @@
 """`vllm serve` as a subprocess, as a user starts it, and how it ends."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -15,6 +16,12 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 READY_SECONDS = 300
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Runs in the child: a test run that is killed takes its server along (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def serve_command(model: str, *options: str) -> list[str]:
@@ -57,6 +64,7 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
         self.wait_ready()

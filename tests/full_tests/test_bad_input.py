@@ -79,7 +79,7 @@ def check_alive(server: Server) -> None:
     assert server.complete(prompt="hi", max_tokens=2)["usage"]["completion_tokens"] > 0
 
 
-@pytest.mark.parametrize("path,name,body,words", CASES, ids=[case[1] for case in CASES])
+@pytest.mark.parametrize(("path", "name", "body", "words"), CASES, ids=[case[1] for case in CASES])
 def test_refused(path: str, name: str, body: dict[str, Any], words: list[str], server: Server) -> None:
     check_error(server.client.post(path, json=dict(model="tiny") | body), words)
     check_alive(server)
@@ -95,7 +95,8 @@ def test_body_is_no_request(body: bytes, server: Server) -> None:
 def check_error(response: httpx.Response, words: list[str]) -> None:
     assert 400 <= response.status_code < 500, response.text[:500]
     error = response.json()["error"]
-    assert error["code"] == response.status_code and error["type"]
+    assert error["code"] == response.status_code
+    assert error["type"]
     missing = [word for word in words if word.lower() not in (error["message"] + str(error["param"])).lower()]
     assert not missing, f"{missing} not in: {error['message'][:500]}"
     assert len(error["message"]) < 20_000, "the message repeats the input"

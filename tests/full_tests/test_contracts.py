@@ -54,8 +54,8 @@ def test_scheduling_and_contract(
     expected: list[list[Answer]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where Triton works, vLLM sends resumed requests as new ones (V2). Without Triton it insists on V1, for the sake of
-    kernels that our runner has no use for; what the two contracts send can be tried all the same."""
+    """Where Triton works, vLLM sends resumed requests as new ones (V2). Without Triton it insists on V1, for the sake
+    of kernels that our runner has no use for; what the two contracts send can be tried all the same."""
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: v2))
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda self: None)
     with engine(tiny_llama, async_scheduling=asynchronous, **small) as llm:
@@ -125,7 +125,7 @@ def test_custom_logits_processor(tiny_llama: str, greedy: list[list[int]]) -> No
     ]
     with engine(tiny_llama, logits_processors=[Only], max_num_seqs=4) as llm:
         outputs = first_tokens(generate(llm, PROMPTS, params))
-    for index, (output, length) in enumerate(zip(outputs, lengths)):
+    for index, (output, length) in enumerate(zip(outputs, lengths, strict=False)):
         free = greedy[index][:length]
         assert output == (free if index % 2 else free[:1] + [100 + index] * (length - 1))
 
@@ -149,7 +149,7 @@ def test_unseeded_requests_differ(tiny_llama: str) -> None:
 
 def test_engine_after_engine(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Also after one that could not start."""
-    with pytest.raises(Exception, match="(?i)kv cache"), engine(tiny_llama, kv_cache_memory_bytes=100_000):
+    with pytest.raises(Exception, match=r"(?i)kv cache"), engine(tiny_llama, kv_cache_memory_bytes=100_000):
         pass
     for _ in range(2):
         with engine(tiny_llama) as llm:
@@ -171,7 +171,7 @@ def test_pause(tiny_llama: str, greedy: list[list[int]]) -> None:
 def test_sleep(tiny_llama: str, greedy: list[list[int]]) -> None:
     """Where the device offers it, a woken engine answers as before; where not, it is refused at the start."""
     if not current_platform.is_sleep_mode_available():
-        with pytest.raises(Exception, match="(?i)sleep"), engine(tiny_llama, enable_sleep_mode=True):
+        with pytest.raises(Exception, match=r"(?i)sleep"), engine(tiny_llama, enable_sleep_mode=True):
             pass
         return
     with engine(tiny_llama, enable_sleep_mode=True) as llm:

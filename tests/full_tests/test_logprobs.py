@@ -35,8 +35,8 @@ def job(demo_model: str) -> dict[str, Any]:
 
 
 def rank_slack(rank: int) -> int:
-    """Among the first tokens ranks are exact. Far down hundreds of tokens lie closer together than float32's rounding of
-    a logit, so there a rank means a neighbourhood."""
+    """Among the first tokens ranks are exact. Far down hundreds of tokens lie closer together than float32's rounding
+    of a logit, so there a rank means a neighbourhood."""
     return rank // 50
 
 
@@ -44,7 +44,7 @@ def compare(name: str, ours: list[Position], theirs: list[Position]) -> list[str
     if len(ours) != len(theirs):
         return [f"{name}: {len(ours)} positions for {len(theirs)}"]
     wrong = []
-    for index, (one, other) in enumerate(zip(ours, theirs)):
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if len(one) != len(other):
             wrong.append(f"{name}[{index}]: {len(one)} entries for {len(other)}")
             continue

@@ -29,7 +29,7 @@ def test_demo_model(demo_model: str) -> None:
     with engine(demo_model, kv_cache_memory_bytes=256 << 20) as llm:
         outputs = first_tokens(generate(llm, prompts, greedy(64)))
     reference, tally = Reference(demo_model), Tally()
-    for text, prompt, output in zip(PROMPTS, prompts, outputs):
+    for text, prompt, output in zip(PROMPTS, prompts, outputs, strict=False):
         assert len(output) == 64
         tally.greedy(text[:30], output, reference.logits_after(prompt, output))
     # One prompt through transformers' own loop, so that the short cut above is not taken on trust.
@@ -45,7 +45,7 @@ def test_family(family: str, tiny: Callable[[str], str]) -> None:
         together = first_tokens(generate(llm, prompts, greedy(40)))
         alone = [first_tokens(generate(llm, [prompt], greedy(40)))[0] for prompt in prompts]
     reference, tally = Reference(tiny(family)), Tally()
-    for prompt, *outputs in zip(prompts, together, alone):
+    for prompt, *outputs in zip(prompts, together, alone, strict=False):
         expected = reference.greedy(prompt, 40)
         logits = reference.logits_after(prompt, expected)
         for output in outputs:

@@ -30,7 +30,7 @@ def refusal(model: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "options,remedy",
+    ("options", "remedy"),
     [
         (dict(enable_lora=True), "--enable-lora"),
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
@@ -54,7 +54,11 @@ def deepseek() -> PreTrainedConfig:
 
 # Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
 MODELS = [
-    ("MambaForCausalLM", lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=400), "attention only"),
+    (
+        "MambaForCausalLM",
+        lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=400),
+        "attention only",
+    ),
     ("JambaForCausalLM", lambda: JambaConfig(**common()), "attention only"),
     ("DeepseekV3ForCausalLM", deepseek, "MLA"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
@@ -63,7 +67,7 @@ MODELS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture,config,words", MODELS, ids=[model[0] for model in MODELS])
+@pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
 def test_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
@@ -75,7 +79,10 @@ def test_bad_request_is_the_callers_error(tiny_llama: str) -> None:
     """The engine goes on."""
     good = SamplingParams(max_tokens=2, ignore_eos=True)
     with engine(tiny_llama) as llm:
-        for bad in (SamplingParams(logit_bias={100_000: 1.0}), SamplingParams(prompt_logprob_token_ids=[[5]])):
-            with pytest.raises(VLLMValidationError, match="logit_bias|prompt_logprob_token_ids"):
+        for bad in (
+            SamplingParams(logit_bias={100_000: 1.0}),
+            SamplingParams(prompt_logprob_token_ids=[[5]]),
+        ):
+            with pytest.raises(VLLMValidationError, match=r"logit_bias|prompt_logprob_token_ids"):
                 generate(llm, [[5, 6, 7]], bad)
         assert len(generate(llm, [[5, 6, 7]], good)[0].outputs[0].token_ids) == 2

@@ -1,6 +1,5 @@
 """Sampling is exact: over 20k seeds the first two tokens follow the law that transformers' logits give."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,9 @@ def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "setting", [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])], ids=str
+    "setting",
+    [SETTINGS[0], *(pytest.param(setting, marks=pytest.mark.slow) for setting in SETTINGS[1:])],
+    ids=str,
 )
 def test_first_two_tokens(setting: dict[str, Any], small_vocabulary: str) -> None:
     law = expected_law(small_vocabulary, setting)
@@ -68,8 +69,8 @@ def test_first_two_tokens(setting: dict[str, Any], small_vocabulary: str) -> Non
 
 @pytest.mark.parametrize("bias", [0.02, 0.05])
 def test_the_test_sees_a_bias(bias: float, small_vocabulary: str) -> None:
-    """The negative control: a sampler off by this much in total variation, in the first token, is rejected; and the exact
-    law is not."""
+    """The negative control: a sampler off by this much in total variation, in the first token, is rejected; and the
+    exact law is not."""
     law = expected_law(small_vocabulary, SETTINGS[0])
     first = law.sum(axis=1)
     likeliest, runner_up = np.argsort(-first)[:2]

@@ -26,7 +26,8 @@ def test_completion_and_metrics(server: Server) -> None:
     answer = server.complete(**GREEDY)
     assert answer["usage"]["completion_tokens"] == 24
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert text(answer) and text(answer) == text(server.complete(**GREEDY))
+    assert text(answer)
+    assert text(answer) == text(server.complete(**GREEDY))
     server.wait_idle()
     assert server.metric("vllm:generation_tokens_total") - before == 48
 
@@ -55,9 +56,7 @@ def test_chat(server: Server) -> None:
     prompt = "system: Be brief.\nuser: Who are you?\nassistant: "
     plain = server.complete(prompt=prompt, max_tokens=12, temperature=0)
     assert chat.choices[0].message.content == text(plain)
-    stream = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True
-    )
+    stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text(plain)
 
 

@@ -19,7 +19,12 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+        "colours": {
+            "type": "array",
+            "items": {"enum": ["red", "green", "blue"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
     },
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
@@ -55,7 +60,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
 
 
 def run_mixed(llm: LLM, model: str, count: int) -> dict[str, int]:
-    """Every kind in turn, greedy and sampled, with an unconstrained request after each round; how many ended by kind."""
+    """Every kind in turn, greedy and sampled, with an unconstrained request after each round. How many ended, by kind."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     kinds = [*KINDS, None]
     asked = [kinds[index % len(kinds)] for index in range(count)]
@@ -64,9 +69,7 @@ def run_mixed(llm: LLM, model: str, count: int) -> dict[str, int]:
         prompts.append(tokenizer.encode(PROMPTS[index % len(PROMPTS)]))
         constraint = StructuredOutputsParams(**KINDS[kind][0]) if kind else None
         temperature = (0.0, 0.7, 1.3)[index % 3]
-        params.append(
-            SamplingParams(temperature=temperature, seed=index, max_tokens=96, structured_outputs=constraint)
-        )
+        params.append(SamplingParams(temperature=temperature, seed=index, max_tokens=96, structured_outputs=constraint))
     ended = dict.fromkeys(KINDS, 0)
     for kind, output in zip(asked, generate(llm, prompts, params), strict=True):
         completion = output.outputs[0]

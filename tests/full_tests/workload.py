@@ -39,7 +39,7 @@ class Request:
 
 
 def mixed_requests(count: int = 64, seed: int = 0) -> list[Request]:
-    """Prompts of 3 to 400 tokens, 4 to 48 tokens out. Every third shares a long beginning, so that a prefix cache hits."""
+    """Prompts of 3 to 400 tokens, 4 to 48 tokens out. Every third shares a long beginning, for the prefix cache."""
     rng = random.Random(seed)
     lengths = [rng.choice([rng.randint(3, 40), rng.randint(40, 150), rng.randint(150, 400)]) for _ in range(count)]
     prompts = random_prompts(lengths, VOCAB, seed)
@@ -83,6 +83,6 @@ def differences(requests: list[Request], ours: list[list[Answer]], reference: li
     assert len(ours) == len(reference) == len(requests)
     return [
         f"{request.name}, prompt of {len(request.prompt)}:\n  {one}\n  {other}"
-        for request, one, other in zip(requests, ours, reference)
+        for request, one, other in zip(requests, ours, reference, strict=False)
         if one != other
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
 import subprocess
 import sys
 
@@ -70,3 +71,17 @@ def test_our_log_lines_reach_vllms_handlers() -> None:
 
     compat.share_vllm_logging()
     assert logging.getLogger("vllm_gaudi_spec").handlers == logging.getLogger("vllm").handlers
+
+
+def test_only_rocm_lets_its_engine_finish_by_default() -> None:
+    """Fails when upstream gives every platform a moment: then `let_engine_finish` can go."""
+    code = "from vllm.v1.engine.utils import get_engine_process_shutdown_timeout as t; print(t(0, 0))"
+    environment = os.environ | {"VLLM_PLUGINS": ""}
+    bare = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert bare.stdout.split()[-1] == "0"
+    compat.let_engine_finish()
+    from vllm.v1.engine import utils
+
+    assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
+    assert utils.get_engine_process_shutdown_timeout(0, 0) > 0
+    assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
