@@ -1,4 +1,4 @@
-"""What every test needs: the environment vLLM is imported in, markers, fixed seeds."""
+"""What every test needs: the environment vLLM is imported in, fixed seeds."""
 
 import os
 import random
@@ -14,18 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded. Threads that spin at each barrier of a tiny model make it ten times slower as soon as the
 # machine has anything else to do.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-MARKERS = {
-    "slow": "the larger matrices; `make verify` runs them, `make test` does not",
-    "hpu": "needs a Gaudi",
-    "npu": "needs an Ascend NPU",
-    "cuda": "needs an NVIDIA GPU",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
 
 
 def run_mixed(llm: LLM, model: str, count: int) -> dict[str, int]:
-    """Every kind in turn, greedy and sampled, with an unconstrained request after each round. How many ended, by kind."""
+    """Every kind in turn, greedy and sampled, an unconstrained request after each round. Returns how many ended."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     kinds = [*KINDS, None]
     asked = [kinds[index % len(kinds)] for index in range(count)]

@@ -38,7 +38,8 @@ MISTRAL_WINDOW, GEMMA_WINDOW = 64, 32
 
 # What the tokenizer learns its merges from; every byte is in the alphabet whatever stands here.
 CORPUS = """The quick brown fox jumps over the lazy dog. A device compiles a graph for every new shape, and a compile
-costs seconds. So the decode step has one shape per bucket, whatever was accepted. {"name": "Ada", "age": 36, "tags": ["x"]}
+costs seconds. So the decode step has one shape per bucket, whatever was accepted. {"name": "Ada", "age": 36,
+"tags": ["x"]}
 def add(left: int, right: int) -> int:\n    return left + right\n0123456789 +-*/ () [] yes no maybe"""
 
 CHAT_TEMPLATE = (
