@@ -10,6 +10,8 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -26,22 +28,20 @@ class TargetModel:
         self._groups: list[list[str]] = []
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer wants to keep; a layer that shares another's KV wants nothing."""
+        """What each attention layer wants to keep."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
             spec = layer.get_kv_cache_spec(self.vllm_config)
-            if spec is not None:
-                specs[name] = layer.get_attn_backend().customize_spec(spec)
+            if spec is None:
+                raise UnsupportedConfigError(
+                    f"{name} keeps no KV of its own; use a model whose layers do not share KV."
+                )
+            specs[name] = layer.get_attn_backend().customize_spec(spec)
         return specs
 
     def bind_groups(self, layer_names: list[list[str]]) -> None:
-        """Layers of each KV cache group; those that share KV belong to the group of the layer they share with."""
-        self._groups = [list(names) for names in layer_names]
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
-            shared = getattr(layer, "kv_sharing_target_layer_name", None)
-            for names in self._groups:
-                if shared in names and name not in names:
-                    names.append(name)
+        """The layers of each KV cache group."""
+        self._groups = layer_names
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Hidden states [T, hidden]; KV of all T tokens is written."""
