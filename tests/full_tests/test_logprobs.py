@@ -28,10 +28,11 @@ CASES: list[dict[str, Any]] = [
 def job(demo_model: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     texts = [PROMPTS[index] for index in (0, 5, 15, 18, 19)]
-    cases = [dict(temperature=0, ignore_eos=True, **case) for case in CASES]
+    prompts = [tokenizer.encode(text) for text in texts]
+    requests = [(prompt, dict(temperature=0, ignore_eos=True, **case)) for case in CASES for prompt in prompts]
     # Chunks of 64 cut the longest prompt, whose log-probabilities then come from several steps.
     options = dict(max_logprobs=-1, max_num_batched_tokens=64, enable_prefix_caching=False)
-    return dict(model=demo_model, options=options, prompts=[tokenizer.encode(t) for t in texts], cases=cases)
+    return dict(model=demo_model, options=options, requests=requests)
 
 
 def rank_slack(rank: int) -> int:
@@ -62,7 +63,7 @@ def compare(name: str, ours: list[Position], theirs: list[Position]) -> list[str
 
 def test_logprobs(job: dict[str, Any], tmp_path: Path) -> None:
     theirs, ours = upstream(job, tmp_path), collect(job)
-    names = [f"{case}, prompt of {len(prompt)}" for case in job["cases"] for prompt in job["prompts"]]
+    names = [f"{params}, prompt of {len(prompt)}" for prompt, params in job["requests"]]
     wrong: list[str] = []
     for name, one, other in zip(names, ours, theirs, strict=True):
         # Behind a tie the contexts differ. The demo model has none in these prompts; if one comes up it should be seen.

@@ -34,7 +34,8 @@ def test_completion_and_metrics(server: Server) -> None:
 
 def test_streaming(server: Server) -> None:
     """The pieces of a stream add up to the answer in one piece."""
-    body = GREEDY | dict(model="tiny", stream=True, stream_options=dict(include_usage=True))
+    long = GREEDY | dict(max_tokens=150)
+    body = long | dict(model="tiny", stream=True, stream_options=dict(include_usage=True))
     pieces, usage = [], None
     with server.client.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -43,9 +44,10 @@ def test_streaming(server: Server) -> None:
     for event in map(json.loads, events):
         usage = event.get("usage") or usage
         pieces += [choice["text"] for choice in event["choices"]]
-    assert len(pieces) > 5
-    assert "".join(pieces) == text(server.complete(**GREEDY))
-    assert usage["completion_tokens"] == 24
+    # The engine is faster than the stream: a piece may hold many tokens, but the first comes before the last is made.
+    assert len(pieces) > 1
+    assert "".join(pieces) == text(server.complete(**long))
+    assert usage["completion_tokens"] == 150
 
 
 def test_chat(server: Server) -> None:

@@ -73,6 +73,8 @@ def run_mixed(llm: LLM, model: str, count: int) -> dict[str, int]:
     ended = dict.fromkeys(KINDS, 0)
     for kind, output in zip(asked, generate(llm, prompts, params), strict=True):
         completion = output.outputs[0]
+        # vLLM ends a request with an error when a token breaks its grammar, so that would not show below.
+        assert completion.finish_reason in ("stop", "length"), completion
         if kind and completion.finish_reason == "stop":
             KINDS[kind][1](completion.text)
             ended[kind] += 1

@@ -1,4 +1,4 @@
-"""Log-probabilities of upstream's CPU platform, as JSON: `python -m tests.full_tests.upstream_reference JOB RESULT`.
+"""What upstream's CPU platform answers, as JSON: `python -m tests.full_tests.upstream_reference JOB RESULT`.
 
 Runs in its own process, because VLLM_PLUGINS='' (no platform plugin: upstream's CPU platform in the same environment)
 must be set before vLLM is imported. The tests import `collect` to do the same on our platform.
@@ -20,32 +20,36 @@ def plain(positions: Any) -> list[Position]:
     return [{token: (lp.logprob, lp.rank) for token, lp in (at or {}).items()} for at in positions or []]
 
 
-def sampling_params(case: dict[str, Any]) -> Any:
+def sampling_params(given: dict[str, Any]) -> Any:
     """JSON made the ids of a logit bias text."""
     from vllm import SamplingParams
 
-    if "logit_bias" in case:
-        case = case | {"logit_bias": {int(token): bias for token, bias in case["logit_bias"].items()}}
-    return SamplingParams(**case)
+    if "logit_bias" in given:
+        given = given | {"logit_bias": {int(token): bias for token, bias in given["logit_bias"].items()}}
+    return SamplingParams(**given)
 
 
 def collect(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """`job`: model, engine options, prompts (token ids) and one set of sampling parameters per case."""
+    """`job`: model, engine options, and requests: pairs of token ids and sampling parameters, all run together."""
     from tests.full_tests.engines import engine, generate
 
-    results = []
+    prompts = [prompt for prompt, _ in job["requests"]]
+    params = [sampling_params(given) for _, given in job["requests"]]
     with engine(job["model"], **job["options"]) as llm:
-        for case in job["cases"]:
-            for output in generate(llm, job["prompts"], sampling_params(case)):
-                completion = output.outputs[0]
-                results.append(
-                    dict(
-                        tokens=list(completion.token_ids),
-                        output=plain(completion.logprobs),
-                        prompt=plain(output.prompt_logprobs),
-                        cumulative=completion.cumulative_logprob,
-                    )
-                )
+        outputs = generate(llm, prompts, params)
+    results = []
+    for output in outputs:
+        [completion] = output.outputs
+        results.append(
+            dict(
+                tokens=list(completion.token_ids),
+                text=completion.text,
+                ended=[completion.finish_reason, completion.stop_reason],
+                output=plain(completion.logprobs),
+                prompt=plain(output.prompt_logprobs),
+                cumulative=completion.cumulative_logprob,
+            )
+        )
     return results
 
 

@@ -1,0 +1,54 @@
+"""Every sampling parameter means what it means upstream: requests without chance get the tokens that upstream's CPU
+platform gives, all in one batch."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.upstream_reference import collect, upstream
+
+GREEDY: dict[str, Any] = dict(temperature=0, max_tokens=40)
+# At a temperature, but with a filter that leaves one candidate.
+CERTAIN: dict[str, Any] = dict(temperature=1.0, max_tokens=40)
+PARAMS: list[dict[str, Any]] = [
+    GREEDY,
+    GREEDY | dict(ignore_eos=True),
+    GREEDY | dict(presence_penalty=2.0),
+    GREEDY | dict(frequency_penalty=0.7, ignore_eos=True),
+    GREEDY | dict(frequency_penalty=-1.5, ignore_eos=True),
+    GREEDY | dict(repetition_penalty=1.6, ignore_eos=True),
+    GREEDY | dict(repetition_penalty=0.7, presence_penalty=-0.5, frequency_penalty=0.2, ignore_eos=True),
+    GREEDY | dict(logit_bias={5: 3.0, 9: -100.0, 77: 2.5, 120: 3.5}, ignore_eos=True),
+    GREEDY | dict(allowed_token_ids=list(range(20, 90)), ignore_eos=True),
+    GREEDY | dict(allowed_token_ids=[1, 30, 31, 32], min_tokens=9),
+    GREEDY | dict(logit_bias={1: 20.0}, min_tokens=7),
+    GREEDY | dict(stop_token_ids=list(range(40, 80)), min_tokens=5),
+    GREEDY | dict(stop_token_ids=list(range(40, 80)), include_stop_str_in_output=True),
+    GREEDY | dict(stop=["e", "th"], ignore_eos=True),
+    GREEDY | dict(stop=["a", "o"], include_stop_str_in_output=True, min_tokens=4, ignore_eos=True),
+    GREEDY | dict(bad_words=["the", " a", "e", "compile", "ab"], ignore_eos=True),
+    GREEDY | dict(bad_words=["shape"], repetition_penalty=1.2, logit_bias={3: 2.0}, min_tokens=3),
+    CERTAIN | dict(top_k=1, ignore_eos=True),
+    CERTAIN | dict(min_p=1.0, ignore_eos=True, presence_penalty=1.0),
+    CERTAIN | dict(top_p=1e-6, ignore_eos=True, logit_bias={8: 4.0}),
+]
+LENGTHS = [4, 40, 130]
+
+
+def test_as_upstream(tiny_llama: str, tmp_path: Path) -> None:
+    prompts = random_prompts(LENGTHS, VOCAB)
+    requests = [(prompt, params) for params in PARAMS for prompt in prompts]
+    job = dict(model=tiny_llama, options={}, requests=requests)
+    theirs, ours = upstream(job, tmp_path), collect(job)
+    wrong = [
+        f"{params}, prompt of {len(prompt)}:\n  {one}\n  {other}"
+        for (prompt, params), one, other in zip(requests, ours, theirs, strict=True)
+        if one != other
+    ]
+    assert not wrong, f"{len(wrong)} of {len(requests)} differ\n" + "\n".join(wrong)
+    # A parameter that changes nothing for any prompt would not be tested.
+    plain = [answer["tokens"] for answer in theirs[len(LENGTHS) : 2 * len(LENGTHS)]]
+    for index, params in enumerate(PARAMS):
+        answers = [answer["tokens"] for answer in theirs[index * len(LENGTHS) : (index + 1) * len(LENGTHS)]]
+        assert answers != plain or params in (PARAMS[0], PARAMS[1], PARAMS[-3]), f"{params} makes no difference"
