@@ -20,11 +20,10 @@ class CustomProcessors:
         """None when the user brought none: the built-in ones are ours (see logit_rules.py, sample/logits.py)."""
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
         own = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
-        return cls(own, device, max_rows) if own else None
+        return cls(own, max_rows) if own else None
 
-    def __init__(self, processors: list[LogitsProcessor], device: torch.device, max_rows: int) -> None:
+    def __init__(self, processors: list[LogitsProcessor], max_rows: int) -> None:
         self._processors = processors
-        self._device = device
         self._max_rows = max_rows
 
     def update(self, freed_rows: list[int], admitted: list[Request]) -> None:
