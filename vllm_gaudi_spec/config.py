@@ -110,6 +110,40 @@ def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What vLLM's `speculative_config` says, as far as the runner needs it."""
+
+    method: str
+    num_drafts: int
+    """k: the most tokens drafted for a row in a step."""
+    rule: str
+    """`rejection_sample_method`: strict, standard, block, synthetic."""
+    drafting: str
+    """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
+    drafter_max_len: int | None
+    """No drafter sees a position at or past this."""
+    synthetic_rates: tuple[float, ...] = ()
+    """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
+        given = vllm_config.speculative_config
+        if given is None:
+            return None
+        rule, drafting = given.rejection_sample_method, given.draft_sample_method
+        if rule == "probabilistic":
+            rule, drafting = "standard", "probabilistic"
+        return cls(
+            method=given.method,
+            num_drafts=given.num_speculative_tokens,
+            rule=rule,
+            drafting=drafting,
+            drafter_max_len=given.max_model_len,
+            synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
+        )
+
+
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:

@@ -1,0 +1,1 @@
+"""Drafters: one a file, found by vLLM's name of the method."""

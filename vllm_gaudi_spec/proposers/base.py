@@ -1,0 +1,68 @@
+"""What a drafter is asked and what it answers.
+
+Two kinds. A host proposer looks at token histories on the host, after a step's result was read. A device proposer
+works on device tensors and never waits for the device, so that it fits between two steps that overlap.
+
+B rows of a batch, K drafts at most, R rows of the request state, M tokens of history, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A request that may draft, as the host knows it."""
+
+    req_id: str
+    tokens_np: np.ndarray
+    """int32 [n]: prompt and outputs. A view that is valid during the call only."""
+    num_prompt: int
+    num_wanted: int
+    """At least 1: the most drafts that this request has use for."""
+
+
+class HostProposer(Protocol):
+    def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
+        """At most `num_wanted` drafts for each context, fewer or none where there is nothing to say."""
+        ...
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """These requests have ended; an id may come again with other tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """The rows of a step, on the device. Padding has the pad row and `num_wanted` 0."""
+
+    rows_B: torch.Tensor
+    """int64: rows of the request state."""
+    history_RM: torch.Tensor
+    """int32: prompt and outputs of every row; what stands behind a row's length is not to be read."""
+    lengths_B: torch.Tensor
+    """int32: how many tokens of a row are known, the newest included."""
+    num_wanted_B: torch.Tensor
+    """int32: the most drafts that a row has use for, 0 to K."""
+    num_drafts: int
+    """K."""
+
+
+class Drafts(NamedTuple):
+    tokens_BK: torch.Tensor
+    """int32; behind a row's `num_drafts` anything that is a token."""
+    num_drafts_B: torch.Tensor
+    """int32: at most `num_wanted_B`."""
+
+
+class DeviceProposer(Protocol):
+    def propose(self, request: DraftRequest) -> Drafts:
+        """Static shapes, no wait for the device."""
+        ...
