@@ -6,12 +6,13 @@ Nobody else in the package reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import Field, dataclass, fields
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
@@ -148,8 +149,9 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for reason in (*_model_refusals(vllm_config), *_feature_refusals(vllm_config)):
-        raise UnsupportedConfigError(reason)
+    for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
+        for reason in refusals(vllm_config):
+            raise UnsupportedConfigError(reason)
 
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -170,8 +172,6 @@ def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.speculative_config is not None:
-        yield "Speculative decoding is not supported yet; leave out --speculative-config."
     if vllm_config.lora_config is not None:
         yield "LoRA is not supported yet; leave out --enable-lora."
     if parallel.pipeline_parallel_size > 1:
@@ -204,10 +204,119 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
 
 
+MAX_DRAFTS = 16
+"""The most drafts of a request in one step."""
+
+# Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
+_WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+_METHODS = (*_WEIGHTLESS_METHODS,)
+
+# What nothing here listens to, whatever the method.
+_NO_EFFECT = (
+    "disable_padded_drafter_batch",
+    "enable_adaptive_verification",
+    "parallel_drafting",
+    "use_local_argmax_reduction",
+)
+# What says how a drafter's model is loaded and run.
+_DRAFTER_MODEL_OPTIONS = (
+    "attention_backend",
+    "code_revision",
+    "disable_eagle_block_drop",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "dspark_draft_topk",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "moe_backend",
+    "quantization",
+    "revision",
+)
+_NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
+_SUFFIX_OPTIONS = "suffix_decoding_"
+
+
+def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    given = vllm_config.speculative_config
+    if given is None:
+        return
+    if given.method not in _METHODS:
+        yield (
+            f"Speculative method {given.method} is not supported yet; "
+            f"use one of {', '.join(_METHODS)} in --speculative-config."
+        )
+    if given.num_speculative_tokens > MAX_DRAFTS:
+        yield (
+            f"{given.num_speculative_tokens} drafts a step are too many; "
+            f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
+        )
+    longest = given.target_model_config.max_model_len
+    if given.max_model_len is not None and given.max_model_len > longest:
+        yield (
+            f"max_model_len {given.max_model_len} in --speculative-config is more than the target's {longest}; "
+            "use less, or leave it out."
+        )
+    for name in _set_options(given, _NO_EFFECT):
+        yield f"{name} is not supported; leave it out of --speculative-config."
+    if given.method in _WEIGHTLESS_METHODS:
+        yield from _weightless_refusals(given)
+    if brings_logits_processors(vllm_config.model_config):
+        yield (
+            "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
+            "uninstall the packages that bring some, or leave out --speculative-config."
+        )
+
+
+def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
+    method = given.method
+    if given.draft_sample_method != "greedy":
+        yield (
+            f"draft_sample_method {given.draft_sample_method} needs a drafter that is a model, and method {method} has "
+            "none; use greedy in --speculative-config."
+        )
+    if given.rejection_sample_method == "probabilistic":
+        yield (
+            f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
+            "use strict, standard or block in --speculative-config."
+        )
+    useless = list(_set_options(given, _DRAFTER_MODEL_OPTIONS))
+    if method == "suffix":
+        useless += _set_options(given, _NGRAM_OPTIONS)
+    else:
+        useless += [f.name for f in fields(given) if f.name.startswith(_SUFFIX_OPTIONS) and _changed(given, f)]
+    if method != "custom_class" and given.model not in (None, method, f"[{method}]"):
+        useless.append("model")
+    for name in useless:
+        yield f"{name} has no effect with method {method}; leave it out of --speculative-config."
+
+
+def _set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
+    """Those of `names` that the user set: left alone, each is None, False or 0."""
+    return (name for name in names if getattr(given, name) not in (None, False, 0))
+
+
+def _changed(given: SpeculativeConfig, option: Field[Any]) -> bool:
+    return bool(getattr(given, option.name) != option.default)
+
+
+def brings_logits_processors(model: ModelConfig) -> bool:
+    """Whether the user or an installed package adds code of its own to the sampler."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
+
+
+REQUEST_OPTION = "num_speculative_tokens"
+"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
+
+
 def unsupported_request(params: SamplingParams) -> str | None:
     """Why a request can not be served, or None."""
     if params.thinking_token_budget is not None:
         return "thinking_token_budget is not supported by this platform; leave it out."
     if params.prompt_logprob_token_ids is not None:
         return "prompt_logprob_token_ids is not supported by this platform; use prompt_logprobs."
+    wanted = (params.extra_args or {}).get(REQUEST_OPTION, 0)
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+        return f"{REQUEST_OPTION} in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted!r}."
     return None

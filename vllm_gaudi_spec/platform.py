@@ -14,6 +14,7 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
     Options,
+    Speculation,
     choose_start_method,
     kv_cache_space_gib,
     refuse_unsupported,
@@ -55,7 +56,9 @@ class SpecPlatform(Platform):
         refuse_unsupported(vllm_config)
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
-            Shapes.from_config(vllm_config, options, load_backend(), num_drafts=0)
+            speculation = Speculation.from_vllm(vllm_config)
+            num_drafts = speculation.num_drafts if speculation else 0
+            Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.model_config is not None and _brings_logits_processors(vllm_config.model_config):

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.runner.model_runner import ModelRunner
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
 logger = init_logger(__name__)
 
@@ -97,6 +97,9 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         return self.runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.runner.take_draft_token_ids()
 
     def execute_dummy_batch(self) -> None:
         """An idle data-parallel rank has no collective of its own to join: experts are not spread over ranks."""

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention.metadata"},
     "backends": {"config", "backends", "attention.metadata"},
+    "proposers": {"proposers", "sample", "attention.metadata", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
     "compat": set(),

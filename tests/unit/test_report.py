@@ -8,7 +8,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_gaudi_spec.runner.report import Report, Step
+from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.runner.report import Report, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request
 from vllm_gaudi_spec.sample.verdict import Verdict
 
@@ -84,3 +85,18 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt() -> None:
     values = output.prompt_logprobs_dict["a"]
     assert values is not None
     assert torch.equal(values.logprobs, logprobs(4, 2, 0).logprobs)
+
+
+def test_drafts_and_their_number_travel_in_the_same_read() -> None:
+    backend = CountingBackend()
+    a, b = request("a"), request("b")
+    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
+    report = Report(Step([a, b], verdict, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)  # type: ignore[arg-type]
+    output = report.get_output()
+    assert backend.num_host_reads == 1
+    assert isinstance(output, SpeculativeOutput)
+    assert output.num_real_drafts == {"a": 1, "b": 1}
+    assert report.step is not None
+    assert report.step.drafts is not None
+    assert report.step.drafts.tokens_BK.tolist() == [[7], [9], [0]]

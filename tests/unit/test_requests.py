@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
+from vllm_gaudi_spec.proposers.base import Drafts
 from vllm_gaudi_spec.runner.requests import NO_ROW, Requests
 from vllm_gaudi_spec.sample.noise import fold_seed
 from vllm_gaudi_spec.sample.verdict import Verdict
@@ -110,3 +111,30 @@ def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) ->
     assert requests.computed_R[row_b] == 3, "all but the newest token have KV"
     assert requests.computed_R[row_a] == 5
     assert requests.computed_R[requests.pad_row] == 0
+
+
+def test_drafts_wait_behind_the_last_token_and_go_with_the_next(requests: Requests) -> None:
+    requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
+    row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
+    rows = torch.tensor([row_a, row_b, requests.pad_row])
+    tokens = torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32)
+    lengths = torch.tensor([3, 2, 0], dtype=torch.int32)
+    requests.put_drafts(rows, lengths, Drafts(tokens, torch.tensor([2, 0, 3], dtype=torch.int32)))
+    assert history(requests, "a", 6) == [1, 2, 3, 50, 51, 0]
+    assert history(requests, "b", 4) == [4, 5, 0, 0]
+    assert requests.num_drafts_R[rows].tolist() == [2, 0, 0], "padding never has a draft"
+    verdict = Verdict(torch.tensor([[80]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    requests.advance(rows[:1], torch.tensor([2], dtype=torch.int32), verdict)
+    assert history(requests, "a", 4) == [1, 2, 3, 80]
+    assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
+
+
+def test_a_row_is_handed_on_without_drafts(requests: Requests) -> None:
+    requests.apply(step({"a": 1}, new=[new_request("a", [1], [1])]))
+    row = torch.tensor([requests.by_id["a"].row])
+    one = torch.tensor([1], dtype=torch.int32)
+    requests.put_drafts(row, one, Drafts(torch.tensor([[9]], dtype=torch.int32), one))
+    requests.apply(step({"b": 1}, new=[new_request("b", [1], [1])], finished={"a"}))
+    assert requests.by_id["b"].row == row
+    assert requests.num_drafts_R[row] == 0
+    assert requests.ended == ["a"]

@@ -7,6 +7,7 @@ import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec.proposers.base import Drafts
 from vllm_gaudi_spec.runner.batch import build_inputs
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
@@ -24,11 +25,13 @@ def requests(small: Shapes) -> Requests:
     return Requests(backend, 4, small.max_context + 1, [16], small.max_context, seed=0)  # type: ignore[arg-type]
 
 
-def plan(requests: Requests, small: Shapes, scheduled: object) -> list[tuple[str, list[str], list[int], list[bool]]]:
+def plan(
+    requests: Requests, small: Shapes, scheduled: object, num_drafts: dict[str, int] | None = None
+) -> list[tuple[str, list[str], list[int], list[bool]]]:
     requests.apply(scheduled)  # type: ignore[arg-type]
     return [
         (batch.shape.phase, [request.req_id for request in batch.requests], batch.counts, batch.finishes)
-        for batch in plan_batches(scheduled, requests, small)  # type: ignore[arg-type]
+        for batch in plan_batches(scheduled, requests, small, num_drafts or {})  # type: ignore[arg-type]
     ]
 
 
@@ -71,11 +74,11 @@ def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> 
     """That last token is a decode: it must start where the chunk ended, not where the request was admitted."""
     first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
     requests.apply(first)
-    (chunk,) = plan_batches(first, requests, small)
+    (chunk,) = plan_batches(first, requests, small, {})
     requests.set_computed(chunk.rows_B, chunk.starts_B + chunk.num_real_B)
     second = step({"a": 1}, running=cached({"a": 24}))
     requests.apply(second)
-    (batch,) = plan_batches(second, requests, small)
+    (batch,) = plan_batches(second, requests, small, {})
     inputs = build_inputs(batch, requests)
     assert inputs.token_ids_T.tolist() == [124]
     assert inputs.positions_T.tolist() == [24]
@@ -86,7 +89,7 @@ def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None
     """Chunk 16..19 of a prompt: real tokens go to their blocks, padding to the pad block."""
     scheduled = step({"a": 4}, new=[new_request("a", list(range(100, 125)), [7, 9], num_computed=16)])
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, small)
+    (batch,) = plan_batches(scheduled, requests, small, {})
     assert batch.shape == Shape("prefill", 1, 16, small.max_context)
     inputs = build_inputs(batch, requests)
     assert inputs.token_ids_T.tolist() == [116, 117, 118, 119] + [0] * 12
@@ -100,7 +103,7 @@ def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes
     requests.computed_R[requests.by_id["a"].row] = 7  # the device is ahead of what the host was told
     scheduled = step({"a": 1}, running=cached({"a": 4}))
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, small)
+    (batch,) = plan_batches(scheduled, requests, small, {})
     inputs = build_inputs(batch, requests)
     assert inputs.positions_T.tolist() == [7]
     assert inputs.slots[0].tolist() == [5 * 16 + 7]
@@ -110,7 +113,53 @@ def test_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) ->
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, batch_buckets=(4,))
     scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, wide)
+    (batch,) = plan_batches(scheduled, requests, wide, {})
     inputs = build_inputs(batch, requests)
     assert inputs.slots[0].tolist() == [80, 0, 0, 0]
     assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
+
+
+def drafting() -> tuple[Requests, Shapes]:
+    """Three requests that wait to decode from position 3 on; "a" has two drafts, "b" three, "c" none."""
+    wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
+    backend = HostBackend()
+    requests = Requests(backend, 4, wide.max_context + 4, [16], wide.max_context, seed=0)  # type: ignore[arg-type]
+    names = {"a": [5], "b": [6], "c": [7]}
+    requests.apply(step(dict.fromkeys(names, 4), new=[new_request(n, [1, 2, 3, 4], ids) for n, ids in names.items()]))
+    rows = torch.tensor([requests.by_id[name].row for name in names])
+    requests.set_computed(rows, torch.tensor([3, 3, 3]))
+    tokens = torch.tensor([[50, 51, 0], [60, 61, 62], [0, 0, 0]], dtype=torch.int32)
+    requests.put_drafts(rows, torch.tensor([4, 4, 4]), Drafts(tokens, torch.tensor([2, 3, 0], dtype=torch.int32)))
+    return requests, wide
+
+
+def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
+    requests, wide = drafting()
+    # The scheduler had room for two of b's three drafts; in c's places the device knows no draft.
+    scheduled = step({"a": 4, "b": 3, "c": 4}, running=cached({"a": 4, "b": 4, "c": 4}))
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2, "c": 3})
+    assert batch.shape == Shape("decode", 3, 4, wide.max_context)
+    assert batch.num_real_B.tolist() == [3, 3, 1]
+    inputs = build_inputs(batch, requests)
+    assert inputs.token_ids_T.view(3, 4).tolist() == [[4, 50, 51, 0], [4, 60, 61, 0], [4, 0, 0, 0]]
+    assert inputs.positions_T.view(3, 4).tolist() == [[3, 4, 5, 6]] * 3
+    # What is not verified writes to the pad block.
+    blocks = (inputs.slots[0] // 16).view(3, 4).tolist()
+    assert blocks == [[5, 5, 5, 0], [6, 6, 6, 0], [7, 0, 0, 0]]
+
+
+def test_without_a_draft_the_step_is_one_token_wide() -> None:
+    requests, wide = drafting()
+    scheduled = step({"c": 1, "a": 1}, running=cached({"c": 4, "a": 4}))
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, wide, {"c": 0})
+    assert batch.shape == Shape("decode", 2, 1, wide.max_context)
+    assert batch.num_real_B.tolist() == [1, 1], "drafts that the scheduler dropped are not verified"
+
+
+def test_padding_of_a_new_request_is_not_a_draft(requests: Requests) -> None:
+    """vLLM schedules 1 + k places for a request that was admitted with one token left."""
+    wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
+    new = new_request("c", list(range(17)), [5, 6], num_computed=16)
+    assert plan(requests, wide, step({"c": 4}, new=[new]), {"c": 3}) == [("decode", ["c"], [1], [True])]

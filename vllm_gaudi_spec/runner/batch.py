@@ -31,7 +31,8 @@ class Batch:
     num_real_B: torch.Tensor
     """int32: how many of the Q tokens are real."""
     counts: list[int]
-    """Real tokens of each request; the host's copy of `num_real_B`."""
+    """What the host knows of `num_real_B`: exact for a prompt chunk, the most for a decode, whose drafts the device
+    counts."""
     tables: tuple[torch.Tensor, ...]
     """int32 [B, W]: block table of each KV cache group."""
     single_row_real: int | None = None
@@ -42,6 +43,11 @@ class Batch:
 
     def continuing(self) -> list[Request]:
         return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at which a row of this batch may sample."""
+        return self.shape.queries if self.shape.phase == "decode" else 1
 
     def sampled_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens,
@@ -68,8 +74,6 @@ class SampleBatch:
     rows_np: np.ndarray
     rows_B: torch.Tensor
     """int64; padding has the pad row."""
-    num_drafts_B: torch.Tensor
-    """int32: how many of the Q - 1 drafts are real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,8 @@ def make_batch(
 ) -> Batch:
     """Upload the host's part of a batch: which rows, how much of each, and their blocks.
 
-    Prompt chunks start where the host says (`starts_known`); decodes start where the device's own count stands.
+    Prompt chunks start where the host says (`starts_known`); decodes start where the device's own count stands, and
+    verify as many drafts as it has, up to what the host scheduled.
     """
     size = shape.rows
     rows_np = np.full(size, requests.pad_row, dtype=np.int64)
@@ -131,6 +136,9 @@ def make_batch(
     upload = requests.backend.upload
     rows_B = upload(torch.from_numpy(rows_np))
     starts_B, num_real_B = upload(torch.from_numpy(small)).unbind(0)
+    if not starts_known:
+        starts_B = requests.computed_R.index_select(0, rows_B)
+        num_real_B = torch.minimum(num_real_B, 1 + requests.num_drafts_R.index_select(0, rows_B))
     tables = tuple(
         upload(torch.from_numpy(table[rows_np, : -(-shape.context // block_size)]))
         for table, block_size in zip(requests.tables_np, requests.block_sizes, strict=True)
@@ -141,7 +149,7 @@ def make_batch(
         finishes=finishes,
         rows_np=rows_np,
         rows_B=rows_B,
-        starts_B=starts_B if starts_known else requests.computed_R.index_select(0, rows_B),
+        starts_B=starts_B,
         num_real_B=num_real_B,
         counts=counts,
         tables=tables,
@@ -152,8 +160,4 @@ def make_batch(
 def make_sample_batch(requests: Requests, num_rows: int, num_queries: int, members: list[Request]) -> SampleBatch:
     rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    upload = requests.backend.upload
-    num_drafts_np = np.zeros(num_rows, dtype=np.int32)
-    return SampleBatch(
-        members, num_queries, rows_np, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(num_drafts_np))
-    )
+    return SampleBatch(members, num_queries, rows_np, requests.backend.upload(torch.from_numpy(rows_np)))

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.config import Options
-from vllm_gaudi_spec.runner import prompt_logprobs
+from vllm_gaudi_spec.config import Options, Speculation
+from vllm_gaudi_spec.runner import grammar, prompt_logprobs
 from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
+from vllm_gaudi_spec.runner.drafting import Drafting, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Report, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
-from vllm_gaudi_spec.runner.sampling import Sampling, sample
+from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.target_model import TargetModel
+from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
-from vllm_gaudi_spec.sample.strict import verify
 
 if TYPE_CHECKING:
-    import numpy as np
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
@@ -40,8 +41,12 @@ class ModelRunner:
         self.shows_progress = shows_progress
         self.recorder = StepRecorder()
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
-        self.num_drafts = 0
+        self.speculation = Speculation.from_vllm(vllm_config)
+        self.num_drafts = self.speculation.num_drafts if self.speculation else 0
+        self.rule = choose_rule(self.speculation)
+        self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Batch] = []
+        self.report: Report | None = None
 
     # --- start-up ---
 
@@ -70,6 +75,9 @@ class ModelRunner:
         )
         self.landing = Landing(self.max_rows + 1, 1 + self.num_drafts, device)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
+        self.drafting: Drafting | None = None
+        if self.speculation is not None:
+            self.drafting = load_drafting(self.speculation, self.vllm_config, self.requests, self.recorder)
 
     def warm_up(self) -> None:
         given = self.options.warmup_tokens
@@ -82,32 +90,60 @@ class ModelRunner:
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self.pending = plan_batches(scheduled, self.requests, self.shapes)
+        self.scheduled = scheduled
+        self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
         for batch in self.pending:
             self.forward(batch)
         return None
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Sample, verify, advance, report."""
+    def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Verify, advance, propose, report."""
         pending, self.pending = self.pending, []
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
         finishing = [request for batch in pending for request in batch.finishing()]
-        step = self.finish(finishing, _masks_by_request(grammar)) if finishing else Step([])
+        num_queries = max(batch.num_sampled for batch in pending)
+        most = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
+        grammars = grammar.read(constraints, self.scheduled)
+        step = self.finish(finishing, num_queries, grammars, most) if finishing else Step([])
         step.unfinished = [request for batch in pending for request in batch.continuing()]
-        report = Report(step, self.backend)
-        if self.vllm_config.scheduler_config.async_scheduling:
-            return report
-        return report.get_output()
+        self.report = Report(step, self.backend)
+        if self.async_scheduling:
+            return self.report
+        output = self.report.get_output()
+        if self.drafting is not None and self.report.step is not None:
+            self.drafting.propose_behind(self.report.step, most)
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What was drafted behind the last step, which the host has read."""
+        if self.drafting is None or self.report is None or self.report.step is None:
+            return None
+        return self.drafting.drafts_of(self.report.step)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
         self.requests.apply(scheduled)
         self.kv_cache.apply(scheduled)
         for request in self.requests.admitted:
             self.sampling.admit(request)
+        if self.drafting is not None:
+            self.drafting.apply(self.requests)
         if self.custom is not None:
             self.custom.update(self.requests.freed_rows, self.requests.admitted)
+
+    def most_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """The most drafts of each request that this step may verify, from what the scheduler knows.
+
+        Asynchronously it schedules places (-1) for drafts that only the device knows; otherwise -1 is mere padding.
+        """
+        if self.drafting is None:
+            return {}
+        most = {}
+        for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
+            count = len(tokens) if self.async_scheduling else sum(token >= 0 for token in tokens)
+            most[req_id] = self.drafting.most(self.requests.by_id[req_id], count)
+        return most
 
     def forward(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
@@ -117,31 +153,42 @@ class ModelRunner:
         # What samples moves on in `finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(batch.rows_B, batch.starts_B + batch.num_real_B)
 
-    def finish(self, finishing: list[Request], masks: dict[str, np.ndarray], num_rows: int | None = None) -> Step:
-        """One sampling pass over all rows that sample. A prompt's last position is a verify of zero drafts."""
+    def finish(
+        self,
+        finishing: list[Request],
+        num_queries: int,
+        grammars: dict[str, grammar.Grammar],
+        most: int,
+        num_rows: int | None = None,
+    ) -> Step:
+        """One pass over all rows that sample. A prompt's last position is a verify of zero drafts."""
         num_rows = self.shapes.fit_rows(len(finishing)) if num_rows is None else num_rows
-        batch = make_sample_batch(self.requests, num_rows, 1, finishing)
-        hidden, positions_BQ = self.landing.take(batch.rows_B, batch.num_queries)
-        inputs = self.sampling.prepare(batch, masks)
+        batch = make_sample_batch(self.requests, num_rows, num_queries, finishing)
+        hidden, positions_BQ, num_drafts_B = self.landing.take(batch.rows_B, num_queries)
+        inputs = self.sampling.prepare(batch, grammars)
         self.recorder.saw(self.sampling.signature(batch, inputs.branch))
         logits_BQV = self.target.logits(hidden).view(*positions_BQ.shape, -1)
-        sampled = sample(
-            logits_BQV, positions_BQ, batch.rows_B, self.requests, inputs, self.custom, self.sampling.logprobs_mode
+        if inputs.acceptable_B is not None:
+            num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
+        verified = verify(
+            logits_BQV,
+            positions_BQ,
+            batch.rows_B,
+            num_drafts_B,
+            self.requests,
+            inputs,
+            self.rule,
+            self.custom,
+            self.sampling.logprobs_mode,
         )
-        drafts_BK = self.requests.tokens_at(batch.rows_B, positions_BQ[:, 1:])
-        verdict = verify(sampled.tokens_BQ, drafts_BK, batch.num_drafts_B)
+        verdict = verified.verdict
         self.requests.advance(batch.rows_B, positions_BQ[:, 0], verdict)
-        return Step(finishing, verdict, sampled.logprobs, sampled.scores, prompt_logprobs.take(finishing))
+        step = Step(finishing, verdict, verified.logprobs, verified.scores, prompt_logprobs.take(finishing))
+        if self.drafting is not None:
+            step.num_drafts_B = num_drafts_B
+            lengths_B = positions_BQ[:, 0] + 1 + verdict.num_sampled_B
+            step.drafts = self.drafting.propose(batch, lengths_B, most)
+        return step
 
     def step_report(self) -> dict[str, object]:
         return self.recorder.report(self.backend.num_host_reads)
-
-
-def _masks_by_request(grammar: GrammarOutput | None) -> dict[str, np.ndarray]:
-    """Each constrained request's rows of the bitmask; without drafts there is one row a request."""
-    if grammar is None:
-        return {}
-    return {
-        req_id: grammar.grammar_bitmask[index : index + 1]
-        for index, req_id in enumerate(grammar.structured_output_request_ids)
-    }

@@ -16,13 +16,16 @@ class StepRecorder:
         self.unexpected: list[Hashable] = []
         self._seen: set[Hashable] = set()
         self.num_steps = 0
+        self._reads_before = 0
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
         """Signatures that the configuration can reach: warm-up runs some and lists the others."""
         self.manifest.update(signatures)
 
-    def warm_up_done(self) -> None:
+    def warm_up_done(self, num_host_reads: int) -> None:
+        """`num_host_reads`: those so far, which no step will have made."""
         self.warmed, self._seen = self._seen, set()
+        self._reads_before = num_host_reads
 
     def saw(self, signature: Hashable) -> None:
         self._seen.add(signature)
@@ -43,5 +46,5 @@ class StepRecorder:
                 "unexpected": [str(signature) for signature in self.unexpected],
             },
             "steps": self.num_steps,
-            "host_syncs_per_step": num_host_reads / max(self.num_steps, 1),
+            "host_syncs_per_step": (num_host_reads - self._reads_before) / max(self.num_steps, 1),
         }

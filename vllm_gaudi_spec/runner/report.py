@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from vllm_gaudi_spec.proposers.base import Drafts
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -30,91 +31,117 @@ class Step:
     """B * Q rows: the sampled token and those a request named."""
     prompt_logprobs: list[tuple[Request, LogprobsTensors]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
+    num_drafts_B: torch.Tensor | None = None
+    """How many drafts of each row were verified; None without speculation."""
+    drafts: Drafts | None = None
+    """For the next step, when a device proposer made them."""
 
-    def to_host(self, copy: _Copy) -> Step:
-        """The same record over host tensors."""
-        verdict = self.verdict and Verdict(copy.take(self.verdict.tokens_BQ), copy.take(self.verdict.num_sampled_B))
-        prompt = [(request, copy.take_logprobs(values)) for request, values in self.prompt_logprobs]
-        logprobs = self.logprobs and copy.take_logprobs(self.logprobs)
-        scores = self.scores and copy.take_logprobs(self.scores)
-        return Step(self.requests, verdict, logprobs, scores, prompt, self.unfinished)
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+        """The same record with every tensor replaced by what `move` makes of it, always in one order."""
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that must reach the host, in the order in which `to_host` takes it."""
-        if self.verdict is not None:
-            yield from (self.verdict.tokens_BQ, self.verdict.num_sampled_B)
-        for _, values in self.prompt_logprobs:
-            yield from values[:3]
-        for record in (self.logprobs, self.scores):
-            yield from (record or ())[:3]
+        def scores(record: LogprobsTensors) -> LogprobsTensors:
+            return LogprobsTensors(*(move(tensor) for tensor in record[:3]))
+
+        return Step(
+            self.requests,
+            self.verdict and Verdict(move(self.verdict.tokens_BQ), move(self.verdict.num_sampled_B)),
+            self.logprobs and scores(self.logprobs),
+            self.scores and scores(self.scores),
+            [(request, scores(values)) for request, values in self.prompt_logprobs],
+            self.unfinished,
+            None if self.num_drafts_B is None else move(self.num_drafts_B),
+            self.drafts and Drafts(move(self.drafts.tokens_BK), move(self.drafts.num_drafts_B)),
+        )
 
 
 class _Copy:
     """All results in one int32 tensor, copied to the host at once and cut up again there."""
 
-    def __init__(self, tensors: list[torch.Tensor], backend: DeviceBackend) -> None:
+    def __init__(self, step: Step, backend: DeviceBackend) -> None:
         self._backend = backend
-        self._words = torch.cat([t.contiguous().view(torch.int32).flatten() for t in tensors]) if tensors else None
-        self._begin = 0
+        self._step = step
+        parts: list[torch.Tensor] = []
 
-    def wait(self) -> None:
-        if self._words is not None:
-            self._words = self._backend.download(self._words)
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            parts.append(tensor.contiguous().view(torch.int32).flatten())
+            return tensor
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        assert self._words is not None
-        begin, self._begin = self._begin, self._begin + like.numel()
-        return self._words[begin : self._begin].view(like.dtype).view(like.shape)
+        step.moved(pack)
+        self._words = torch.cat(parts) if parts else None
 
-    def take_logprobs(self, like: LogprobsTensors) -> LogprobsTensors:
-        return LogprobsTensors(*(self.take(tensor) for tensor in like[:3]))
+    def to_host(self) -> Step:
+        """Waits for the device."""
+        if self._words is None:
+            return self._step
+        words, begin = self._backend.download(self._words), 0
+
+        def cut(like: torch.Tensor) -> torch.Tensor:
+            nonlocal begin
+            piece = words[begin : begin + like.numel()]
+            begin += like.numel()
+            return piece.view(like.dtype).view(like.shape)
+
+        return self._step.moved(cut)
+
+
+@dataclass
+class SpeculativeOutput(ModelRunnerOutput):
+    num_real_drafts: dict[str, int] = field(default_factory=dict)
+    """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
 
 
 class Report(AsyncModelRunnerOutput):
     """Packs a step's results when made, before the next step changes them; copies and waits in `get_output`."""
 
     def __init__(self, step: Step, backend: DeviceBackend) -> None:
-        self._step = step
-        self._copy = _Copy(list(step.tensors()), backend)
+        self._copy = _Copy(step, backend)
+        self.step: Step | None = None
+        """The step on the host; known once `get_output` was called."""
 
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
-        self._copy.wait()
-        step = self._step.to_host(self._copy)
-        rows = list(_rows(step))
-        for request, new, _ in rows:
+        step = self.step = self._copy.to_host()
+        answers = _answers(step)
+        for request, new in zip(step.requests, answers, strict=True):
             request.outputs.extend(new)
-        return ModelRunnerOutput(
-            req_ids=[request.req_id for request, _, _ in rows],
-            req_id_to_index={request.req_id: index for index, (request, _, _) in enumerate(rows)},
-            sampled_token_ids=[new for _, new, _ in rows],
-            logprobs=_join([logprobs for _, _, logprobs in rows], [len(new) for _, new, _ in rows]),
+        requests = [*step.requests, *step.unfinished]
+        common: dict[str, Any] = dict(
+            req_ids=[request.req_id for request in requests],
+            req_id_to_index={request.req_id: index for index, request in enumerate(requests)},
+            sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
+            logprobs=_join(step, answers),
             prompt_logprobs_dict={request.req_id: values for request, values in step.prompt_logprobs},
         )
+        if step.num_drafts_B is None:
+            return ModelRunnerOutput(**common)
+        num_drafts = zip(step.requests, step.num_drafts_B.tolist(), strict=False)
+        return SpeculativeOutput(**common, num_real_drafts={r.req_id: count for r, count in num_drafts})
 
 
-def _rows(step: Step) -> Iterator[tuple[Request, list[int], LogprobsLists | None]]:
-    """Each request of a step with its new tokens and, when it asked, their log-probabilities."""
-    for index, request in enumerate(step.requests):
-        assert step.verdict is not None
-        width = step.verdict.tokens_BQ.shape[1]
-        count = int(step.verdict.num_sampled_B[index])
-        source = step.scores if request.params.logprob_token_ids else step.logprobs
-        logprobs = None
-        if source is not None and request.params.num_logprobs is not None:
-            begin = index * width
-            logprobs = LogprobsLists(*(tensor[begin : begin + count].numpy() for tensor in source[:3]))
-        yield request, step.verdict.tokens_BQ[index, :count].tolist(), logprobs
-    for request in step.unfinished:
-        yield request, [], None
+def _answers(step: Step) -> list[list[int]]:
+    """Each sampling request's new tokens."""
+    if step.verdict is None:
+        return []
+    rows, counts = step.verdict.tokens_BQ.tolist(), step.verdict.num_sampled_B.tolist()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)][: len(step.requests)]
 
 
-def _join(parts: list[LogprobsLists | None], counts: list[int]) -> LogprobsLists | None:
+def _join(step: Step, answers: list[list[int]]) -> LogprobsLists | None:
     """One table over all tokens of the step; requests that asked for less leave columns or rows empty."""
+    if step.logprobs is None and step.scores is None:
+        return None
+    assert step.verdict is not None
+    num_queries = step.verdict.tokens_BQ.shape[1]
+    parts: list[LogprobsLists | None] = []
+    for index, (request, new) in enumerate(zip(step.requests, answers, strict=True)):
+        source = step.scores if request.params.logprob_token_ids else step.logprobs
+        wanted = source is not None and request.params.num_logprobs is not None
+        rows = slice(index * num_queries, index * num_queries + len(new))
+        parts.append(LogprobsLists(*(tensor[rows].numpy() for tensor in source[:3])) if source and wanted else None)
     width = max((part.logprobs.shape[1] for part in parts if part is not None), default=0)
     if not width:
         return None
-    offsets = np.cumsum([0, *counts])
+    offsets = np.cumsum([0, *map(len, answers), *(0 for _ in step.unfinished)])
     ids = np.zeros((offsets[-1], width), dtype=np.int32)
     scores = np.full((offsets[-1], width), -np.inf, dtype=np.float32)
     ranks = np.zeros(offsets[-1], dtype=np.int32)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.proposers.base import Drafts
     from vllm_gaudi_spec.sample.verdict import Verdict
 
 NO_ROW = -1
@@ -66,6 +67,8 @@ class Requests:
         """Requests that got a row in the last `apply`."""
         self.freed_rows: list[int] = []
         """Rows that lost their request in the last `apply`."""
+        self.ended: list[str] = []
+        """Requests that finished with the last `apply`."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -73,6 +76,8 @@ class Requests:
         self._num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
         self.history_RM = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=backend.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
+        self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
+        """How many drafts stand behind a row's last token, waiting to be verified."""
 
     # --- what the scheduler says ---
 
@@ -80,9 +85,11 @@ class Requests:
         """Free before admitting: an id may leave and come back in one step."""
         self.admitted.clear()
         self.freed_rows.clear()
+        self.ended.clear()
         for req_id in scheduled.finished_req_ids:
             if (request := self.by_id.pop(req_id, None)) is not None:
                 self._free_row(request)
+                self.ended.append(req_id)
         for req_id in scheduled.preempted_req_ids or ():
             # A request may be preempted and, before the next step, aborted: then it is gone already.
             if (request := self.by_id.get(req_id)) is not None:
@@ -140,6 +147,7 @@ class Requests:
         rows = self._upload(np.array([row]))
         self.history_RM.index_copy_(0, rows, self._upload(tokens_np))
         self.computed_R.index_copy_(0, rows, self._upload(np.array([num_computed], dtype=np.int32)))
+        self.num_drafts_R.index_fill_(0, rows, 0)
         self.admitted.append(request)
 
     def _free_row(self, request: Request) -> None:
@@ -163,17 +171,30 @@ class Requests:
         return self.history_RM.view(-1).index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verdict: Verdict) -> None:
-        """Append what was sampled. `last_B` is the position of each row's last token known before this step."""
-        width = self.history_RM.shape[1]
-        num_places = verdict.tokens_BQ.shape[1]
-        place = torch.arange(num_places, dtype=torch.int32, device=rows_B.device)
-        wanted = (place < verdict.num_sampled_B[:, None]) & (rows_B != self.pad_row)[:, None]
-        target = rows_B[:, None] * width + last_B[:, None] + 1 + place
-        pad = self.pad_row * width + place
-        index = torch.where(wanted, target, pad).flatten()
-        self.history_RM.view(-1).index_copy_(0, index.long(), verdict.tokens_BQ.flatten())
+        """Append what was sampled. `last_B` is the position of each row's last token known before this step.
+
+        Drafts behind the newest token are gone with it.
+        """
+        self._append(rows_B, last_B + 1, verdict.tokens_BQ, verdict.num_sampled_B)
         # KV exists for everything but the newest token.
         self.set_computed(rows_B, last_B + verdict.num_sampled_B)
+        self.num_drafts_R.index_fill_(0, rows_B, 0)
+
+    def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
+        """Drafts behind the `lengths_B` known tokens of each row, for the next step to verify."""
+        self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
+        self.num_drafts_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, drafts.num_drafts_B))
+
+    def _append(
+        self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
+    ) -> None:
+        """Write the first `num_B` tokens of each row from position `first_B` on; the others land in the pad row."""
+        width = self.history_RM.shape[1]
+        place = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
+        wanted = (place < num_B[:, None]) & (rows_B != self.pad_row)[:, None]
+        target = rows_B[:, None] * width + first_B[:, None] + place
+        index = torch.where(wanted, target, self.pad_row * width + place).flatten()
+        self.history_RM.view(-1).index_copy_(0, index.long(), tokens_BN.flatten())
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
         """How many tokens of each row have KV. The pad row stays at 0."""

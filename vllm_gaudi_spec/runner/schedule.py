@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
-def plan_batches(scheduled: SchedulerOutput, requests: Requests, shapes: Shapes) -> list[Batch]:
+def plan_batches(
+    scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int]
+) -> list[Batch]:
     """Running decodes as one rectangle, then everything else in the scheduler's order.
+
+    `num_drafts`: the most drafts of a request that this step may verify; a request that is not in it has none.
 
     The order matters: a request admitted on a prefix-cache hit may read blocks that are written in this very step, by a
     decode that fills its block or by a prompt chunk admitted before it. One with a single token left is a decode too,
@@ -30,10 +34,11 @@ def plan_batches(scheduled: SchedulerOutput, requests: Requests, shapes: Shapes)
             groups[-1].append((request, num_tokens))
         else:
             groups.append([(request, num_tokens)])
-    batches = [_decode_batch(running, requests, shapes)] if running else []
+    batches = [_decode_batch(running, requests, shapes, num_drafts)] if running else []
     for group in groups:
         if _is_last_token(group[0][0]):
-            batches.append(_decode_batch([request for request, _ in group], requests, shapes))
+            # It was just admitted, so what was scheduled beside its token is padding.
+            batches.append(_decode_batch([request for request, _ in group], requests, shapes, {}))
         else:
             batches.append(_prefill_batch(group, requests, shapes))
     return batches
@@ -62,8 +67,9 @@ def _prefill_batch(group: list[tuple[Request, int]], requests: Requests, shapes:
     return make_batch(requests, shape, members, counts, finishes, starts_known=True)
 
 
-def _decode_batch(members: list[Request], requests: Requests, shapes: Shapes) -> Batch:
-    context = max(request.num_computed for request in members) + 1
-    shape = shapes.decode(len(members), 1, context)
-    ones = [1] * len(members)
-    return make_batch(requests, shape, members, ones, [True] * len(members), starts_known=False)
+def _decode_batch(members: list[Request], requests: Requests, shapes: Shapes, num_drafts: dict[str, int]) -> Batch:
+    counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
+    num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
+    context = max(request.num_computed for request in members) + num_queries
+    shape = shapes.decode(len(members), num_queries, context)
+    return make_batch(requests, shape, members, counts, [True] * len(members), starts_known=False)

@@ -52,16 +52,19 @@ def apply_penalties(
     """OpenAI's presence and frequency penalties over the output, and the repetition penalty over prompt and output.
 
     Query q of a row sees the tokens up to its own position: those before it that are still drafts are counted, as
-    they would be if they had been sampled one by one.
+    they would be if they had been sampled one by one. The positions of a row are consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
     place = torch.arange(history_BM.shape[1], device=logits_BQV.device)
     in_prompt = place < prompt_len_B[:, None]
     token = history_BM.long()
     seen_in_prompt = _count(token, in_prompt, vocab)
+    counts = _count(token, ~in_prompt & (place <= positions_BQ[:, :1]), vocab)
+    newest_BQ = token.gather(1, positions_BQ.long())
+    one = torch.ones_like(counts[:, :1])
     for q in range(queries):
-        in_output = ~in_prompt & (place <= positions_BQ[:, q : q + 1])
-        counts = _count(token, in_output, vocab)
+        if q:
+            counts.scatter_add_(1, newest_BQ[:, q : q + 1], one)
         logits = logits_BQV[:, q]
         repeated = (counts + seen_in_prompt) > 0
         factor = torch.where(repeated, repetition_B[:, None], 1.0)

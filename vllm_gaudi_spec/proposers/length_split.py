@@ -1,0 +1,55 @@
+"""Which rows can be speculated on, and how far: row by row, so that a long request costs its neighbours nothing.
+
+A row drafts fewer tokens, down to none, as its context nears the drafter's longest, the model's longest, or the end of
+the answer that was asked for. What it may draft follows from its own length and from what was known at its admission:
+every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.config import Speculation
+
+REQUEST_OPTION = "num_speculative_tokens"
+"""In a request's `extra_args`: the most drafts it wants, 0 for none."""
+
+
+class LengthSplit:
+    def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
+        self._backend = backend
+        self._num_drafts = speculation.num_drafts
+        # A verify step adds its drafts and one token more, which may be the model's last.
+        self._longest = max_model_len - 1
+        if speculation.drafter_max_len is not None:
+            self._longest = min(self._longest, speculation.drafter_max_len)
+        # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
+        self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
+
+    def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
+        reach = self._longest
+        if params.max_tokens is not None:
+            reach = min(reach, num_prompt + params.max_tokens - 1)
+        most = (params.extra_args or {}).get(REQUEST_OPTION, self._num_drafts)
+        self._limits_np[row] = (reach, min(most, self._num_drafts))
+
+    def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int) -> np.ndarray:
+        """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
+        limits_B2 = torch.from_numpy(self._limits_np[rows_np])
+        return _wanted(limits_B2, torch.from_numpy(lengths_np), most).numpy()
+
+    def wanted(self, rows_np: np.ndarray, lengths_B: torch.Tensor, most: int) -> torch.Tensor:
+        """The same on the device, for lengths that only the device knows."""
+        return _wanted(self._backend.upload(torch.from_numpy(self._limits_np[rows_np])), lengths_B, most)
+
+
+def _wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor, most: int) -> torch.Tensor:
+    room_B = limits_B2[:, 0] - lengths_B
+    return torch.minimum(room_B, limits_B2[:, 1].clamp(max=most)).clamp(min=0).int()

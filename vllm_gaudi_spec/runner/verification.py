@@ -1,0 +1,174 @@
+"""One pass over the positions that sample: what requests ask of their logits, then the acceptance rule, then scores.
+
+Every parameter applies at each of the Q positions as it would have without drafts: a position sees the drafts before
+it as if they had been sampled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
+from vllm_gaudi_spec.sample import logits as edit
+from vllm_gaudi_spec.sample import strict
+from vllm_gaudi_spec.sample.logprobs import gather_logprobs
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import LogprobsTensors
+
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.sampling import SamplingInputs
+    from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+class Rule(Protocol):
+    """Decides over drafts, given the target's own token at each position: the rules for drafts without a law."""
+
+    def __call__(
+        self,
+        sampled_BQ: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        keys_B2: torch.Tensor,
+        drafts_BK: torch.Tensor,
+        num_drafts_B: torch.Tensor,
+    ) -> Verdict: ...
+
+
+class Verified(NamedTuple):
+    verdict: Verdict
+    logprobs: LogprobsTensors | None
+    """Of the sampled token and the likeliest, B * Q rows."""
+    scores: LogprobsTensors | None
+    """Of the sampled token and those a request named."""
+
+
+def choose_rule(speculation: Speculation | None) -> Rule:
+    """Drafts without a law are one-hot, and for those standard, block and strict have one and the same law: all run
+    strict, which is the only one that keeps a seeded request's tokens."""
+    return _strict
+
+
+def _strict(
+    sampled_BQ: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    keys_B2: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+) -> Verdict:
+    return strict.verify(sampled_BQ, drafts_BK, num_drafts_B)
+
+
+def verify(
+    logits_BQV: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    rows_B: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    requests: Requests,
+    inputs: SamplingInputs,
+    rule: Rule,
+    custom: CustomProcessors | None,
+    logprobs_mode: str,
+) -> Verified:
+    """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
+    raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
+    sampled_BQ = _sample(logits_BQV, positions_BQ, inputs)
+    drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
+    verdict = rule(sampled_BQ, positions_BQ, inputs.keys_B2, drafts_BK, num_drafts_B)
+    branch = inputs.branch
+    if not (branch.reported or branch.scored):
+        return Verified(verdict, None, None)
+    scores = (logits_BQV if raw is None else raw).flatten(0, 1)
+    if logprobs_mode.endswith("logprobs"):
+        scores = scores.log_softmax(-1)
+    return Verified(
+        verdict,
+        gather_logprobs(scores, verdict.tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
+        _scored(scores, verdict.tokens_BQ, inputs) if branch.scored else None,
+    )
+
+
+def _process(
+    logits_BQV: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    rows_B: torch.Tensor,
+    requests: Requests,
+    inputs: SamplingInputs,
+    custom: CustomProcessors | None,
+    logprobs_mode: str,
+) -> torch.Tensor | None:
+    """Masks, rules, penalties, temperature and filters, in place. Returns the raw logits if they are to be reported."""
+    branch, floats = inputs.branch, inputs.floats
+    wants_scores = branch.reported or branch.scored
+    if branch.constrained:
+        # Before the raw log-probabilities are taken: they are those of what the grammar leaves.
+        assert inputs.grammar_BQW is not None
+        edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
+    raw = logits_BQV.clone() if wants_scores and logprobs_mode.startswith("raw") else None
+    if branch.masked:
+        assert inputs.allowed_BQW is not None
+        edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
+    if branch.ruled:
+        assert inputs.rules is not None
+        recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
+        edit.apply_rules(logits_BQV, *inputs.rules, recent, num_outputs)
+    if custom is not None:
+        custom.apply(logits_BQV, rows_B, argmax_invariant=False)
+    if branch.penalized:
+        edit.apply_penalties(
+            logits_BQV,
+            requests.history_RM.index_select(0, rows_B),
+            inputs.prompt_len_B,
+            positions_BQ,
+            floats["presence_penalty"],
+            floats["frequency_penalty"],
+            floats["repetition_penalty"],
+        )
+    if branch.random:
+        edit.apply_temperature(logits_BQV, floats["temperature"])
+        if custom is not None:
+            custom.apply(logits_BQV, rows_B, argmax_invariant=True)
+        _filter(logits_BQV, inputs)
+    return raw
+
+
+def _sample(logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    if not inputs.branch.random:
+        return strict.sample_greedy(logits_BQV)
+    return strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
+
+
+def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs) -> None:
+    branch, top_p_B = inputs.branch, inputs.floats["top_p"]
+    if branch.min_p:
+        edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
+    if branch.top_k == logits_BQV.shape[-1]:
+        edit.search_top_k(logits_BQV, inputs.top_k_B)
+    elif branch.top_k:
+        listed_p_B = top_p_B if branch.top_p == LISTED else torch.full_like(top_p_B, torch.inf)
+        edit.apply_top_k_top_p(logits_BQV, inputs.top_k_B, listed_p_B, branch.top_k)
+    if branch.top_p == SEARCHED:
+        edit.search_top_p(logits_BQV, top_p_B)
+
+
+def _scored(scores_NV: torch.Tensor, sampled_BQ: torch.Tensor, inputs: SamplingInputs) -> LogprobsTensors:
+    assert inputs.scored_ids_BE is not None
+    ids = inputs.scored_ids_BE[:, None].expand(-1, sampled_BQ.shape[1], -1).flatten(0, 1)
+    return gather_logprobs(scores_NV, sampled_BQ.flatten(), 0, ids)
+
+
+def recent_outputs(
+    requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last M output tokens up to each position, newest last ([B, Q, M], -2 before the output), and their number."""
+    assert inputs.rules is not None
+    num_recent = inputs.rules[3].shape[-1]
+    back = torch.arange(num_recent - 1, -1, -1, dtype=torch.int32, device=rows_B.device)
+    place = positions_BQ[..., None] - back
+    tokens = requests.tokens_at(rows_B, place.clamp(min=0))
+    is_output = place >= inputs.prompt_len_B[:, None, None]
+    num_outputs = positions_BQ + 1 - inputs.prompt_len_B[:, None]
+    return torch.where(is_output, tokens, -2), num_outputs
