@@ -6,13 +6,14 @@ it as if they had been sampled.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
 from vllm_gaudi_spec.sample import logits as edit
-from vllm_gaudi_spec.sample import strict
+from vllm_gaudi_spec.sample import strict, synthetic
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class Rule(Protocol):
-    """Decides over drafts, given the target's own token at each position: the rules for drafts without a law."""
+    """An acceptance rule over processed logits."""
 
     def __call__(
         self,
-        sampled_BQ: torch.Tensor,
+        logits_BQV: torch.Tensor,
         positions_BQ: torch.Tensor,
-        keys_B2: torch.Tensor,
         drafts_BK: torch.Tensor,
         num_drafts_B: torch.Tensor,
+        inputs: SamplingInputs,
     ) -> Verdict: ...
 
 
@@ -46,20 +47,42 @@ class Verified(NamedTuple):
     """Of the sampled token and those a request named."""
 
 
-def choose_rule(speculation: Speculation | None) -> Rule:
+def choose_rule(speculation: Speculation | None, device: torch.device) -> Rule:
     """Drafts without a law are one-hot, and for those standard, block and strict have one and the same law: all run
     strict, which is the only one that keeps a seeded request's tokens."""
+    if speculation is not None and speculation.rule == "synthetic":
+        rates_K = torch.tensor(speculation.synthetic_rates, dtype=torch.float32, device=device)
+        return partial(_synthetic, rates_K=rates_K)
     return _strict
 
 
 def _strict(
-    sampled_BQ: torch.Tensor,
+    logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    keys_B2: torch.Tensor,
     drafts_BK: torch.Tensor,
     num_drafts_B: torch.Tensor,
+    inputs: SamplingInputs,
 ) -> Verdict:
+    if inputs.branch.random:
+        sampled_BQ = strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
+    else:
+        sampled_BQ = strict.sample_greedy(logits_BQV)
     return strict.verify(sampled_BQ, drafts_BK, num_drafts_B)
+
+
+def _synthetic(
+    logits_BQV: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    inputs: SamplingInputs,
+    rates_K: torch.Tensor,
+) -> Verdict:
+    if not drafts_BK.shape[1]:
+        return _strict(logits_BQV, positions_BQ, drafts_BK, num_drafts_B, inputs)
+    return synthetic.verify(
+        logits_BQV, drafts_BK, num_drafts_B, rates_K, inputs.floats["temperature"], inputs.keys_B2, positions_BQ
+    )
 
 
 def verify(
@@ -75,9 +98,8 @@ def verify(
 ) -> Verified:
     """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
     raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
-    sampled_BQ = _sample(logits_BQV, positions_BQ, inputs)
     drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
-    verdict = rule(sampled_BQ, positions_BQ, inputs.keys_B2, drafts_BK, num_drafts_B)
+    verdict = rule(logits_BQV, positions_BQ, drafts_BK, num_drafts_B, inputs)
     branch = inputs.branch
     if not (branch.reported or branch.scored):
         return Verified(verdict, None, None)
@@ -133,12 +155,6 @@ def _process(
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
         _filter(logits_BQV, inputs)
     return raw
-
-
-def _sample(logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    if not inputs.branch.random:
-        return strict.sample_greedy(logits_BQV)
-    return strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
 
 
 def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs) -> None:
