@@ -85,8 +85,10 @@ serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= 
 	@$(choose_model); exec $(FAIR_THREADS) $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## compare with upstream's CPU platform, into .bench/ (ARGS=)
+bench: $(VENV)/.stamp  ## host and drafter costs, then upstream's CPU platform beside ours, into .bench/ (ARGS=)
 	@mkdir -p .bench
+	@$(BIN)/python benchmarks/host_step.py --json .bench/host_step.json
+	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
 	@$(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
 
 # ---- check --------------------------------------------------------------------------------------
