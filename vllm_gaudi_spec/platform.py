@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
     Options,
     Speculation,
+    brings_logits_processors,
     choose_start_method,
     kv_cache_space_gib,
     refuse_unsupported,
@@ -23,7 +23,7 @@ from vllm_gaudi_spec.config import (
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -61,7 +61,7 @@ class SpecPlatform(Platform):
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
-        if vllm_config.model_config is not None and _brings_logits_processors(vllm_config.model_config):
+        if vllm_config.model_config is not None and brings_logits_processors(vllm_config.model_config):
             # They read a request's tokens on the host before each step.
             vllm_config.scheduler_config.async_scheduling = False
         # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
@@ -148,12 +148,6 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         # CpuPlatform leaves the block size alone; ours comes from the attention backend.
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
-
-
-def _brings_logits_processors(model_config: ModelConfig) -> bool:
-    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
-
-    return bool(model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def _native_bfloat16() -> bool:

@@ -36,6 +36,12 @@ def refusal(model: str, **options: Any) -> str:
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
         (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype auto"),
         (dict(additional_config={"gaudi_spec": {"no_such_option": 1}}), "no_such_option"),
+        (dict(speculative_config=dict(method="ngram", num_speculative_tokens=17)), "16 or less"),
+        (dict(speculative_config=dict(method="suffix")), "set num_speculative_tokens"),
+        (
+            dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, draft_sample_method="coupled")),
+            "use greedy",
+        ),
     ],
     ids=lambda value: str(value),
 )
@@ -82,7 +88,10 @@ def test_bad_request_is_the_callers_error(tiny_llama: str) -> None:
         for bad in (
             SamplingParams(logit_bias={100_000: 1.0}),
             SamplingParams(prompt_logprob_token_ids=[[5]]),
+            SamplingParams(extra_args={"num_speculative_tokens": -1}),
         ):
-            with pytest.raises(VLLMValidationError, match=r"logit_bias|prompt_logprob_token_ids"):
+            with pytest.raises(
+                VLLMValidationError, match=r"logit_bias|prompt_logprob_token_ids|num_speculative_tokens"
+            ):
                 generate(llm, [[5, 6, 7]], bad)
         assert len(generate(llm, [[5, 6, 7]], good)[0].outputs[0].token_ids) == 2

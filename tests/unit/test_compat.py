@@ -5,12 +5,30 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import os
+import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.config import SpeculativeConfig
+from vllm.config import speculative as upstream_speculative
+from vllm.config.utils import replace
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 
 
@@ -85,3 +103,172 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
     assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
     assert utils.get_engine_process_shutdown_timeout(0, 0) > 0
     assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
+
+
+def test_patches_are_put_on_once() -> None:
+    compat.apply()
+    compat.apply()
+    wrapped = (
+        (Scheduler, "update_from_output"),
+        (Scheduler, "make_spec_decoding_stats"),
+        (RequestSpecDecodeMetrics, "observe"),
+        (SamplingParams, "_validate_spec_decode"),
+        (upstream_speculative, "has_arctic_inference"),
+    )
+    for owner, name in wrapped:
+        assert not hasattr(getattr(owner, name).__wrapped__, "__wrapped__"), name
+    for name, more in compat._MORE_VALUES.items():
+        values = get_args(SpeculativeConfig.__dataclass_fields__[name].type)
+        assert values[-len(more) :] == more
+        assert len(set(values)) == len(values)
+
+
+def drafter(**options: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=3, **options)
+
+
+def test_upstream_still_lacks_our_rules() -> None:
+    """Fails when upstream has one of the values: then it leaves `_MORE_VALUES`, and its meaning is compared."""
+    upstreams = {
+        "rejection_sample_method": upstream_speculative.RejectionSampleMethod,
+        "draft_sample_method": upstream_speculative.DraftSampleMethod,
+    }
+    for name, more in compat._MORE_VALUES.items():
+        assert get_args(upstreams[name])
+        assert not set(get_args(upstreams[name])) & set(more)
+
+
+def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
+    compat.apply()
+    for name, more in compat._MORE_VALUES.items():
+        for value in more:
+            assert getattr(drafter(**{name: value}), name) == value
+    with pytest.raises(ValueError, match="'standard', 'synthetic', 'block', 'strict' or 'probabilistic'"):
+        drafter(rejection_sample_method="strickt")
+    with pytest.raises(ValueError, match="'greedy', 'probabilistic' or 'coupled'"):
+        drafter(draft_sample_method="couple")
+    with pytest.raises(ValueError, match="Unexpected keyword"):
+        drafter(no_such_option=1)
+    with pytest.raises(ValueError, match="greater than 0"):
+        replace(drafter(), num_speculative_tokens=0)
+
+
+def test_our_rules_reach_other_processes_and_older_objects(tmp_path: Path) -> None:
+    """A process is sent a configuration; another one has made one before the patch."""
+    compat.apply()
+    sent = tmp_path / "sent"
+    sent.write_bytes(pickle.dumps(drafter(rejection_sample_method="strict", draft_sample_method="coupled")))
+    code = f"""
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import replace
+from vllm.exceptions import VLLMValidationError
+options = dict(method="ngram", num_speculative_tokens=3)
+try:
+    SpeculativeConfig(**options, rejection_sample_method="strict")
+except ValueError:
+    print("refused before")
+older = SpeculativeConfig(**options, rejection_sample_method="block")
+import pickle
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+got = replace(pickle.load(open({str(sent)!r}, "rb")), num_speculative_tokens=2)
+print(got.rejection_sample_method, got.draft_sample_method, isinstance(got, type(older)))
+print(replace(older).rejection_sample_method, replace(older, rejection_sample_method="strict").rejection_sample_method)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-3:] == ["refused before", "strict coupled True", "block strict"]
+
+
+def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:
+    compat.apply()
+    upstreams = SamplingParams._validate_spec_decode.__wrapped__
+    assert set(re.findall(r"self\.(\w+)", inspect.getsource(upstreams))) == {"min_p", "logit_bias"}
+    assert "self._validate_spec_decode(" in inspect.getsource(SamplingParams.verify)
+    for params in (SamplingParams(min_p=0.1), SamplingParams(logit_bias={3: 1.0})):
+        with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+            upstreams(params, drafter())
+        params._validate_spec_decode(drafter())
+
+
+def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.apply()
+    options = dict(method="suffix", num_speculative_tokens=3)
+    assert SpeculativeConfig(**options).method == "suffix"
+    with pytest.raises(ValueError, match="suffix_decoding_max_tree_depth=0 must be >= 1"):
+        SpeculativeConfig(**options, suffix_decoding_max_tree_depth=0)
+    monkeypatch.setattr(upstream_speculative, "has_arctic_inference", lambda: False)
+    with pytest.raises(ImportError, match="Arctic Inference is required"):
+        SpeculativeConfig(**options)
+
+
+NUM_DRAFTS = 3
+PROMPT = [5, 6, 7, 8]
+
+
+def scheduler_of(kind: type[Scheduler], folder: Path) -> Scheduler:
+    speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS)
+    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed")
+    made.cache_config.num_gpu_blocks = 32
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    kv_cache = KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)])
+    return kind(made, kv_cache, StructuredOutputManager(made), block_size=16, log_stats=True)
+
+
+def answer(new_tokens: dict[str, list[int]], num_real: dict[str, int] | None) -> ModelRunnerOutput:
+    index = {req_id: row for row, req_id in enumerate(new_tokens)}
+    made = ModelRunnerOutput([*new_tokens], index, sampled_token_ids=[*new_tokens.values()])
+    if num_real is not None:
+        made.num_real_drafts = num_real
+    return made
+
+
+def verified(kind: type[Scheduler], folder: Path, num_real: dict[str, int] | None) -> SimpleNamespace:
+    """Three requests with all places scheduled, of which `a` has one draft accepted and the others none."""
+    scheduler = scheduler_of(kind, folder)
+    requests = {name: Request(name, PROMPT, SamplingParams(max_tokens=20), None) for name in "abc"}
+    for request in requests.values():
+        scheduler.add_request(request)
+    first = scheduler.schedule()
+    if kind is AsyncScheduler:  # the next step is scheduled before the first one's result is known
+        second = scheduler.schedule()
+        scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
+    else:
+        scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
+        scheduler.update_draft_token_ids(DraftTokenIds([*requests], [[1, 2, 3]] * 3))
+        second = scheduler.schedule()
+    assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
+    outputs = scheduler.update_from_output(second, answer({"a": [1, 4], "b": [4], "c": [4]}, num_real))
+    return SimpleNamespace(
+        stats=outputs[0].scheduler_stats.spec_decoding_stats,
+        metrics={name: request.spec_decode_metrics for name, request in requests.items()},
+        state=[(r.num_computed_tokens, r.num_output_placeholders, [*r.all_token_ids]) for r in requests.values()],
+    )
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_only_real_drafts_are_counted(kind: type[Scheduler], tmp_path: Path) -> None:
+    """Fails when upstream counts what was verified by itself, or rolls back by another count."""
+    compat.apply()
+    places = verified(kind, tmp_path, None)
+    assert (places.stats.num_drafts, places.stats.num_draft_tokens) == (3, 9)
+    real = verified(kind, tmp_path, {"a": 2, "b": 1, "c": 0})
+    assert (real.stats.num_drafts, real.stats.num_draft_tokens, real.stats.num_accepted_tokens) == (2, 3, 1)
+    assert real.stats.num_draft_tokens_per_pos == [2, 1, 0]
+    assert real.stats.num_accepted_tokens_per_pos == [1, 0, 0]
+    steps = {name: (m.per_step_drafted, m.per_step_accepted, m.histogram) for name, m in real.metrics.items()}
+    assert steps == {"a": ([2], [1], [0, 1, 0, 0]), "b": ([1], [0], [1, 0, 0, 0]), "c": ([], [], [0, 0, 0, 0])}
+    # Rejected places are given back by what was scheduled, whatever is counted.
+    assert real.state == places.state
+    assert real.state[0][0] - real.state[1][0] == 1
+
+
+def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
+    """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
+    compat.apply()
+    assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
+
+
+def test_num_real_drafts_travels_with_the_output() -> None:
+    """From a worker of another process."""
+    sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
+    assert sent.num_real_drafts == {"a": 2}

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.config.utils import replace
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import backends, config
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, unsupported_request
 
 
 def vllm_config(options: dict[str, Any] | None) -> Any:
@@ -76,3 +84,150 @@ def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.Monke
         assert backends.choose_device() == "cpu"
     finally:
         backends.other_platform_plugins.cache_clear()
+
+
+TARGET_MAX_LEN = 512
+
+
+def engine_config(folder: Path, speculative: dict[str, Any], **options: Any) -> VllmConfig:
+    """What the front end makes of a speculative configuration. No weights: none are looked for."""
+    made = LlamaConfig(**common())
+    made.architectures = ["LlamaForCausalLM"]
+    made.save_pretrained(folder)
+    defaults: dict[str, Any] = dict(dtype="float32", max_model_len=TARGET_MAX_LEN, skip_tokenizer_init=True)
+    given = {"num_speculative_tokens": 3} | speculative
+    speculative = {name: value for name, value in given.items() if value is not None}
+    return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
+
+
+@pytest.fixture(autouse=True)
+def start_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a configuration chooses one for this process."""
+    for name in (config._START_METHOD, config._CHOSEN_BY):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+NGRAM = dict(method="ngram")
+SUFFIX = dict(method="suffix")
+CUSTOM = dict(method="custom_class", model="package.Class")
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        NGRAM,
+        dict(model="ngram"),
+        dict(model="[ngram]"),
+        dict(method="ngram_gpu"),
+        SUFFIX,
+        CUSTOM,
+        dict(model="package.Class"),
+        NGRAM | dict(prompt_lookup_min=2, prompt_lookup_max=4),
+        SUFFIX | dict(suffix_decoding_max_tree_depth=8, suffix_decoding_min_token_prob=0.0),
+        NGRAM | dict(num_speculative_tokens=config.MAX_DRAFTS, max_model_len=TARGET_MAX_LEN),
+        NGRAM | dict(rejection_sample_method="block"),
+        NGRAM | dict(rejection_sample_method="synthetic", synthetic_acceptance_length=2.5),
+    ],
+    ids=str,
+)
+def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path) -> None:
+    made = engine_config(tmp_path, speculative)
+    # As for a drafter that is loaded with a copy of the configuration: the platform looks at it again.
+    again = replace(made, parallel_config=made.parallel_config)
+    assert Speculation.from_vllm(again) == Speculation.from_vllm(made)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "message"),
+    [
+        (dict(method="medusa"), "Speculative method medusa is not supported yet; use one of ngram, ngram_gpu, suffix,"),
+        (NGRAM | dict(num_speculative_tokens=17), "17 drafts .* set num_speculative_tokens .* to 16 or less"),
+        # Upstream takes the tree's depth.
+        (SUFFIX | dict(num_speculative_tokens=None), "24 drafts .* set num_speculative_tokens .* to 16 or less"),
+        (NGRAM | dict(max_model_len=TARGET_MAX_LEN + 1), "max_model_len 513 .* more than the target's 512; use less"),
+        (NGRAM | dict(model="some/model"), "^model has no effect with method ngram; leave it out"),
+        (dict(method="suffix", model="ngram"), "^model has no effect with method suffix"),
+        (SUFFIX | dict(prompt_lookup_max=4), "prompt_lookup_max has no effect with method suffix"),
+        (SUFFIX | dict(prompt_lookup_min=4), "prompt_lookup_min has no effect with method suffix"),
+        (NGRAM | dict(suffix_decoding_max_tree_depth=8), "suffix_decoding_max_tree_depth has no effect with .* ngram"),
+        (CUSTOM | dict(suffix_decoding_min_token_prob=0.0), "suffix_decoding_min_token_prob has no effect with"),
+    ],
+    ids=str,
+)
+def test_speculation_that_would_not_work_is_refused(speculative: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if speculative["method"] == "medusa":
+        speculative = speculative | dict(model=str(tmp_path))
+    with pytest.raises(UnsupportedConfigError, match=message):
+        engine_config(tmp_path, speculative)
+
+
+# No drafter without a model can do these. Value, and the way out that the message names.
+MODEL_ONLY = {
+    "draft_sample_method": ("probabilistic", "greedy"),
+    "draft_sample_method ": ("coupled", "greedy"),
+    "rejection_sample_method": ("probabilistic", "strict, standard or block"),
+    "attention_backend": ("FLASH_ATTN", "leave it out"),
+    "code_revision": ("main", "leave it out"),
+    "disable_eagle_block_drop": (True, "leave it out"),
+    "draft_load_config": ({"load_format": "dummy"}, "leave it out"),
+    "draft_tensor_parallel_size": (1, "leave it out"),
+    "dspark_draft_topk": (4, "leave it out"),
+    "enforce_eager": (True, "leave it out"),
+    "kv_cache_dtype": ("fp8", "leave it out"),
+    "moe_backend": ("triton", "leave it out"),
+    "quantization": ("fp8", "leave it out"),
+    "revision": ("main", "leave it out"),
+    "disable_padded_drafter_batch": (True, "leave it out"),
+    "enable_adaptive_verification": (True, "leave it out"),
+    "parallel_drafting": (True, "leave it out"),
+    "use_local_argmax_reduction": (True, "leave it out"),
+}
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, dict(method="ngram_gpu"), SUFFIX, CUSTOM], ids=str)
+def test_options_of_a_drafters_model_are_refused_without_one(drafter: dict[str, Any], tmp_path: Path) -> None:
+    for name, (value, way_out) in MODEL_ONLY.items():
+        with pytest.raises(UnsupportedConfigError, match=f"^{name.strip()} .*{way_out}"):
+            engine_config(tmp_path, drafter | {name.strip(): value})
+
+
+def test_the_lists_of_options_are_upstreams() -> None:
+    """Each option of upstream's is used, refused by us, or refused by upstream: a new one has to be thought about."""
+    from vllm.config import SpeculativeConfig
+
+    refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab", "index_share_for_mtp_iteration"}
+    filled_in = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
+    used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}
+    used |= {"rejection_sample_method", "draft_sample_method"}
+    used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
+    ours = {*config._NO_EFFECT, *config._DRAFTER_MODEL_OPTIONS, *config._NGRAM_OPTIONS}
+    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(config._SUFFIX_OPTIONS)}
+    assert names == refused_upstream | filled_in | used | ours
+
+
+def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
+    processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
+    with pytest.raises(UnsupportedConfigError, match=r"leave out --logits-processors .* or leave out --speculative"):
+        engine_config(tmp_path, NGRAM, logits_processors=[processor])
+
+
+def test_speculation_from_the_command_line(tmp_path: Path) -> None:
+    engine_config(tmp_path, NGRAM)
+    speculative = '{"method": "ngram", "num-speculative-tokens": 4, "rejection_sample_method": "strict"}'
+    words = ["--model", str(tmp_path), "--speculative-config", speculative, "--skip-tokenizer-init"]
+    given = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*words, "--dtype", "float32"])
+    made = EngineArgs.from_cli_args(given).create_engine_config()
+    expected = Speculation(method="ngram", num_drafts=4, rule="strict", drafting="greedy", drafter_max_len=None)
+    assert Speculation.from_vllm(made) == expected
+
+
+@pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
+def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
+    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
+    assert (reason is None) == fine
+    if reason is not None:
+        assert (
+            f"num_speculative_tokens in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted}" in reason
+        )
+    assert unsupported_request(SamplingParams(extra_args={"other": wanted})) is None

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.config import REQUEST_OPTION
+
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
-
-REQUEST_OPTION = "num_speculative_tokens"
-"""In a request's `extra_args`: the most drafts it wants, 0 for none."""
 
 
 class LengthSplit:
