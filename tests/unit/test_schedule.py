@@ -86,14 +86,14 @@ def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> 
 
 
 def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None:
-    """Chunk 16..19 of a prompt: real tokens go to their blocks, padding to the pad block."""
+    """Chunk 16..19 of a prompt: real tokens go to their blocks, padding is token 0 at position 0 in the pad block."""
     scheduled = step({"a": 4}, new=[new_request("a", list(range(100, 125)), [7, 9], num_computed=16)])
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, small, {})
     assert batch.shape == Shape("prefill", 1, 16, small.max_context)
     inputs = build_inputs(batch, requests)
     assert inputs.token_ids_T.tolist() == [116, 117, 118, 119] + [0] * 12
-    assert inputs.positions_T.tolist() == list(range(16, 32))
+    assert inputs.positions_T.tolist() == [16, 17, 18, 19] + [0] * 12
     assert inputs.slots[0].tolist() == [9 * 16 + offset for offset in range(4)] + list(range(4, 16))
     assert inputs.calls[0].starts_B.tolist() == [16]
 
@@ -143,7 +143,7 @@ def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
     assert batch.num_real_B.tolist() == [3, 3, 1]
     inputs = build_inputs(batch, requests)
     assert inputs.token_ids_T.view(3, 4).tolist() == [[4, 50, 51, 0], [4, 60, 61, 0], [4, 0, 0, 0]]
-    assert inputs.positions_T.view(3, 4).tolist() == [[3, 4, 5, 6]] * 3
+    assert inputs.positions_T.view(3, 4).tolist() == [[3, 4, 5, 0], [3, 4, 5, 0], [3, 0, 0, 0]]
     # What is not verified writes to the pad block.
     blocks = (inputs.slots[0] // 16).view(3, 4).tolist()
     assert blocks == [[5, 5, 5, 0], [6, 6, 6, 0], [7, 0, 0, 0]]

@@ -109,7 +109,8 @@ def build_inputs(batch: Batch, requests: Requests) -> Inputs:
                 num_real_queries=batch.single_row_real,
             )
         )
-    tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
+    # Padding may stand past the model's last position, where a rotary table ends: it is token 0 at position 0.
+    tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)
     return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls))
 
 
