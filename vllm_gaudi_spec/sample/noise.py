@@ -20,10 +20,11 @@ class Stream(IntEnum):
     RESIDUAL = 3
 
 
-# Odd constants that spread neighbouring inputs (golden ratio and two primes), as signed 32-bit values.
+# Odd constants that spread neighbouring inputs (golden ratio and three primes), as signed 32-bit values.
 _SPREAD_TOKEN = 0x9E3779B1 - (1 << 32)
 _SPREAD_POSITION = 0x85EBCA6B - (1 << 32)
 _SPREAD_STREAM = 0x27D4EB2F
+_SPREAD_START = 0xC2B2AE3D - (1 << 32)
 # Multipliers of the "lowbias32" integer finaliser.
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
@@ -54,9 +55,21 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     return x.bitwise_xor_(_shift_right(x, 16))
 
 
-def bits(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream, tokens_V: torch.Tensor) -> torch.Tensor:
-    """int32 hash [B, Q, V] of request key, position, stream and token id."""
-    place = _mix_(positions_BQ * _SPREAD_POSITION + int(stream) * _SPREAD_STREAM)
+def keys_of_block(keys_B2: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
+    """Keys of noise that is used in one verify step only: `starts_B` is the position of the step's first query.
+
+    Two steps of a request never start at the same position, so they share no noise under these keys.
+    """
+    low = _mix_(keys_B2[:, 0] ^ _mix_(starts_B * _SPREAD_START))
+    high = _mix_(keys_B2[:, 1] + low)
+    return torch.stack((low, high), dim=1)
+
+
+def bits(
+    keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream | torch.Tensor, tokens_V: torch.Tensor
+) -> torch.Tensor:
+    """int32 hash [B, Q, V] of request key, position, stream and token id. Streams may differ: int32, as positions."""
+    place = _mix_(positions_BQ * _SPREAD_POSITION + stream * _SPREAD_STREAM)
     first = _mix_(place ^ keys_B2[:, :1])
     second = _mix_(first + keys_B2[:, 1:])
     hashed = _mix_(tokens_V * _SPREAD_TOKEN + first[..., None])
@@ -70,6 +83,16 @@ def exponential(hashed: torch.Tensor) -> torch.Tensor:
     return unit.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
 
 
-def gumbel(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream, tokens_V: torch.Tensor) -> torch.Tensor:
+def uniform(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """Uniform noise [B, Q] out of [0, 1): what is below 1 always, below 0 never."""
+    token_0 = torch.zeros(1, dtype=torch.int32, device=positions_BQ.device)
+    hashed = bits(keys_B2, positions_BQ, stream, token_0).flatten(1)
+    # As many bits as a float32 holds exactly, so that no value is rounded up to 1.
+    return _shift_right(hashed, 8).float().mul_(2.0**-24)
+
+
+def gumbel(
+    keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream | torch.Tensor, tokens_V: torch.Tensor
+) -> torch.Tensor:
     """Standard Gumbel noise [B, Q, V]; adding it to log-probabilities and taking the argmax samples from them."""
     return exponential(bits(keys_B2, positions_BQ, stream, tokens_V)).log_().neg_()

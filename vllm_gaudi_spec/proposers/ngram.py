@@ -1,0 +1,99 @@
+"""N-gram drafting: what followed the end of the text the last time that it stood there.
+
+The longest suffix of min_ngram to max_ngram tokens that also ends earlier wins; of several such places the most recent.
+A place d tokens before the end says that the text may go on with period d, so the drafts are the last d tokens, over
+and over. A loop, whose most recent match is one round old, is thus drafted in full length; and where a text repeats
+with changes, the latest version is the better guide than the first.
+
+B rows, K drafts, M tokens of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.proposers.base import Context, DraftRequest, Drafts
+
+
+class NgramProposer:
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        _check(min_ngram, max_ngram)
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
+        return [self._drafts(context.tokens_np, context.num_wanted) for context in contexts]
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Nothing is remembered."""
+
+    def _drafts(self, tokens_np: np.ndarray, num_wanted: int) -> list[int]:
+        distance = self._distance(tokens_np)
+        if distance == 0:
+            return []
+        drafts = tokens_np[tokens_np.size - distance :][:num_wanted].tolist()
+        return (drafts * -(-num_wanted // distance))[:num_wanted]
+
+    def _distance(self, tokens_np: np.ndarray) -> int:
+        """How far before the end the chosen match ends; 0 if there is none."""
+        last = tokens_np.size - 1
+        # matches_np[e]: the n-gram of the length reached so far that ends at e equals the one that ends the text.
+        # Whole-array passes cost the same whatever the text is; lists of candidates would be slow for loops.
+        found = 0
+        matches_np = np.ones(max(last, 0), dtype=bool)
+        for back in range(min(self.max_ngram, last)):
+            matches_np[:back] = False
+            matches_np[back:] &= tokens_np[: last - back] == tokens_np[last - back]
+            nearest = matches_np.tobytes().rfind(b"\1")  # several times faster than numpy can look from the end
+            if nearest < 0:
+                break
+            if back + 1 >= self.min_ngram:
+                found = last - nearest
+        return found
+
+
+class DeviceNgramProposer:
+    """The same answers for all rows at once; the work depends on the shapes alone."""
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        _check(min_ngram, max_ngram)
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        tokens_BM = request.history_RM.index_select(0, request.rows_B)
+        lengths_B1 = request.lengths_B[:, None]
+        distance_B1 = self._distance(tokens_BM, lengths_B1)
+        found_B1 = distance_B1 > 0
+        place_K = torch.arange(request.num_drafts, dtype=torch.int32, device=tokens_BM.device)
+        # A row without a match reads its first token and drops it.
+        index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + place_K % distance_B1.clamp(min=1), 0)
+        drafts_BK = tokens_BM.gather(1, index_BK.long())
+        num_drafts_B = request.num_wanted_B * found_B1[:, 0]
+        # Of a row of length 0 not even the first token is known.
+        return Drafts(torch.where(place_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
+
+    def _distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
+        """int32 [B, 1]: how far before the end each row's match ends; 0 if there is none."""
+        width = tokens_BM.shape[1]
+        end_M = torch.arange(width, dtype=torch.int32, device=tokens_BM.device)
+        matches_BM = end_M < lengths_B1 - 1
+        size_BM = torch.zeros_like(tokens_BM)
+        for back in range(min(self.max_ngram, width)):
+            wanted_B1 = tokens_BM.gather(1, (lengths_B1 - 1 - back).clamp(min=0).long())
+            # What stands at e - back, for each end e; the first places have nothing there.
+            same_BM = torch.nn.functional.pad(tokens_BM[:, : width - back] == wanted_B1, (back, 0))
+            matches_BM = matches_BM & same_BM
+            size_BM += matches_BM
+        # One maximum finds the longest and, of these, the most recent match.
+        rank_BM = torch.where(size_BM >= self.min_ngram, size_BM * width + end_M, -1)
+        best_B1 = rank_BM.amax(1, keepdim=True)
+        return torch.where(best_B1 >= 0, lengths_B1 - 1 - best_B1 % width, 0)
+
+
+def _check(min_ngram: int, max_ngram: int) -> None:
+    if not 1 <= min_ngram <= max_ngram:
+        raise ValueError(
+            f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= prompt_lookup_min <= prompt_lookup_max"
+        )

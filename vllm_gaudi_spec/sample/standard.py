@@ -1,0 +1,58 @@
+"""The standard rule: rejection sampling with residual resampling (Leviathan et al., arXiv 2211.17192).
+
+Its output follows the target's law, whatever law the drafts were drawn from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.sample import stop
+from vllm_gaudi_spec.sample.noise import Stream, uniform
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+def accept_probs(
+    probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
+) -> torch.Tensor:
+    """float32 [B, K]: min(1, p / q), the probability to accept a draft when those before it were accepted."""
+    return stop.ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B).clamp_(max=1)
+
+
+def verify(
+    logits_BQV: torch.Tensor,
+    draft_probs_BKV: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+) -> Verdict:
+    """Accept drafts up to the first rejection; a token from what is left of the target comes behind them.
+
+    The logits are those of the target after temperature and filters, the probabilities those that the drafts were
+    drawn from. Rows with temperature 0 accept while a draft is the argmax.
+    """
+    num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
+    logits_BKV = logits_BQV[:, :num_places]
+    accept_BK = torch.where(
+        (temperature_B > 0)[:, None],
+        accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B),
+        stop.matches(logits_BKV, drafts_BK, num_drafts_B),
+    )
+    # Keyed by position alone: whether a row stops at a place, and with which token, depends on noise of this and
+    # earlier places only. The next step starts behind it, where nothing that was emitted has used any noise.
+    accepted_BK = uniform(keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_BK
+    num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
+    token_B = stop.sample_behind(
+        logits_BQV,
+        draft_probs_BKV,
+        num_drafts_B,
+        num_accepted_B,
+        torch.ones_like(temperature_B),
+        temperature_B,
+        keys_B2,
+        keys_B2,
+        positions_BQ,
+    )
+    return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)

@@ -1,0 +1,39 @@
+"""The synthetic rule: drafts are accepted at given rates, whatever the models say.
+
+For benchmarks only: the output follows no law that anybody asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.sample import stop
+from vllm_gaudi_spec.sample.noise import Stream, uniform
+from vllm_gaudi_spec.sample.strict import sample_random
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
+    """float32 [K]: the rate of a place given that all places before it were accepted; `rates_K` never increase."""
+    before_K = torch.cat((torch.ones_like(rates_K[:1]), rates_K[: rates_K.shape[0] - 1]))
+    return torch.where(before_K > 0, rates_K / before_K, 0.0)
+
+
+def verify(
+    logits_BQV: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    rates_K: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+) -> Verdict:
+    """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes behind them."""
+    num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
+    drawn_BK = uniform(keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_probs(rates_K)
+    accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
+    num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
+    logits_BV = stop.at_place(logits_BQV, num_accepted_B)
+    position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
+    token_B = sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
+    return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)
