@@ -1,0 +1,116 @@
+"""What a user's drafter is handed, and what is made of its answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_gaudi_spec.proposers.base import Context
+from vllm_gaudi_spec.proposers.custom import CustomProposer
+
+VOCAB = 100
+
+
+class Scripted:
+    """Answers what the test put there and keeps what it was asked."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.config = vllm_config
+        self.answers: list[list[int]] = []
+        self.asked: list[tuple[Any, ...]] = []
+
+    def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None):
+        self.asked.append((sampled_token_ids, num_tokens_no_spec, token_ids_cpu))
+        return self.answers
+
+
+class Loading(Scripted):
+    def load_model(self, target_model: Any) -> None:
+        self.target = target_model
+
+
+def build(name: str = "Scripted", width: int = 16) -> tuple[CustomProposer, Any]:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(model=f"{__name__}.{name}", num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=width),
+    )
+    proposer = CustomProposer(config, VOCAB)
+    assert proposer._proposer.config is config
+    return proposer, proposer._proposer
+
+
+def context(req_id: str, tokens: list[int], num_prompt: int, num_wanted: int = 4) -> Context:
+    return Context(req_id, np.array(tokens, dtype=np.int32), num_prompt, num_wanted)
+
+
+def test_arrays_hold_the_rows_that_may_draft() -> None:
+    proposer, user = build()
+    user.answers = [[1], [2]]
+    assert proposer.propose([context("a", [3, 4, 5], 2), context("b", [6, 7, 8, 9, 1], 2)]) == [[1], [2]]
+    ((sampled, lengths, tokens),) = user.asked
+    assert sampled == [[5], [8, 9, 1]]
+    assert lengths.tolist() == [3, 5]
+    assert tokens.shape == (2, 16)
+    assert tokens.dtype == lengths.dtype == np.int32
+    assert tokens[0].tolist() == [3, 4, 5] + [0] * 13
+    assert tokens[1].tolist() == [6, 7, 8, 9, 1] + [0] * 11
+
+
+def test_sampled_tokens_are_those_of_this_step() -> None:
+    proposer, user = build()
+    user.answers = [[]]
+    for size in (3, 4, 7, 7):  # the last: preempted and back
+        proposer.propose([context("a", list(range(size)), 2)])
+    assert [asked[0] for asked in user.asked] == [[[2]], [[3]], [[4, 5, 6]], [[6]]]
+
+
+def test_a_forgotten_id_starts_at_its_prompt() -> None:
+    proposer, user = build()
+    user.answers = [[]]
+    proposer.propose([context("a", list(range(9)), 2)])
+    proposer.forget(["a", "never seen"])
+    proposer.propose([context("a", [5, 6, 7, 8], 2)])
+    assert user.asked[-1][0] == [[7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4]),
+        ([1, -1, 3], [1]),
+        ([0, VOCAB - 1, VOCAB, 3], [0, VOCAB - 1]),
+        ([-1], []),
+        ([], []),
+        (np.array([1, 2]), [1, 2]),
+    ],
+)
+def test_answers_are_cut_to_what_can_be_verified(answer: Any, expected: list[int]) -> None:
+    proposer, user = build()
+    user.answers = [answer]
+    (drafts,) = proposer.propose([context("a", [1, 2, 3], 2)])
+    assert drafts == expected
+    assert all(type(token) is int for token in drafts)
+
+
+def test_a_wrong_number_of_answers_is_said_clearly() -> None:
+    proposer, user = build()
+    user.answers = [[1]]
+    with pytest.raises(ValueError, match="answered for 1 of 2"):
+        proposer.propose([context("a", [1, 2], 1), context("b", [1, 2], 1)])
+
+
+def test_nobody_to_ask_for() -> None:
+    proposer, user = build()
+    assert proposer.propose([]) == []
+    assert not user.asked
+
+
+def test_a_model_is_loaded_where_there_is_one() -> None:
+    target = object()
+    build()[0].load_model(target)
+    proposer, user = build("Loading")
+    proposer.load_model(target)
+    assert user.target is target

@@ -1,0 +1,68 @@
+"""A user's own drafter: vLLM's method `custom_class`, where `model` names a class.
+
+Upstream hands such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+
+from vllm_gaudi_spec.proposers.base import Context
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class CustomProposer:
+    def __init__(self, vllm_config: VllmConfig, vocab_size: int) -> None:
+        self._proposer = create_custom_proposer(vllm_config)
+        self._vocab_size = vocab_size
+        self._width = vllm_config.model_config.max_model_len
+        self._num_seen: dict[str, int] = {}
+        """How many tokens each request had when it was last asked for: what is behind them is new."""
+
+    def load_model(self, target_model: Any) -> None:
+        if hasattr(self._proposer, "load_model"):
+            self._proposer.load_model(target_model)
+
+    def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
+        if not contexts:
+            return []
+        lengths_np = np.array([context.tokens_np.size for context in contexts], dtype=np.int32)
+        tokens_np = np.zeros((len(contexts), max(self._width, int(lengths_np.max()))), dtype=np.int32)
+        for row_np, context in zip(tokens_np, contexts, strict=True):
+            row_np[: context.tokens_np.size] = context.tokens_np
+        sampled = [self._new_tokens(context) for context in contexts]
+        answers = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
+        if len(answers) != len(contexts):
+            raise ValueError(
+                f"{type(self._proposer).__name__}.propose answered for {len(answers)} of {len(contexts)} requests: "
+                "it must return one list for each, empty where it has no drafts"
+            )
+        return [self._usable(answer)[: c.num_wanted] for answer, c in zip(answers, contexts, strict=True)]
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            self._num_seen.pop(req_id, None)
+
+    def _new_tokens(self, context: Context) -> list[int]:
+        """What this step sampled; upstream says it apart from the texts.
+
+        Never empty: an empty list stands for a request that is still in its prompt.
+        """
+        begin = self._num_seen.get(context.req_id, context.num_prompt)
+        size = self._num_seen[context.req_id] = context.tokens_np.size
+        return context.tokens_np[min(begin, size - 1) :].tolist()
+
+    def _usable(self, answer: Sequence[int]) -> list[int]:
+        """Up to the first id that is no token: upstream's drafters fill up with such ones, and it would be an index."""
+        drafts = []
+        for token in answer:
+            if not 0 <= token < self._vocab_size:
+                break
+            drafts.append(int(token))
+        return drafts

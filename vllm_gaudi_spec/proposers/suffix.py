@@ -1,0 +1,311 @@
+"""Suffix decoding (arXiv 2411.04975): draft what most often followed the end of the text, here or in past responses.
+
+Every pattern of the last tokens is looked up in the request's own text and in the responses of requests that ended.
+From a pattern of m tokens the most frequent next token is followed, again and again, as long as the probability of
+the whole path stays at min_token_prob, for max_spec_factor * m tokens at most and max_tree_depth together with the
+pattern. The path with the largest sum of probabilities wins: that is how many of its drafts should be accepted.
+
+arctic-inference brings suffix trees in C++ and is used where it is installed. `SuffixCache` below has the same methods
+and needs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from array import array
+from collections.abc import Iterable, KeysView, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.proposers.base import Context
+
+logger = init_logger(__name__)
+
+NOTHING = -1
+"""No position; as a token, what separates responses and replaces forgotten ones."""
+
+MAX_PLACES = 16
+"""How many places of a pattern are looked at, newest first: more cost time and got no more drafts accepted."""
+
+
+class SuffixProposer:
+    """The options are vLLM's `suffix_decoding_*`."""
+
+    def __init__(
+        self, max_tree_depth: int, max_cached_requests: int, max_spec_factor: float, min_token_prob: float
+    ) -> None:
+        self.max_tree_depth = max_tree_depth
+        self.max_spec_factor = max_spec_factor
+        self.min_token_prob = min_token_prob
+        self._cache = _build_cache(max_tree_depth, max_cached_requests)
+        self._fed: dict[str, tuple[int, np.ndarray]] = {}
+        """Of each active request the length of its prompt and all tokens that the cache was given."""
+
+    def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
+        return [self._drafts(context) for context in contexts]
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            if self._fed.pop(req_id, None) is not None:
+                self._cache.stop_request(req_id)
+
+    def _drafts(self, context: Context) -> Sequence[int]:
+        self._feed(context)
+        draft = self._cache.speculate(
+            context.req_id,
+            _owned(context.tokens_np[-self.max_tree_depth :]),
+            max_spec_tokens=context.num_wanted,
+            max_spec_factor=self.max_spec_factor,
+            min_token_prob=self.min_token_prob,
+        )
+        return list(draft.token_ids)
+
+    def _feed(self, context: Context) -> None:
+        """Give the cache what it has not seen; a text that does not continue the known one starts anew."""
+        num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
+        if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
+            self.forget([context.req_id])
+        tokens_np = _owned(context.tokens_np)
+        if context.req_id not in self._fed:
+            fed_np = tokens_np[: context.num_prompt]
+            self._cache.start_request(context.req_id, fed_np)
+        if tokens_np.size > fed_np.size:
+            self._cache.add_active_response(context.req_id, tokens_np[fed_np.size :])
+        self._fed[context.req_id] = (context.num_prompt, tokens_np)
+
+
+def _owned(tokens_np: np.ndarray) -> np.ndarray:
+    """A contiguous copy: the context's view does not outlive the call."""
+    return np.array(tokens_np, dtype=np.int32)
+
+
+def _build_cache(max_tree_depth: int, max_cached_requests: int) -> Any:
+    try:
+        cache = importlib.import_module("arctic_inference.suffix_decoding").SuffixDecodingCache
+    except ImportError as error:
+        logger.info("Suffix decoding with the built-in cache: arctic-inference cannot be imported (%s)", error)
+        cache = SuffixCache
+    else:
+        logger.info("Suffix decoding with arctic-inference")
+    return cache(max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests)
+
+
+class Draft(NamedTuple):
+    token_ids: list[int] = []  # noqa: RUF012  (never changed)
+    score: float = 0.0
+    """How many of the tokens should be accepted: the sum of their probabilities, each that of the path up to it."""
+
+
+class SuffixCache:
+    """The texts of active requests and the responses of the last `max_cached_requests` that ended."""
+
+    def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
+        self.max_tree_depth = max_tree_depth
+        self.max_cached_requests = max_cached_requests
+        self._active: dict[str, tuple[int, Text]] = {}
+        """Where the response begins, and prompt and response."""
+        self._past = Text(max_tree_depth)
+        self._cached: dict[str, tuple[int, int]] = {}
+        """Which positions of `_past` are a request's response, oldest first."""
+
+    @property
+    def active_requests(self) -> KeysView[str]:
+        return self._active.keys()
+
+    @property
+    def cached_requests(self) -> KeysView[str]:
+        return self._cached.keys()
+
+    def start_request(self, req_id: str, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
+        """An id that comes again replaces its earlier response."""
+        if req_id in self._active:
+            raise ValueError(f"request {req_id} is active already")
+        if req_id in self._cached:
+            self.evict_cached_response(req_id)
+        text = Text(self.max_tree_depth)
+        text.append(prompt_token_ids)
+        self._active[req_id] = (text.end, text)
+
+    def add_active_response(self, req_id: str, token_ids: Sequence[int] | np.ndarray) -> None:
+        self._active[req_id][1].append(token_ids)
+
+    def stop_request(self, req_id: str) -> None:
+        begin, text = self._active.pop(req_id)
+        if self.max_cached_requests == 0 or text.end == begin:
+            return
+        while len(self._cached) >= self.max_cached_requests:
+            self.evict_cached_response(next(iter(self._cached)))
+        start = self._past.end
+        self._past.append([*text.since(begin), NOTHING])
+        self._cached[req_id] = (start, self._past.end)
+
+    def evict_cached_response(self, req_id: str) -> None:
+        self._past.erase(*self._cached.pop(req_id))
+        oldest = next(iter(self._cached.values()), None)
+        self._past.drop_before(self._past.end if oldest is None else oldest[0])
+
+    def speculate(
+        self,
+        req_id: str,
+        context: Sequence[int] | np.ndarray,
+        max_spec_tokens: int,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+    ) -> Draft:
+        pattern = np.asarray(context)[-self.max_tree_depth :].tolist()
+        # limits[m]: how many drafts a match of m tokens may have.
+        limits = [
+            # The least bit more, so that a factor like 0.1 of 10 tokens is one token whatever its last binary digit.
+            max(0, min(max_spec_tokens, int(m * max_spec_factor + 1e-6), self.max_tree_depth - m))
+            for m in range(len(pattern) + 1)
+        ]
+        own = self._active[req_id][1].speculate(pattern, limits, min_token_prob, Draft())
+        return self._past.speculate(pattern, limits, min_token_prob, own)
+
+
+class Text:
+    """A text that grows, and what follows a pattern in it.
+
+    Not a tree: what a tree would count is counted when it is asked for, at the places where the pattern stands. To find
+    them, the places that end with the same 1, 2, 4 or 8 tokens are chained, newest first, in hash buckets. That takes
+    some forty bytes and a microsecond a token, where the nodes of a tree in Python would take a thousand bytes.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._depth = max_depth
+        # What stands before a text of its own is never equal to anything, so that no look back needs a bound.
+        self._tokens = array("i", [NOTHING]) * max_depth
+        self._dropped = 0
+        """How many tokens are gone from the beginning: positions go on counting."""
+        self._sizes = [size for size in (8, 4, 2, 1) if size < max_depth]
+        self._heads = [array("i", [NOTHING]) * 1024 for _ in self._sizes]
+        """[size][bucket]: the newest place in a bucket. A place is an index of `_tokens`, of a pattern's last token."""
+        self._earlier = [array("i", self._tokens) for _ in self._sizes]
+        """[size][place]: the place before it in its bucket."""
+
+    @property
+    def end(self) -> int:
+        return self._dropped + len(self._tokens)
+
+    def since(self, position: int) -> list[int]:
+        return self._tokens[position - self._dropped :].tolist()
+
+    def append(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        begin = len(self._tokens)
+        self._tokens.extend(np.asarray(token_ids).tolist())
+        for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
+            while len(heads) < len(self._tokens):
+                # Both halves of a bucket keep the old chain. It is mixed, but whoever walks it compares anyway.
+                heads *= 2
+            mask = len(heads) - 1
+            tokens = self._tokens[begin + 1 - size :].tolist()
+            ngrams = zip(*(tokens[i:] for i in range(size)), strict=False)
+            for place, key in enumerate(map(hash, ngrams), begin):
+                earlier.append(heads[key & mask])
+                heads[key & mask] = place
+
+    def erase(self, begin: int, end: int) -> None:
+        """Nothing between these positions is found from now on."""
+        self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
+
+    def drop_before(self, position: int) -> None:
+        """Free what stands before the position and was erased. Done in large pieces, as all the rest moves."""
+        count = position - self._dropped - self._depth
+        if count <= len(self._tokens) // 2:
+            return
+        for links in (*self._earlier, *self._heads):
+            links_np = np.frombuffer(links, dtype=np.int32)
+            np.maximum(links_np - count, NOTHING, out=links_np)
+        self._tokens = self._tokens[count:]
+        self._earlier = [earlier[count:] for earlier in self._earlier]
+        self._dropped += count
+
+    def speculate(self, pattern: list[int], limits: list[int], min_prob: float, best: Draft) -> Draft:
+        """`best`, or what is better: the best draft behind any suffix of the pattern.
+
+        `limits[m]` bounds the drafts behind a suffix of m tokens.
+        """
+        above = len(limits)
+        for index, size in enumerate(self._sizes):
+            # No draft can expect more accepted tokens than it has tokens: most searches end here, at the first size.
+            limit = max(limits[size:above], default=0)
+            if limit > best.score:
+                matches = self._matches(index, pattern, above - 1, limit)
+                best = self._best_draft(matches, size, limits, min_prob, best)
+            above = size
+        return best
+
+    def _matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
+        """Where at least the last `size` tokens of the pattern stand, newest first, equal ones taken together."""
+        size, earlier, heads, depth = self._sizes[index], self._earlier[index], self._heads[index], self._depth
+        place = heads[hash(tuple(pattern[-size:])) & (len(heads) - 1)]
+        windows: dict[bytes, int] = {}
+        for _ in range(MAX_PLACES):
+            if place == NOTHING:
+                break
+            window = self._tokens[place + 1 - depth : place + 1 + limit].tobytes()
+            windows[window] = windows.get(window, 0) + 1
+            place = earlier[place]
+        matches = []
+        backwards = pattern[::-1]
+        for window, count in windows.items():
+            tokens = array("i", window).tolist()
+            m = 0
+            for token, wanted in zip(reversed(tokens[:depth]), backwards, strict=False):
+                if token != wanted or m == longest:
+                    break
+                m += 1
+            if m >= size:
+                # The end of the text may be less than `limit` away.
+                matches.append(Match(m, count, [*tokens[depth:], *[NOTHING] * (depth + limit - len(tokens))]))
+        return matches
+
+    def _best_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
+        """A match of m tokens is also one of every smaller number: for each number, all that have it count."""
+        sizes = sorted({size - 1, *(match.size for match in matches)})
+        # From one size of a match to the next, the same places count: the longest draft they may have is enough.
+        bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
+        for limit, high in sorted(bounds, reverse=True):
+            if limit > best.score:
+                paths = [(match.num_places, match.follow) for match in matches if match.size >= high]
+                best = max(best, _follow(paths, limit, min_prob), key=_score)
+        return best
+
+
+class Match(NamedTuple):
+    size: int
+    """How many of the pattern's last tokens."""
+    num_places: int
+    """How often this very window was met."""
+    follow: list[int]
+    """The tokens behind it, then NOTHING."""
+
+
+def _follow(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
+    """Go where most of the paths go; each comes with how often it was seen."""
+    token_ids: list[int] = []
+    prob, score = 1.0, 0.0
+    for i in range(limit):
+        counts: dict[int, int] = {}
+        for count, tokens in paths:
+            counts[tokens[i]] = counts.get(tokens[i], 0) + count
+        # Where the text or a response ended is no evidence about what comes.
+        counts.pop(NOTHING, None)
+        if not counts:
+            break
+        # Of equally frequent tokens the one seen last: newer paths come first, and `max` takes the first.
+        token = max(counts, key=counts.__getitem__)
+        prob *= counts[token] / sum(counts.values())
+        if prob < min_prob:
+            break
+        token_ids.append(token)
+        score += prob
+        paths = [(count, tokens) for count, tokens in paths if tokens[i] == token]
+    return Draft(token_ids, score)
+
+
+def _score(draft: Draft) -> float:
+    return draft.score
