@@ -104,6 +104,7 @@ def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
     drafting.propose_behind(sampled(requests, ["a"], [[1]])[0], 0)
+    drafting.propose_behind(Step([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []
     assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
 

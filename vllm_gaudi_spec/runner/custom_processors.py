@@ -18,6 +18,8 @@ class CustomProcessors:
     @classmethod
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
         """None when the user brought none: the built-in ones are ours (see logit_rules.py, sample/logits.py)."""
+        if vllm_config.speculative_config is not None:
+            return None  # refused together at start-up
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
         own = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
         return cls(own, max_rows) if own else None

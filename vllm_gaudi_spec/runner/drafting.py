@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.sample.verdict import Verdict
 
 
 def load_drafting(
@@ -149,8 +150,10 @@ class HostDrafting:
 
     def propose_behind(self, step: Step, most: int) -> None:
         self._drafts = {}
+        if step.verdict is None:
+            return
         rows_np = np.array([request.row for request in step.requests], dtype=np.int64)
-        self._append(rows_np, step)
+        self._append(rows_np, step.verdict)
         lengths_np = self._lengths_np[rows_np]
         wanted_np = self._split.wanted_np(rows_np, lengths_np, most)
         chosen = np.flatnonzero(wanted_np).tolist()
@@ -172,10 +175,9 @@ class HostDrafting:
         if self._drafts:
             self._put(rows_np, lengths_np, [self._drafts.get(request.req_id, []) for request in step.requests])
 
-    def _append(self, rows_np: np.ndarray, step: Step) -> None:
-        assert step.verdict is not None
-        tokens_np = step.verdict.tokens_BQ.numpy()[: len(rows_np)]
-        counts_np = step.verdict.num_sampled_B.numpy()[: len(rows_np)]
+    def _append(self, rows_np: np.ndarray, verdict: Verdict) -> None:
+        tokens_np = verdict.tokens_BQ.numpy()[: len(rows_np)]
+        counts_np = verdict.num_sampled_B.numpy()[: len(rows_np)]
         place = np.arange(tokens_np.shape[1])
         new = place < counts_np[:, None]
         target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
