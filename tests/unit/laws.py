@@ -1,0 +1,226 @@
+"""Small language models given as tables, the law of what they write, and tests of samples against it.
+
+The next token of a table depends on the last `order` tokens. C contexts, V tokens, L the length of a text, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+
+from vllm_gaudi_spec.sample.drafting import draft
+from vllm_gaudi_spec.sample.noise import fold_seed
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+# All p-values of one whole run of the suite, about 300 of them, together reject a correct sampler once in 1000 runs.
+# Each of them is compared with this.
+ALPHA = 1e-3 / 300
+# Cells that expect fewer are pooled: below this the chi-square distribution is a poor approximation.
+MIN_EXPECTED = 10
+# The position of the first query: neither 0 nor anything the tests rely on.
+FIRST = 7
+
+Rule = Callable[..., Verdict]
+
+
+@dataclass(frozen=True)
+class Table:
+    logits_CV: torch.Tensor
+    """float32, with temperature and filters done; context 0 is where a text begins."""
+
+    @property
+    def vocab(self) -> int:
+        return self.logits_CV.shape[1]
+
+    @property
+    def probs_CV(self) -> np.ndarray:
+        return self.logits_CV.double().softmax(-1).numpy()
+
+    def after(self, context: np.ndarray, token: np.ndarray) -> np.ndarray:
+        return (context * self.vocab + token) % self.logits_CV.shape[0]
+
+
+def random_table(vocab: int, order: int, seed: int, scale: float = 1.5) -> Table:
+    generator = torch.Generator().manual_seed(seed)
+    return Table(torch.randn(vocab**order, vocab, generator=generator) * scale)
+
+
+def request_keys(first: int, count: int) -> torch.Tensor:
+    return torch.tensor([fold_seed(seed) for seed in range(first, first + count)], dtype=torch.int32)
+
+
+def text_law(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
+    """[N, V ** L]: the law of the next `length` tokens behind each context; a text's cell is its base-V number."""
+    contexts = np.zeros(1, dtype=np.int64) if contexts is None else contexts
+    law, now = np.ones((len(contexts), 1)), contexts[:, None]
+    for _ in range(length):
+        law = (law[..., None] * table.probs_CV[now]).reshape(len(contexts), -1)
+        now = table.after(now[..., None], np.arange(table.vocab)).reshape(len(contexts), -1)
+    return law
+
+
+def cells(tokens_NL: np.ndarray, vocab: int) -> np.ndarray:
+    cell = np.zeros(len(tokens_NL), dtype=np.int64)
+    for token in tokens_NL.T:
+        cell = cell * vocab + token
+    return cell
+
+
+@dataclass
+class Texts:
+    """What N requests have written so far."""
+
+    tokens_NL: np.ndarray
+    length_N: np.ndarray
+    context_N: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, length: int) -> Texts:
+        return cls(np.zeros((rows, length), dtype=np.int64), np.zeros(rows, dtype=np.int64), np.zeros(rows, np.int64))
+
+    def append(self, table: Table, tokens_N: np.ndarray, which_N: np.ndarray) -> None:
+        """Tokens beyond the length that is looked at are dropped."""
+        fits = which_N & (self.length_N < self.tokens_NL.shape[1])
+        self.tokens_NL[fits, self.length_N[fits]] = tokens_N[fits]
+        self.length_N[which_N] += 1
+        self.context_N[which_N] = table.after(self.context_N, tokens_N)[which_N]
+
+
+def step(
+    rule: Rule,
+    target: Table,
+    drafter: Table,
+    texts: Texts,
+    keys_N2: torch.Tensor,
+    num_places: int,
+    num_drafts_N: np.ndarray,
+    draft_starts: bool = True,
+) -> np.ndarray:
+    """Draft and verify once, as a runner would; returns how many drafts were accepted."""
+    rows = len(texts.context_N)
+    starts_N = torch.from_numpy(texts.length_N + FIRST).int()
+    temperature_N = torch.ones(rows)
+    context, drafts, laws, logits = texts.context_N, [], [], []
+    for place in range(num_places):
+        positions_N = starts_N + place
+        drafted = draft(
+            drafter.logits_CV[context],
+            "probabilistic",
+            temperature_N,
+            keys_N2,
+            positions_N,
+            starts_N if draft_starts else torch.zeros_like(starts_N),
+        )
+        drafts.append(drafted.tokens_B)
+        laws.append(drafted.probs_BV)
+        logits.append(target.logits_CV[context])
+        context = target.after(context, drafted.tokens_B.numpy())
+    logits.append(target.logits_CV[context])
+    verdict = rule(
+        torch.stack(logits, 1),
+        torch.stack(laws, 1),
+        torch.stack(drafts, 1),
+        torch.from_numpy(num_drafts_N).int(),
+        temperature_N,
+        keys_N2,
+        starts_N[:, None] + torch.arange(num_places + 1, dtype=torch.int32),
+    )
+    tokens, num = verdict.tokens_BQ.numpy().astype(np.int64), verdict.num_sampled_B.numpy()
+    for place in range(num_places + 1):
+        texts.append(target, tokens[:, place], place < num)
+    return num - 1
+
+
+def finish(target: Table, texts: Texts, rng: np.random.Generator) -> np.ndarray:
+    """Texts that stopped early go on with ordinary sampling: a rule is exact when that gives the target's law."""
+    cumulative = target.probs_CV.cumsum(1)
+    cumulative[:, -1] = 1
+    while (short := texts.length_N < texts.tokens_NL.shape[1]).any():
+        drawn = rng.random((len(short), 1))
+        texts.append(target, (drawn >= cumulative[texts.context_N]).sum(1), short)
+    return texts.tokens_NL
+
+
+def write(
+    rule: Rule,
+    target: Table,
+    drafter: Table,
+    *,
+    num_places: int,
+    steps: int,
+    length: int,
+    rows: int,
+    seed: int = 0,
+    ragged: bool = False,
+    draft_starts: bool = True,
+    chunk: int = 50_000,
+) -> tuple[np.ndarray, float]:
+    """Texts [rows, length] written by `steps` steps of draft and verify, and the mean number of accepted drafts.
+
+    With `ragged` the number of drafts varies from row to row and step to step.
+    """
+    written, accepted = [], 0
+    for first in range(0, rows, chunk):
+        count = min(chunk, rows - first)
+        rng = np.random.default_rng((seed, first))
+        texts, keys = Texts.empty(count, length), request_keys(seed * rows + first, count)
+        for _ in range(steps):
+            num = rng.integers(0, num_places + 1, count) if ragged else np.full(count, num_places)
+            accepted += step(rule, target, drafter, texts, keys, num_places, num, draft_starts).sum()
+        written.append(finish(target, texts, rng))
+    return np.concatenate(written), accepted / rows / steps
+
+
+def pool(law: np.ndarray, total: int, most: int | None = None) -> np.ndarray:
+    """A bin for every cell: cells too rare to test are pooled, and there are at most `most` bins of like mass."""
+    order = np.argsort(-law, kind="stable")
+    if most is None:
+        expected = law[order] * total
+        rare = int((expected < MIN_EXPECTED).sum())
+        # The pool itself must not be rare.
+        while 0 < rare < len(law) and expected[len(law) - rare :].sum() < MIN_EXPECTED:
+            rare += 1
+        ranks = np.minimum(np.arange(len(law)), max(len(law) - rare, 0))
+    else:
+        before = np.cumsum(law[order]) - law[order]
+        ranks = np.minimum((before / law.sum() * most).astype(np.int64), most - 1)
+    bins = np.empty(len(law), dtype=np.int64)
+    bins[order] = ranks
+    return bins
+
+
+def binned(values: np.ndarray, bins: np.ndarray) -> np.ndarray:
+    return np.bincount(bins, weights=values, minlength=bins.max() + 1)
+
+
+def p_value(sampled: np.ndarray, law: np.ndarray, most: int | None = None) -> float:
+    """Chi-square p-value of sampled cells under `law`; 0 if anything impossible was seen."""
+    counts = np.bincount(sampled, minlength=len(law))
+    if counts[law <= 0].any():
+        return 0.0
+    bins = pool(law, counts.sum(), most)
+    expected, observed = binned(law, bins) * counts.sum(), binned(counts, bins)
+    possible = expected > 0
+    if possible.sum() < 2:
+        return 1.0
+    return float(stats.chisquare(observed[possible], expected[possible] * (counts.sum() / expected.sum())).pvalue)
+
+
+def power(biased: np.ndarray, law: np.ndarray, total: int, most: int | None = None) -> float:
+    """How often `p_value` < ALPHA for `total` draws from `biased`: noncentral chi-square."""
+    bins = pool(law, total, most)
+    expected, shifted = binned(law, bins), binned(biased, bins)
+    possible = expected > 0
+    noncentrality = total * ((shifted - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    return float(stats.ncx2.sf(stats.chi2.isf(ALPHA, freedom), freedom, noncentrality))
+
+
+def p_values(texts_NL: np.ndarray, target: Table, most: int | None = None) -> list[float]:
+    """The whole text against its joint law, and its first one and two tokens alone: fewer cells see a bias better."""
+    lengths = sorted({length for length in (1, 2, texts_NL.shape[1]) if length <= texts_NL.shape[1]})
+    return [p_value(cells(texts_NL[:, :length], target.vocab), text_law(target, length)[0], most) for length in lengths]
