@@ -96,7 +96,7 @@ bench: $(VENV)/.stamp  ## host and drafter costs, then upstream's CPU platform b
 .PHONY: test
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@echo "[1/2] unit tests"
-	@$(BIN)/pytest -n auto tests/unit
+	@$(BIN)/pytest -n auto -m "not slow" tests/unit
 	@echo "[2/2] full tests: real engines, one after the other"
 	@$(BIN)/pytest tests/full_tests -m "not slow" --durations=10 -v
 
