@@ -34,6 +34,12 @@ def tiny_llama(tiny: Callable[[str], str]) -> str:
 
 
 @pytest.fixture(scope="session")
+def looping_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama whose text runs in circles."""
+    return tiny_models.save(tiny_models.looping_llama, tmp_path_factory.mktemp("looping"))
+
+
+@pytest.fixture(scope="session")
 def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One `vllm serve` on the tiny Llama for all tests that talk to a server."""
     server = Server(tiny_llama, tmp_path_factory.mktemp("server") / "log.txt")

@@ -1,20 +1,25 @@
 """Generate with one way of drafting and report what it gained; the script that users run.
 
-PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task baseline --osl 512
+PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task ngram --osl 512
 
-Exit status: 0 when the task ran, 1 when it failed (the last line says why), 2 for options that make no sense.
+Exit status: 0 when the task ran and met what was asked of it, 1 when it failed (the last line says why), 2 for options
+that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
 import sys
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
+# The modules beside this one: a script's own folder comes first in the search path.
+from repetitive import repetitive_prompts
+from spec_accuracy import gsm8k_accuracy
+from spec_measure import Setup, compare, measure, stay_in_process
+from spec_report import show
 
 from vllm_gaudi_spec.backends import describe_device
 from vllm_gaudi_spec.demo_model import demo_model_path
@@ -29,37 +34,85 @@ PROMPTS = [
     "Curious George is a",
     "Python 3.11 brings improvements to its",
 ]
-LONGEST_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
-WARMUP_TOKENS = 16
-# Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
-TIE = 1e-4
 
 
-def no_speculation(options: argparse.Namespace) -> dict[str, Any] | None:
-    return None
+@dataclass(frozen=True)
+class Task:
+    method: str | None
+    """vLLM's name for the way of drafting; none for the baseline."""
+    options: tuple[str, ...] = ()
+    """Options of this script that go to vLLM under the same name."""
+    needs_draft_model: bool = False
 
 
-# Task -> what it passes to LLM(speculative_config=...)
-TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Any] | None]] = {
-    "baseline": no_speculation,
+TASKS = {
+    "baseline": Task(None),
+    "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
+    "suffix": Task("suffix"),
 }
+
+RULES = ("strict", "standard", "block", "synthetic")
+DRAFTING = ("greedy", "probabilistic", "coupled")
+
+
+def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the task passes to LLM(speculative_config=...)."""
+    task = TASKS[name]
+    if task.method is None:
+        return None
+    config = {"method": task.method, "num_speculative_tokens": options.num_spec_tokens}
+    config |= {name: getattr(options, name) for name in task.options}
+    if task.needs_draft_model:
+        config["model"] = options.draft_model
+    for word in options.acceptance or ():
+        config["rejection_sample_method" if word in RULES else "draft_sample_method"] = word
+    if options.synthetic_rates:
+        config["synthetic_acceptance_rates"] = options.synthetic_rates
+    return config
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="baseline", choices=list(TASKS), help="how to draft")
-    parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
-    parser.add_argument("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
-    parser.add_argument("--batch_size", type=positive, default=8, help="prompts; the eight fixed ones, repeated")
-    parser.add_argument("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    parser.add_argument("--dtype", help="default: float32 on the CPU, else the model's own")
-    parser.add_argument("--enforce_eager", action="store_true")
-    parser.add_argument("--num_warmups", type=int, default=1, help="short runs before the measured one")
-    parser.add_argument("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--task", default="baseline", choices=list(TASKS), help="how to draft")
+    add("--model", help="Hugging Face id or folder (default: the demo model)")
+    add("--draft_model", help="Hugging Face id or folder, for tasks that need one")
+    add("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
+    add("--batch_size", type=positive, default=8, help="requests at a time; without --prompts also how many there are")
+    add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
+    add("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
+    add("--prompt_lookup_min", type=positive, default=2, help="ngram: the shortest match that counts")
+    add("--prompt_lookup_max", type=positive, default=5, help="ngram: the longest match that is looked for")
+    add(
+        "--acceptance",
+        nargs="+",
+        choices=[*RULES, *DRAFTING],
+        metavar="HOW",
+        help=f"a rule ({', '.join(RULES)}), a drafting mode ({', '.join(DRAFTING)}) or one of each",
+    )
+    add("--synthetic_rates", type=float, nargs="+", metavar="RATE", help="how often the first 1, 2, ... k are accepted")
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0, help="prompt i samples with seed + i")
+    add("--dtype", help="default: float32 on the CPU, else the model's own")
+    add("--enforce_eager", action="store_true")
+    add("--num_warmups", type=int, default=1, help="short runs before the measured one")
+    add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
+    add("--json", type=Path, metavar="FILE", help="write the report there as well")
+    add(
+        "--do_profile",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FOLDER",
+        help="write torch.profiler's trace of the measured run to FOLDER (default: beside --json, else here)",
+    )
+    add("--assert_accept_rate", type=float, metavar="RATE", help="fail when fewer of the drafts are accepted")
+    add("--accuracy_rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
+    add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
+    options = parser.parse_args()
+    if contradiction := contradiction_in(options):
+        parser.error(contradiction)
+    return options
 
 
 def positive(text: str) -> int:
@@ -69,161 +122,94 @@ def positive(text: str) -> int:
     return value
 
 
-# ---- running -----------------------------------------------------------------------------------------
+def contradiction_in(options: argparse.Namespace) -> str | None:
+    task, words = TASKS[options.task], options.acceptance or []
+    if options.draft_model and not task.needs_draft_model:
+        return f"task {options.task} needs no draft model; leave out --draft_model"
+    if task.needs_draft_model and not options.draft_model:
+        return f"task {options.task} needs --draft_model"
+    if len([word for word in words if word in RULES]) > 1 or len([word for word in words if word in DRAFTING]) > 1:
+        return "--acceptance takes one rule and one drafting mode at most"
+    if ("synthetic" in words) != bool(options.synthetic_rates):
+        return "--acceptance synthetic and --synthetic_rates need each other"
+    if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
+        return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"
+    if task.method is None and (words or options.assert_accept_rate is not None):
+        return f"task {options.task} drafts nothing; leave out --acceptance and --assert_accept_rate"
+    if options.limit and options.accuracy_rate is None:
+        return "--limit is for --accuracy_rate"
+    return None
 
 
-def load(task: str, options: argparse.Namespace, device: str) -> LLM:
-    return LLM(
-        model=options.model or demo_model_path(),
-        dtype=options.dtype or ("float32" if device == "cpu" else "auto"),
-        max_model_len=LONGEST_PROMPT + options.osl,
-        max_num_seqs=options.batch_size,
-        enforce_eager=options.enforce_eager,
-        speculative_config=TASKS[task](options),
-        disable_log_stats=False,  # the draft counters are metrics
-    )
-
-
-def generate(llm: LLM, options: argparse.Namespace, max_tokens: int) -> list[Any]:
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(options.batch_size)]
-    sampling = [
-        SamplingParams(temperature=options.temperature, seed=options.seed + i, max_tokens=max_tokens, ignore_eos=True)
-        for i in range(options.batch_size)
-    ]
-    return llm.generate(prompts, sampling)
-
-
-def run(task: str, options: argparse.Namespace, device: dict[str, str]) -> tuple[LLM, list[Any], dict[str, Any]]:
-    """Load, warm up, measure. The engine comes back alive, for a closer look at its answers."""
-    print(f"[{task}] loading", flush=True)
-    llm = load(task, options, device["device"])
-    for _ in range(options.num_warmups):
-        print(f"[{task}] warm-up run", flush=True)
-        generate(llm, options, min(WARMUP_TOKENS, options.osl))
-    print(f"[{task}] measured run: {options.batch_size} x {options.osl} tokens", flush=True)
-    before = draft_counts(llm)
-    started = time.perf_counter()
-    outputs = generate(llm, options, options.osl)
-    latency = time.perf_counter() - started
-    counts = {name: count - before[name] for name, count in draft_counts(llm).items()}
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
-    k = 0 if TASKS[task](options) is None else options.num_spec_tokens
-    report = {
-        "task": task,
-        **device,
-        "k": k,
-        "batch_size": options.batch_size,
-        "latency_s": latency,
-        "tokens_per_s": num_tokens / latency,
-        **acceptance(counts, k),
-        "graphs": steps["graphs"],
-        "host_syncs_per_step": steps["host_syncs_per_step"],
-        "matches_baseline": None,
-        "prompts": [output.prompt for output in outputs],
-        "texts": [output.outputs[0].text for output in outputs],
-    }
-    return llm, outputs, report
-
-
-def draft_counts(llm: LLM) -> dict[str, int]:
-    """vLLM's speculative counters so far, without their prefix; the accepted ones by position as well."""
-    prefix = "vllm:spec_decode_"
-    counts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
-    counts |= {f"accepted_at_{i}": 0 for i in range(64)}
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix(prefix)
-        if name == "num_accepted_tokens_per_pos":
-            for i, value in enumerate(metric.values):
-                counts[f"accepted_at_{i}"] += value
-        elif name in counts:
-            counts[name] += int(metric.value)
-    return counts
-
-
-def acceptance(counts: dict[str, int], k: int) -> dict[str, Any]:
-    drafts, drafted, accepted = (counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    return {
-        "num_drafts": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": accepted,
-        "acc_counts": [counts[f"accepted_at_{i}"] for i in range(k)],
-        "acc_rate": accepted / drafted if drafted else None,
-        "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
-    }
-
-
-# ---- comparing with the baseline -----------------------------------------------------------------------
-
-
-def compare(base_llm: LLM, base: list[Any], outputs: list[Any], temperature: float) -> dict[str, int]:
-    """How many texts equal the baseline's, token by token, up to the first tie."""
-    verdicts = [compare_one(base_llm, *pair, temperature) for pair in zip(base, outputs, strict=True)]
-    return {name: verdicts.count(name) for name in ("equal", "tied", "different")}
-
-
-def compare_one(base_llm: LLM, base: Any, output: Any, temperature: float) -> str:
-    base_ids, ids = list(base.outputs[0].token_ids), list(output.outputs[0].token_ids)
-    if base_ids == ids:
-        return "equal"
-    pairs = zip(base_ids, ids, strict=False)
-    first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
-    # The noise of a sampled token is not to be had from outside, so only greedy ties can be told.
-    if first is None or temperature > 0:
-        return "different"
-    prefix = {"prompt_token_ids": [*base.prompt_token_ids, *base_ids[:first]]}
-    look = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
-    candidates = base_llm.generate(prefix, look, use_tqdm=False)[0].outputs[0].logprobs[0]
-    if base_ids[first] not in candidates or ids[first] not in candidates:
-        return "different"
-    gap = abs(candidates[base_ids[first]].logprob - candidates[ids[first]].logprob)
-    return "tied" if gap <= TIE else "different"
-
-
-# ---- reporting -----------------------------------------------------------------------------------------
-
-
-def show(report: dict[str, Any]) -> None:
-    print(f"\n=== {report['task']} (device {report['device']}, mode {report['mode']}) ===")
-    print(f"k {report['k']}, batch size {report['batch_size']}")
-    print(f"latency              {report['latency_s']:.2f} s")
-    print(f"speed                {report['tokens_per_s']:.1f} tokens/s")
-    if report["k"]:
-        rate = "no drafts" if report["acc_rate"] is None else f"{report['acc_rate']:.3f}"
-        print(f"acc_rate             {rate}")
-        print(f"acc_counts           {report['acc_counts']}")
-        print(f"mean accepted length {report['mean_accepted_length']:.2f}")
-        print(f"num_drafts           {report['num_drafts']}")
-        print(f"num_draft_tokens     {report['num_draft_tokens']}")
-        print(f"num_accepted_tokens  {report['num_accepted_tokens']}")
-    graphs = report["graphs"]
-    print(f"graphs               {graphs['warmup']} in warm-up, {graphs['after_warmup']} after it")
-    print(f"host syncs per step  {report['host_syncs_per_step']:.2f}")
-    if report["matches_baseline"] is not None:
-        print("against baseline     " + ", ".join(f"{n} {name}" for name, n in report["matches_baseline"].items()))
-    for prompt, text in list(zip(report["prompts"], report["texts"], strict=True))[: len(PROMPTS)]:
-        print(f"  {prompt!r}\n    -> {text!r}")
-    print(flush=True)
+class Missed(Exception):
+    """The task ran, but not as well as was asked."""
 
 
 def run_task(options: argparse.Namespace) -> None:
     device = describe_device()
     print(f"device {device['device']}, mode {device['mode']}", flush=True)
-    if options.model and options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
-        raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-    llm, outputs, report = run(options.task, options, device)
+    check_what_is_there(options)
+    if options.do_profile is not None:
+        stay_in_process()
+    setup = Setup(
+        model=options.model or str(demo_model_path()),
+        prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options.batch_size),
+        dtype=options.dtype or ("float32" if device["device"] == "cpu" else "auto"),
+        **{name: getattr(options, name) for name in Setup.OPTIONS},
+    )
+    config = speculative_config(options.task, options)
+    run = measure(options.task, config, setup, trace=trace_file(options))
+    report = run.report | device
     if options.run_base:
-        del llm  # two engines at once would compete for the device
-        gc.collect()
-        base_llm, base_outputs, base_report = run("baseline", options, device)
-        report["matches_baseline"] = compare(base_llm, base_outputs, outputs, options.temperature)
-        report["baseline"] = base_report
-        show(base_report)
+        run.close()  # two engines at once would compete for the device
+        base = measure("baseline", None, setup)
+        report["matches_baseline"] = compare(base, run, options.temperature)
+        report["baseline"] = base.report | device
+        show(report["baseline"])
+        base.close()
     show(report)
+    if options.accuracy_rate is not None:
+        run.close()
+        gc.collect()
+        report["accuracy"] = gsm8k_accuracy(setup, config, options.limit)
+        print(f"GSM8K accuracy       {report['accuracy']:.3f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
+    check_what_was_asked(report, options)
+
+
+def check_what_is_there(options: argparse.Namespace) -> None:
+    """Before a model is loaded."""
+    if options.model and options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
+        raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
+    if options.accuracy_rate is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("--accuracy_rate needs lm-eval: pip install lm-eval, or leave it out")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+
+
+def fixed_prompts(count: int) -> list[str]:
+    return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+
+
+def trace_file(options: argparse.Namespace) -> Path | None:
+    if options.do_profile is None:
+        return None
+    beside = options.json.parent if options.json else Path()
+    folder = beside if options.do_profile == Path() else options.do_profile
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"trace_{options.task}.json.gz"
+
+
+def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) -> None:
+    if (asked := options.assert_accept_rate) is not None:
+        rate = report["acc_rate"]
+        if rate is None:
+            raise Missed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
+        if rate < asked:
+            raise Missed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
+    if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
+        raise Missed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
 
 
 def main() -> int:

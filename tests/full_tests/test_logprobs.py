@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.full_tests.equality import first_difference
+from tests.full_tests.logprob_values import compare
 from tests.full_tests.prompts import PROMPTS
-from tests.full_tests.upstream_reference import Position, collect, upstream
+from tests.full_tests.upstream_reference import collect, upstream
 
 CLOSE = 1e-3
 
@@ -35,32 +36,6 @@ def job(demo_model: str) -> dict[str, Any]:
     return dict(model=demo_model, options=options, requests=requests)
 
 
-def rank_slack(rank: int) -> int:
-    """Among the first tokens ranks are exact. Far down hundreds of tokens lie closer together than float32's rounding
-    of a logit, so there a rank means a neighbourhood."""
-    return rank // 50
-
-
-def compare(name: str, ours: list[Position], theirs: list[Position]) -> list[str]:
-    if len(ours) != len(theirs):
-        return [f"{name}: {len(ours)} positions for {len(theirs)}"]
-    wrong = []
-    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if len(one) != len(other):
-            wrong.append(f"{name}[{index}]: {len(one)} entries for {len(other)}")
-            continue
-        # The last of the asked-for tokens may be another one when two of them tie.
-        strays = set(one) ^ set(other)
-        scores = [(one.get(token) or other[token])[0] for token in strays]
-        if scores and max(scores) - min(scores) > CLOSE:
-            wrong.append(f"{name}[{index}]: other tokens {sorted(strays)}")
-        for token in set(one) & set(other):
-            (score, rank), (their_score, their_rank) = one[token], other[token]
-            if abs(score - their_score) > CLOSE or abs(rank - their_rank) > rank_slack(their_rank):
-                wrong.append(f"{name}[{index}] token {token}: {one[token]} for {other[token]}")
-    return wrong
-
-
 def test_logprobs(job: dict[str, Any], tmp_path: Path) -> None:
     theirs, ours = upstream(job, tmp_path), collect(job)
     names = [f"{params}, prompt of {len(prompt)}" for prompt, params in job["requests"]]
@@ -71,7 +46,7 @@ def test_logprobs(job: dict[str, Any], tmp_path: Path) -> None:
             wrong.append(f"{name}: tokens {one['tokens']} for {other['tokens']}")
             continue
         for part in ("output", "prompt"):
-            wrong += compare(f"{name}, {part}", one[part], other[part])
+            wrong += compare(f"{name}, {part}", one[part], other[part], CLOSE)
         if other["cumulative"] is not None and abs(one["cumulative"] - other["cumulative"]) > 16 * CLOSE:
             wrong.append(f"{name}: cumulative {one['cumulative']} for {other['cumulative']}")
     assert not wrong, f"{len(wrong)} differences\n" + "\n".join(wrong[:20])

@@ -1,92 +1,17 @@
 """A structured-output request that ends by itself always parses: alone among others, and under preemption."""
 
-import json
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jsonschema import validate
-from transformers import AutoTokenizer
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
-from tests.full_tests.engines import engine, generate, preemptions
-from tests.full_tests.prompts import PROMPTS
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "colours": {
-            "type": "array",
-            "items": {"enum": ["red", "green", "blue"]},
-            "minItems": 1,
-            "maxItems": 3,
-        },
-    },
-    "required": ["name", "age", "colours"],
-    "additionalProperties": False,
-}
-NUMBER = r"[1-9][0-9]{2}-[0-9]{4}(; (yes|no|日本)){1,3}"
-CHOICES = ["positive", "negative", "neither of the two"]
-GRAMMAR = """
-root ::= "SELECT " column (", " column)? " FROM " table ";"
-column ::= "id" | "name" | "age"
-table ::= "users" | "orders"
-"""
-STATEMENT = r"SELECT (id|name|age)(, (id|name|age))? FROM (users|orders);"
-
-
-def parses_as_schema(text: str) -> None:
-    validate(json.loads(text), SCHEMA)
-
-
-def matches(pattern: str) -> Callable[[str], None]:
-    def check(text: str) -> None:
-        assert re.fullmatch(pattern, text), text
-
-    return check
-
-
-KINDS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
-    "json": (dict(json=SCHEMA), parses_as_schema),
-    "json_object": (dict(json_object=True), json.loads),
-    "regex": (dict(regex=NUMBER), matches(NUMBER)),
-    "choice": (dict(choice=CHOICES), matches("|".join(CHOICES))),
-    "grammar": (dict(grammar=GRAMMAR), matches(STATEMENT)),
-}
-
-
-def run_mixed(llm: LLM, model: str, count: int) -> dict[str, int]:
-    """Every kind in turn, greedy and sampled, an unconstrained request after each round. Returns how many ended."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    kinds = [*KINDS, None]
-    asked = [kinds[index % len(kinds)] for index in range(count)]
-    prompts, params = [], []
-    for index, kind in enumerate(asked):
-        prompts.append(tokenizer.encode(PROMPTS[index % len(PROMPTS)]))
-        constraint = StructuredOutputsParams(**KINDS[kind][0]) if kind else None
-        temperature = (0.0, 0.7, 1.3)[index % 3]
-        params.append(SamplingParams(temperature=temperature, seed=index, max_tokens=96, structured_outputs=constraint))
-    ended = dict.fromkeys(KINDS, 0)
-    for kind, output in zip(asked, generate(llm, prompts, params), strict=True):
-        completion = output.outputs[0]
-        # vLLM ends a request with an error when a token breaks its grammar, so that would not show below.
-        assert completion.finish_reason in ("stop", "length"), completion
-        if kind and completion.finish_reason == "stop":
-            KINDS[kind][1](completion.text)
-            ended[kind] += 1
-        elif kind == "choice":
-            raise AssertionError(f"a choice needs few tokens and should end: {completion}")
-    return ended
+from tests.full_tests.engines import engine, preemptions
+from tests.full_tests.structured import ask_mixed, check_ended
 
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=64)], ids=["whole", "chunked"])
 def test_ended_requests_parse(options: dict[str, Any], demo_model: str) -> None:
     with engine(demo_model, max_num_seqs=32, kv_cache_memory_bytes=256 << 20, **options) as llm:
-        ended = run_mixed(llm, demo_model, 36)
+        ended = check_ended(ask_mixed(llm, demo_model, 36))
     assert all(count >= 3 for kind, count in ended.items() if kind != "json_object"), ended
 
 
@@ -94,6 +19,6 @@ def test_under_preemption(demo_model: str) -> None:
     """45 KiB of KV a token on the demo model: room for about 500 tokens, where the requests together want thousands."""
     small = dict(max_model_len=256, kv_cache_memory_bytes=24 << 20, block_size=32)
     with engine(demo_model, max_num_seqs=32, **small) as llm:
-        ended = run_mixed(llm, demo_model, 36)
+        ended = check_ended(ask_mixed(llm, demo_model, 36))
         assert preemptions(llm) > 0
     assert all(count >= 3 for kind, count in ended.items() if kind != "json_object"), ended

@@ -84,6 +84,18 @@ def llama(**overrides: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**common(**overrides)))
 
 
+def looping_llama() -> PreTrainedModel:
+    """The next token follows mostly from the last one: greedy text soon runs in circles, which drafters foresee. What
+    stands further back still has a say, but a small one. Its choices are clear, so sampled text repeats as well."""
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30)
+        model.lm_head.weight.mul_(3)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+    return model
+
+
 def mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**common(sliding_window=MISTRAL_WINDOW)))
 

@@ -1,0 +1,66 @@
+"""Engines that draft, and what they drafted for each request."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from vllm import LLM, RequestOutput
+
+from tests.full_tests.engines import counter, engine
+
+
+def ngram(k: int = 3, lookup: tuple[int, int] = (1, 4), **options: Any) -> dict[str, Any]:
+    """Eager to draft: one token seen before is enough."""
+    shortest, longest = lookup
+    return dict(
+        method="ngram",
+        num_speculative_tokens=k,
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=longest,
+        **options,
+    )
+
+
+def suffix(k: int = 3, **options: Any) -> dict[str, Any]:
+    return dict(method="suffix", num_speculative_tokens=k, **options)
+
+
+METHODS = {"ngram": ngram, "suffix": suffix}
+
+
+def custom(name: str, k: int = 3, **options: Any) -> dict[str, Any]:
+    """A drafter out of drafters.py."""
+    model = f"tests.full_tests.drafters.{name}"
+    return dict(method="custom_class", model=model, num_speculative_tokens=k, **options)
+
+
+@contextmanager
+def speculating(model: str, speculative_config: dict[str, Any], **options: Any) -> Iterator[LLM]:
+    """An engine that drafts and keeps account of it, request by request and step by step."""
+    accounts = dict(speculative_config=speculative_config, per_request_spec_decode_metrics="detailed")
+    with engine(model, **accounts, **options) as llm:
+        yield llm
+
+
+class Account(NamedTuple):
+    """The steps of one completion that had something scheduled to verify."""
+
+    drafted: list[int]
+    accepted: list[int]
+
+
+def account(output: RequestOutput, completion: int = 0) -> Account:
+    metrics = output.outputs[completion].spec_decode_metrics
+    if metrics is None:
+        return Account([], [])
+    assert sum(metrics.per_step_drafted) == metrics.num_draft_tokens
+    return Account(list(metrics.per_step_drafted), list(metrics.per_step_accepted))
+
+
+def accounts(outputs: list[RequestOutput]) -> list[Account]:
+    """Of every completion, n > 1 included."""
+    return [account(output, index) for output in outputs for index in range(len(output.outputs))]
+
+
+def accepted(llm: LLM) -> int:
+    return counter(llm, "vllm:spec_decode_num_accepted_tokens")

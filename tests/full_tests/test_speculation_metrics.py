@@ -1,0 +1,71 @@
+"""What is counted: vLLM's counters are the sum of what single requests report, both of real drafts only; a step reads
+from the device once at most."""
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.full_tests import drafters
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.speculation import METHODS, accounts, custom, ngram, speculating
+from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.workload import mixed_requests
+
+PREFIX = "vllm:spec_decode_"
+
+
+def per_position(llm: LLM) -> list[int]:
+    [metric] = [m for m in llm.get_metrics() if m.name == PREFIX + "num_accepted_tokens_per_pos"]
+    return [int(value) for value in metric.values]
+
+
+@pytest.mark.parametrize("small", [{}, dict(kv_cache_memory_bytes=1 << 20, block_size=32)], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("method", METHODS)
+def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int], looping_llama: str) -> None:
+    # vLLM reports nothing for a request that ends by a stop string: those end behind the engine's back.
+    k, requests = 4, [request for request in mixed_requests() if not request.params.stop]
+    with speculating(looping_llama, METHODS[method](k), **small) as llm:
+        steps = accounts(generate(llm, [r.prompt for r in requests], [r.params for r in requests]))
+        totals = [counter(llm, PREFIX + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
+        positions = per_position(llm)
+        assert (preemptions(llm) > 0) == bool(small)
+        report = llm.collective_rpc("step_report")[0]
+    drafted = [n for step in steps for n in step.drafted]
+    accepted = [n for step in steps for n in step.accepted]
+    assert totals == [sum(n > 0 for n in drafted), sum(drafted), sum(accepted)]
+    assert positions == [sum(n > position for n in accepted) for position in range(k)]
+    assert sum(accepted) > 100
+    assert report["steps"] > 20
+    assert report["host_syncs_per_step"] <= 1
+
+
+def test_only_real_drafts_count(tiny_llama: str) -> None:
+    """Two drafts now and then where four are possible: the places that stay empty count for nothing."""
+    prompts = random_prompts([10, 20, 30], VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with engine(tiny_llama) as llm:
+        record = drafters.Record.of(prompts, first_tokens(generate(llm, prompts, params)))
+    script = drafters.play(lambda context, k: record.next(context, 2) if len(context) % 3 == 0 else [])
+    with speculating(tiny_llama, custom("Scripted", 4)) as llm:
+        steps = accounts(generate(llm, prompts, params))
+        totals = [counter(llm, PREFIX + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
+        assert per_position(llm)[2:] == [0, 0]
+    said = [drafts for _, drafts in script.rows() if drafts]
+    assert len(said) > 15
+    # The last of a request's drafts may come too late for a step.
+    assert len(said) - len(prompts) <= totals[0] <= len(said)
+    assert totals[1] == totals[2] <= 2 * totals[0]
+    assert all(n <= 2 for step in steps for n in step.drafted)
+
+
+def test_one_read_per_step(tiny_llama: str) -> None:
+    """Alone, where nearly every step is a decode step."""
+    with speculating(tiny_llama, ngram(4)) as llm:
+        prompt = random_prompts([7], VOCAB)[0] * 4
+        before = llm.collective_rpc("step_report")[0]
+        generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        after = llm.collective_rpc("step_report")[0]
+    steps = after["steps"] - before["steps"]
+    reads = after["host_syncs_per_step"] * after["steps"] - before["host_syncs_per_step"] * before["steps"]
+    assert 20 < steps < 200
+    assert round(reads) <= steps
