@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -33,8 +33,7 @@ class Batch:
     counts: list[int]
     """What the host knows of `num_real_B`: exact for a prompt chunk, the most for a decode, whose drafts the device
     counts."""
-    tables: tuple[torch.Tensor, ...]
-    """int32 [B, W]: block table of each KV cache group."""
+    blocks: Blocks
     single_row_real: int | None = None
     """With one prompt chunk, its real length: known on the host."""
 
@@ -76,42 +75,11 @@ class SampleBatch:
     """int64; padding has the pad row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What the model and its attention layers read, T = B * Q tokens."""
-
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots: tuple[torch.Tensor, ...]
-    """int64 [T], one a KV cache group."""
-    calls: tuple[AttentionCall, ...]
-
-
 def build_inputs(batch: Batch, requests: Requests) -> Inputs:
-    """Look up tokens, positions and KV slots on the device."""
-    rows, queries = batch.shape.rows, batch.shape.queries
-    place_Q = torch.arange(queries, dtype=torch.int32, device=batch.starts_B.device)
-    positions_BQ = batch.starts_B[:, None] + place_Q
-    real_BQ = place_Q < batch.num_real_B[:, None]
-    tokens_BQ = requests.tokens_at(batch.rows_B, positions_BQ)
-    slots, calls = [], []
-    for table, block_size in zip(batch.tables, requests.block_sizes, strict=True):
-        block = table.gather(1, (positions_BQ // block_size).long())
-        offset = positions_BQ % block_size
-        # Block 0 is the pad block: padded tokens write there and nobody reads it.
-        slots.append((torch.where(real_BQ, block, 0) * block_size + offset).flatten().long())
-        calls.append(
-            AttentionCall(
-                num_rows=rows,
-                num_queries=queries,
-                starts_B=batch.starts_B,
-                block_table_BW=table,
-                num_real_queries=batch.single_row_real,
-            )
-        )
-    # Padding may stand past the model's last position, where a rotary table ends: it is token 0 at position 0.
-    tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)
-    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls))
+    """Look up a batch's tokens on the device."""
+    place_Q = torch.arange(batch.shape.queries, dtype=torch.int32, device=batch.starts_B.device)
+    tokens_BQ = requests.tokens_at(batch.rows_B, batch.starts_B[:, None] + place_Q)
+    return rectangle(tokens_BQ, batch.starts_B, batch.num_real_B, batch.blocks, batch.single_row_real)
 
 
 def make_batch(
@@ -140,10 +108,6 @@ def make_batch(
     if not starts_known:
         starts_B = requests.computed_R.index_select(0, rows_B)
         num_real_B = torch.minimum(num_real_B, 1 + requests.num_drafts_R.index_select(0, rows_B))
-    tables = tuple(
-        upload(torch.from_numpy(table[rows_np, : -(-shape.context // block_size)]))
-        for table, block_size in zip(requests.tables_np, requests.block_sizes, strict=True)
-    )
     return Batch(
         shape=shape,
         requests=members,
@@ -153,7 +117,7 @@ def make_batch(
         starts_B=starts_B,
         num_real_B=num_real_B,
         counts=counts,
-        tables=tables,
+        blocks=requests.blocks(rows_np, shape.context),
         single_row_real=counts[0] if starts_known and size == 1 and counts else None,
     )
 

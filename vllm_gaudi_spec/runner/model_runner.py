@@ -14,13 +14,13 @@ from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
+from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Report, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.target_model import TargetModel
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 
@@ -51,7 +51,7 @@ class ModelRunner:
     # --- start-up ---
 
     def load_model(self) -> None:
-        self.target = TargetModel(self.vllm_config, self.backend)
+        self.target = LoadedModel(self.vllm_config, self.backend)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.target.kv_cache_spec()

@@ -11,15 +11,15 @@ from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.batch import Batch
+    from vllm_gaudi_spec.runner.loaded_model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Request
     from vllm_gaudi_spec.runner.sampling import Sampling
-    from vllm_gaudi_spec.runner.target_model import TargetModel
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
 
 
-def collect(batch: Batch, hidden_TH: torch.Tensor, target: TargetModel, sampling: Sampling) -> None:
+def collect(batch: Batch, hidden_TH: torch.Tensor, target: LoadedModel, sampling: Sampling) -> None:
     """Score the prompt tokens that this chunk predicts, for the requests that asked."""
     for index, request in enumerate(batch.requests):
         wanted = request.params.prompt_logprobs
@@ -38,7 +38,7 @@ def collect(batch: Batch, hidden_TH: torch.Tensor, target: TargetModel, sampling
 
 
 def _score(
-    hidden: torch.Tensor, tokens_N: torch.Tensor, wanted: int, target: TargetModel, mode: str
+    hidden: torch.Tensor, tokens_N: torch.Tensor, wanted: int, target: LoadedModel, mode: str
 ) -> LogprobsTensors:
     """The last slice is padded to the size of the others, so that all have one shape."""
     num_real = hidden.shape[0]

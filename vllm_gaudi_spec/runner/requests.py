@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
@@ -161,6 +162,14 @@ class Requests:
             begin = counts[row]
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)
+
+    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
+        """The rows' block tables, on the device, wide enough for `context` tokens."""
+        tables = (
+            self._upload(table[rows_np, : -(-context // size)])
+            for table, size in zip(self.tables_np, self.block_sizes, strict=True)
+        )
+        return Blocks(tuple(tables), tuple(self.block_sizes))
 
     # --- what the device knows ---
 

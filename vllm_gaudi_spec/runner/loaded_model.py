@@ -1,4 +1,4 @@
-"""What the loaded model offers to a step: hidden states for a rectangle of tokens, and logits for chosen rows."""
+"""What a loaded model offers to a step: hidden states for a rectangle of tokens, and logits for chosen rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+    from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import Inputs
 
 
-class TargetModel:
+class LoadedModel:
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
         self.vllm_config = vllm_config
         self.model = get_model(vllm_config=vllm_config)

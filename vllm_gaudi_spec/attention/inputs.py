@@ -1,0 +1,64 @@
+"""What a model and its attention layers read: a rectangle of tokens, where they stand and where their KV goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """T = B * Q tokens, flat as vLLM's model classes take them."""
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    """int64 [T], one a KV cache group."""
+    calls: tuple[AttentionCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The KV blocks of a batch's rows, for each KV cache group."""
+
+    tables: tuple[torch.Tensor, ...]
+    """int32 [B, W]."""
+    sizes: tuple[int, ...]
+    """Tokens in a block."""
+
+
+def rectangle(
+    tokens_BQ: torch.Tensor,
+    starts_B: torch.Tensor,
+    num_real_B: torch.Tensor,
+    blocks: Blocks,
+    single_row_real: int | None = None,
+) -> Inputs:
+    """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
+
+    Padding is token 0 at position 0, since behind a model's last position there is no rotary table to read, and writes
+    to the pad block, block 0, which nobody reads. `single_row_real`: the real length of a rectangle of one row, when
+    the host knows it.
+    """
+    rows, queries = tokens_BQ.shape
+    place_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
+    positions_BQ = starts_B[:, None] + place_Q
+    real_BQ = place_Q < num_real_B[:, None]
+    slots, calls = [], []
+    for table, size in zip(blocks.tables, blocks.sizes, strict=True):
+        block_BQ = table.gather(1, (positions_BQ // size).long())
+        slots.append((torch.where(real_BQ, block_BQ, 0) * size + positions_BQ % size).flatten().long())
+        calls.append(
+            AttentionCall(
+                num_rows=rows,
+                num_queries=queries,
+                starts_B=starts_B,
+                block_table_BW=table,
+                num_real_queries=single_row_real,
+            )
+        )
+    tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)
+    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls))
