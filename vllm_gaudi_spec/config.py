@@ -135,12 +135,15 @@ class Speculation:
         rule, drafting = given.rejection_sample_method, given.draft_sample_method
         if rule == "probabilistic":
             rule, drafting = "standard", "probabilistic"
+        longest = given.max_model_len
+        if given.method not in _WEIGHTLESS_METHODS:
+            longest = given.draft_model_config.max_model_len
         return cls(
             method=given.method,
             num_drafts=given.num_speculative_tokens,
             rule=rule,
             drafting=drafting,
-            drafter_max_len=given.max_model_len,
+            drafter_max_len=longest,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 
@@ -156,7 +159,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
-    if model.runner_type != "generate":
+    if model.runner_type not in ("generate", "draft"):
         yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
     if model.is_multimodal_model:
         yield f"{model.model} takes images, audio or video; use a text-only model."
@@ -209,7 +212,7 @@ MAX_DRAFTS = 16
 
 # Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
 _WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
-_METHODS = (*_WEIGHTLESS_METHODS,)
+_METHODS = (*_WEIGHTLESS_METHODS, "draft_model")
 
 # What nothing here listens to, whatever the method.
 _NO_EFFECT = (

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer
+    from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
 
 
 class _Method(NamedTuple):
@@ -18,6 +18,8 @@ class _Method(NamedTuple):
     """Module and class; imported only when it is picked."""
     arguments: Callable[[VllmConfig, SpeculativeConfig], dict[str, Any]]
     on_device: bool = False
+    has_model: bool = False
+    """Loaded by the runner and handed over as `model`."""
 
 
 def _ngram(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
@@ -33,10 +35,15 @@ def _custom(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
     return {"vllm_config": config, "vocab_size": config.model_config.get_vocab_size()}
 
 
+def _draft_model(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
+    return {"vocab_size": config.model_config.get_vocab_size()}
+
+
 _METHODS = {
     "ngram": _Method("ngram.NgramProposer", _ngram),
     "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram, on_device=True),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
+    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True, has_model=True),
     "custom_class": _Method("custom.CustomProposer", _custom),
 }
 
@@ -46,10 +53,20 @@ def is_on_device(speculation: Speculation) -> bool:
     return _METHODS[speculation.method].on_device
 
 
-def build_proposer(speculation: Speculation, vllm_config: VllmConfig) -> HostProposer | DeviceProposer:
+def has_model(speculation: Speculation) -> bool:
+    """Whether the method's drafter is a model."""
+    return _METHODS[speculation.method].has_model
+
+
+def build_proposer(
+    speculation: Speculation, vllm_config: VllmConfig, model: Model | None
+) -> HostProposer | DeviceProposer:
     method = _METHODS[speculation.method]
     module, name = method.where.split(".")
     proposer = getattr(import_module(f"{__name__}.{module}"), name)
     assert vllm_config.speculative_config is not None
-    built: HostProposer | DeviceProposer = proposer(**method.arguments(vllm_config, vllm_config.speculative_config))
+    arguments = method.arguments(vllm_config, vllm_config.speculative_config)
+    if method.has_model:
+        arguments["model"] = model
+    built: HostProposer | DeviceProposer = proposer(**arguments)
     return built

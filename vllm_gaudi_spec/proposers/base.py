@@ -8,13 +8,16 @@ B rows of a batch, K drafts at most, R rows of the request state, M tokens of hi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
+    from vllm_gaudi_spec.sample.drafting import Drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class DraftRequest:
     """int32: the most drafts that a row has use for, 0 to K."""
     num_drafts: int
     """K."""
+    blocks: Blocks
+    """The rows' KV blocks, with room for the drafts of all but the last place."""
+    choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
+    """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] behind which they
+    stand, to drafts: as the configuration says, with the rows' temperatures and filters."""
 
 
 class Drafts(NamedTuple):
@@ -60,9 +68,27 @@ class Drafts(NamedTuple):
     """int32; behind a row's `num_drafts` anything that is a token."""
     num_drafts_B: torch.Tensor
     """int32: at most `num_wanted_B`."""
+    probs_BKV: torch.Tensor | None = None
+    """float32: the law each draft was drawn from, where drafting is probabilistic."""
 
 
 class DeviceProposer(Protocol):
-    def propose(self, request: DraftRequest) -> Drafts:
-        """Static shapes, no wait for the device."""
+    """Static shapes, no wait for the device."""
+
+    def follow(self, chunk: Inputs) -> None:
+        """A prompt chunk that the target has computed; the drafter may want to read it as well."""
+        ...
+
+    def propose(self, request: DraftRequest) -> Drafts: ...
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Hidden states [T, H]; KV of all T tokens is written."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, V]."""
         ...

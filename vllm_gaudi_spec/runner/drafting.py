@@ -9,34 +9,29 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
-import numpy as np
-import torch
-from vllm.v1.outputs import DraftTokenIds
+from vllm.config import replace
 
-from vllm_gaudi_spec.proposers import build_proposer, is_on_device
-from vllm_gaudi_spec.proposers.base import Context, DeviceProposer, DraftRequest, Drafts, HostProposer
+from vllm_gaudi_spec.proposers import build_proposer, has_model, is_on_device
+from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.drafter_state import DrafterState
+from vllm_gaudi_spec.runner.host_drafting import HostDrafting
+from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+    from vllm.v1.outputs import DraftTokenIds
 
+    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.runner.batch import SampleBatch
+    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.sample.verdict import Verdict
-
-
-def load_drafting(
-    speculation: Speculation, vllm_config: VllmConfig, requests: Requests, recorder: StepRecorder
-) -> Drafting:
-    """The drafter that the configuration names."""
-    split = LengthSplit(requests.backend, requests.pad_row, speculation, vllm_config.model_config.max_model_len)
-    proposer = build_proposer(speculation, vllm_config)
-    if is_on_device(speculation):
-        return DeviceDrafting(cast(DeviceProposer, proposer), split, requests, recorder, speculation.num_drafts)
-    return HostDrafting(cast(HostProposer, proposer), split, requests, speculation.num_drafts)
+    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 class Drafting(Protocol):
@@ -48,7 +43,15 @@ class Drafting(Protocol):
         """The most drafts that the device may have for a request, of those that were scheduled."""
         ...
 
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, most: int) -> Drafts | None:
+    def follow(self, batch: Batch) -> None:
+        """A batch that the target has computed."""
+        ...
+
+    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        """float32 [B, K, V]: the laws of the rows' drafts, where drafting is probabilistic."""
+        ...
+
+    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         """Behind the verdict, on the device. `lengths_B`: known tokens of each row; `most` drafts a row at most."""
         ...
 
@@ -60,149 +63,39 @@ class Drafting(Protocol):
         """What was drafted behind a step that lies on the host."""
         ...
 
-    def signatures(self, num_rows: int) -> Iterator[Hashable]: ...
+    def signatures(self, sampling: Sampling) -> Iterator[Hashable]: ...
 
 
-class DeviceDrafting:
-    def __init__(
-        self,
-        proposer: DeviceProposer,
-        split: LengthSplit,
-        requests: Requests,
-        recorder: StepRecorder,
-        num_drafts: int,
-    ) -> None:
-        self._proposer = proposer
-        self._split = split
-        self._requests = requests
-        self._recorder = recorder
-        self._num_drafts = num_drafts
-
-    def apply(self, requests: Requests) -> None:
-        for request in requests.admitted:
-            self._split.admit(request.row, request.params, request.num_prompt)
-
-    def most(self, request: Request, num_scheduled: int) -> int:
-        # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
-        shortest = np.array([request.num_computed + 1 - self._num_drafts], dtype=np.int32)
-        return int(self._split.wanted_np(np.array([request.row]), shortest, num_scheduled)[0])
-
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, most: int) -> Drafts | None:
-        if not most:
-            return None
-        num_rows = len(batch.rows_np)
-        self._recorder.saw(_signature(num_rows))
-        drafts = self._proposer.propose(
-            DraftRequest(
-                rows_B=batch.rows_B,
-                history_RM=self._requests.history_RM,
-                lengths_B=lengths_B,
-                num_wanted_B=self._split.wanted(batch.rows_np, lengths_B, most),
-                num_drafts=self._num_drafts,
-            )
-        )
-        self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
-        return drafts
-
-    def propose_behind(self, step: Step, most: int) -> None:
-        """It is done."""
-
-    def drafts_of(self, step: Step) -> DraftTokenIds:
-        names = [request.req_id for request in step.requests]
-        if step.drafts is None:
-            return DraftTokenIds(names, [[] for _ in names])
-        tokens, counts = step.drafts.tokens_BK.tolist(), step.drafts.num_drafts_B.tolist()
-        return DraftTokenIds(names, [row[:count] for row, count, _ in zip(tokens, counts, names, strict=False)])
-
-    def signatures(self, num_rows: int) -> Iterator[Hashable]:
-        yield _signature(num_rows)
-
-
-def _signature(num_rows: int) -> Hashable:
-    return ("draft", num_rows)
-
-
-class HostDrafting:
-    """Keeps a copy of the token histories on the host, brought up to date by each step's read."""
-
-    def __init__(self, proposer: HostProposer, split: LengthSplit, requests: Requests, num_drafts: int) -> None:
-        self._proposer = proposer
-        self._split = split
-        self._requests = requests
-        self._num_drafts = num_drafts
-        self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
-        self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
-        self._drafts: dict[str, list[int]] = {}
-
-    def apply(self, requests: Requests) -> None:
-        for request in requests.admitted:
-            self._split.admit(request.row, request.params, request.num_prompt)
-            self._history_np[request.row, : len(request.known)] = request.known
-            self._lengths_np[request.row] = len(request.known)
-        if requests.ended:
-            self._proposer.forget(requests.ended)
-
-    def most(self, request: Request, num_scheduled: int) -> int:
-        return num_scheduled
-
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, most: int) -> Drafts | None:
+def load_drafter(speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend) -> LoadedModel | None:
+    """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
+    if not has_model(speculation):
         return None
+    return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model")
 
-    def propose_behind(self, step: Step, most: int) -> None:
-        self._drafts = {}
-        if step.verdict is None:
-            return
-        rows_np = np.array([request.row for request in step.requests], dtype=np.int64)
-        self._append(rows_np, step.verdict)
-        lengths_np = self._lengths_np[rows_np]
-        wanted_np = self._split.wanted_np(rows_np, lengths_np, most)
-        chosen = np.flatnonzero(wanted_np).tolist()
-        if not chosen:
-            return
-        contexts = [
-            Context(
-                step.requests[index].req_id,
-                self._history_np[rows_np[index], : lengths_np[index]],
-                step.requests[index].num_prompt,
-                int(wanted_np[index]),
-            )
-            for index in chosen
-        ]
-        answers = self._proposer.propose(contexts)
-        self._drafts = {
-            context.req_id: list(answer) for context, answer in zip(contexts, answers, strict=True) if len(answer)
-        }
-        if self._drafts:
-            self._put(rows_np, lengths_np, [self._drafts.get(request.req_id, []) for request in step.requests])
 
-    def _append(self, rows_np: np.ndarray, verdict: Verdict) -> None:
-        tokens_np = verdict.tokens_BQ.numpy()[: len(rows_np)]
-        counts_np = verdict.num_sampled_B.numpy()[: len(rows_np)]
-        place = np.arange(tokens_np.shape[1])
-        new = place < counts_np[:, None]
-        target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
-        self._history_np.reshape(-1)[target[new]] = tokens_np[new]
-        self._lengths_np[rows_np] += counts_np
+def draft_config(vllm_config: VllmConfig) -> VllmConfig:
+    """vLLM's configuration as it is for the drafter's model."""
+    given = vllm_config.speculative_config
+    assert given is not None
+    parallel = replace(given.draft_parallel_config, rank=vllm_config.parallel_config.rank)
+    own = replace(vllm_config, quant_config=None, model_config=given.draft_model_config, parallel_config=parallel)
+    return given.apply_draft_overrides(own)
 
-    def _put(self, rows_np: np.ndarray, lengths_np: np.ndarray, drafts: list[list[int]]) -> None:
-        """Upload, in the shape of a whole bucket so that it is the same program in every step."""
-        num_rows = len(self._history_np)
-        all_rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
-        all_rows_np[: len(rows_np)] = rows_np
-        small = np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
-        small[: len(rows_np), 0] = lengths_np
-        for row, answer in zip(small, drafts, strict=False):
-            row[1] = len(answer)
-            row[2 : 2 + len(answer)] = answer
-        upload = self._requests.backend.upload
-        device = upload(torch.from_numpy(small))
-        self._requests.put_drafts(
-            upload(torch.from_numpy(all_rows_np)), device[:, 0], Drafts(device[:, 2:], device[:, 1])
-        )
 
-    def drafts_of(self, step: Step) -> DraftTokenIds:
-        names = [request.req_id for request in step.requests]
-        return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
-
-    def signatures(self, num_rows: int) -> Iterator[Hashable]:
-        return iter(())
+def load_drafting(
+    speculation: Speculation,
+    vllm_config: VllmConfig,
+    requests: Requests,
+    recorder: StepRecorder,
+    shapes: Shapes,
+    model: LoadedModel | None,
+) -> Drafting:
+    """The drafter that the configuration names."""
+    target = vllm_config.model_config
+    split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
+    proposer = build_proposer(speculation, vllm_config, model)
+    if not is_on_device(speculation):
+        return HostDrafting(cast(HostProposer, proposer), split, requests, speculation.num_drafts)
+    vocab_size = target.get_vocab_size()
+    state = None if model is None else DrafterState(requests, speculation, vocab_size)
+    return DeviceDrafting(cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, state)

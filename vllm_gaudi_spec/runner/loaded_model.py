@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+    def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, prefix: str = "") -> None:
         self.vllm_config = vllm_config
-        self.model = get_model(vllm_config=vllm_config)
+        self.model = get_model(vllm_config=vllm_config, prefix=prefix)
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
 

@@ -11,7 +11,7 @@ from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar, prompt_logprobs
 from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
-from vllm_gaudi_spec.runner.drafting import Drafting, load_drafting
+from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
@@ -52,6 +52,7 @@ class ModelRunner:
 
     def load_model(self) -> None:
         self.target = LoadedModel(self.vllm_config, self.backend)
+        self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend) if self.speculation else None
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.target.kv_cache_spec()
@@ -61,7 +62,9 @@ class ModelRunner:
         device = self.backend.torch_device
         self.shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, self.num_drafts)
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, device)
-        self.target.bind_groups(self.kv_cache.layer_groups)
+        for loaded in (self.target, self.drafter):
+            if loaded is not None:
+                loaded.bind_groups(self.kv_cache.layer_groups)
         self.requests = Requests(
             self.backend,
             max_rows=self.max_rows,
@@ -77,7 +80,9 @@ class ModelRunner:
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
         if self.speculation is not None:
-            self.drafting = load_drafting(self.speculation, self.vllm_config, self.requests, self.recorder)
+            self.drafting = load_drafting(
+                self.speculation, self.vllm_config, self.requests, self.recorder, self.shapes, self.drafter
+            )
 
     def warm_up(self) -> None:
         given = self.options.warmup_tokens
@@ -150,6 +155,8 @@ class ModelRunner:
         hidden_TH = self.target.forward(build_inputs(batch, self.requests))
         prompt_logprobs.collect(batch, hidden_TH, self.target, self.sampling)
         self.landing.put(batch, hidden_TH)
+        if self.drafting is not None:
+            self.drafting.follow(batch)
         # What samples moves on in `finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(batch.rows_B, batch.starts_B + batch.num_real_B)
 
@@ -175,6 +182,7 @@ class ModelRunner:
             positions_BQ,
             batch.rows_B,
             num_drafts_B,
+            self.drafting.probs(batch.rows_B) if self.drafting and num_queries > 1 else None,
             self.requests,
             inputs,
             self.rule,
@@ -187,7 +195,7 @@ class ModelRunner:
         if self.drafting is not None:
             step.num_drafts_B = num_drafts_B
             lengths_B = positions_BQ[:, 0] + 1 + verdict.num_sampled_B
-            step.drafts = self.drafting.propose(batch, lengths_B, most)
+            step.drafts = self.drafting.propose(batch, lengths_B, inputs, most)
         return step
 
     def step_report(self) -> dict[str, object]:

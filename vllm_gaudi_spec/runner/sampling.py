@@ -55,6 +55,10 @@ class Branch(NamedTuple):
     num_logprobs: int = 0
     """and of so many of the likeliest."""
 
+    def of_drafting(self) -> Branch:
+        """What a drafter does of it: it samples inside a request's support, and leaves the rest to the target."""
+        return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
+
     @classmethod
     def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
@@ -197,8 +201,11 @@ class Sampling:
         """What a captured finish depends on."""
         return (len(batch.rows_np), batch.num_queries, branch, self.rules.shape if branch.ruled else None)
 
+    def branches(self) -> Iterator[Branch]:
+        return Branch.every(self.vocab_size, self.logprob_counts)
+
     def every_signature(self, num_rows: int, num_queries: int) -> Iterator[Hashable]:
-        for branch in Branch.every(self.vocab_size, self.logprob_counts):
+        for branch in self.branches():
             yield (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
 
 

@@ -69,6 +69,9 @@ class Shapes:
         """The bucket for so many rows that sample in one step."""
         return _fit(self.decode_rows, num_rows)
 
+    def fit_context(self, num_tokens: int) -> int:
+        return _fit(self.contexts, num_tokens)
+
     def decode(self, num_rows: int, num_queries: int, context: int) -> Shape:
         return Shape("decode", _fit(self.decode_rows, num_rows), num_queries, _fit(self.contexts, context))
 

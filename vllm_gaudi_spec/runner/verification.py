@@ -6,14 +6,15 @@ it as if they had been sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
+from vllm_gaudi_spec.sample import block, standard, strict, synthetic
 from vllm_gaudi_spec.sample import logits as edit
-from vllm_gaudi_spec.sample import strict, synthetic
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
@@ -22,20 +23,24 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import SamplingInputs
+    from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
     from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+class Drafted(NamedTuple):
+    """What is to be verified."""
+
+    tokens_BK: torch.Tensor
+    num_drafts_B: torch.Tensor
+    probs_BKV: torch.Tensor | None
+    """float32: the laws that the drafts were drawn from, where drafting is probabilistic."""
 
 
 class Rule(Protocol):
     """An acceptance rule over processed logits."""
 
     def __call__(
-        self,
-        logits_BQV: torch.Tensor,
-        positions_BQ: torch.Tensor,
-        drafts_BK: torch.Tensor,
-        num_drafts_B: torch.Tensor,
-        inputs: SamplingInputs,
+        self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, drafted: Drafted, inputs: SamplingInputs
     ) -> Verdict: ...
 
 
@@ -50,38 +55,60 @@ class Verified(NamedTuple):
 def choose_rule(speculation: Speculation | None, device: torch.device) -> Rule:
     """Drafts without a law are one-hot, and for those standard, block and strict have one and the same law: all run
     strict, which is the only one that keeps a seeded request's tokens."""
-    if speculation is not None and speculation.rule == "synthetic":
-        rates_K = torch.tensor(speculation.synthetic_rates, dtype=torch.float32, device=device)
-        return partial(_synthetic, rates_K=rates_K)
+    if speculation is None:
+        return _strict
+    if speculation.rule == "synthetic":
+        return partial(_synthetic, rates_K=torch.tensor(speculation.synthetic_rates, device=device))
+    if speculation.drafting == "probabilistic" and speculation.rule != "strict":
+        return partial(_by_law, {"standard": standard.verify, "block": block.verify}[speculation.rule])
     return _strict
 
 
-def _strict(
-    logits_BQV: torch.Tensor,
-    positions_BQ: torch.Tensor,
-    drafts_BK: torch.Tensor,
-    num_drafts_B: torch.Tensor,
-    inputs: SamplingInputs,
-) -> Verdict:
+def _strict(logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, drafted: Drafted, inputs: SamplingInputs) -> Verdict:
     if inputs.branch.random:
         sampled_BQ = strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
     else:
         sampled_BQ = strict.sample_greedy(logits_BQV)
-    return strict.verify(sampled_BQ, drafts_BK, num_drafts_B)
+    return strict.verify(sampled_BQ, drafted.tokens_BK, drafted.num_drafts_B)
+
+
+def _by_law(
+    verify: Callable[..., Verdict],
+    logits_BQV: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    drafted: Drafted,
+    inputs: SamplingInputs,
+) -> Verdict:
+    if not inputs.branch.random or drafted.probs_BKV is None or not drafted.tokens_BK.shape[1]:
+        return _strict(logits_BQV, positions_BQ, drafted, inputs)
+    return verify(
+        logits_BQV,
+        drafted.probs_BKV,
+        drafted.tokens_BK,
+        drafted.num_drafts_B,
+        inputs.floats["temperature"],
+        inputs.keys_B2,
+        positions_BQ,
+    )
 
 
 def _synthetic(
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    drafts_BK: torch.Tensor,
-    num_drafts_B: torch.Tensor,
+    drafted: Drafted,
     inputs: SamplingInputs,
     rates_K: torch.Tensor,
 ) -> Verdict:
-    if not drafts_BK.shape[1]:
-        return _strict(logits_BQV, positions_BQ, drafts_BK, num_drafts_B, inputs)
+    if not drafted.tokens_BK.shape[1]:
+        return _strict(logits_BQV, positions_BQ, drafted, inputs)
     return synthetic.verify(
-        logits_BQV, drafts_BK, num_drafts_B, rates_K, inputs.floats["temperature"], inputs.keys_B2, positions_BQ
+        logits_BQV,
+        drafted.tokens_BK,
+        drafted.num_drafts_B,
+        rates_K,
+        inputs.floats["temperature"],
+        inputs.keys_B2,
+        positions_BQ,
     )
 
 
@@ -90,6 +117,7 @@ def verify(
     positions_BQ: torch.Tensor,
     rows_B: torch.Tensor,
     num_drafts_B: torch.Tensor,
+    draft_probs_BKV: torch.Tensor | None,
     requests: Requests,
     inputs: SamplingInputs,
     rule: Rule,
@@ -98,8 +126,8 @@ def verify(
 ) -> Verified:
     """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
     raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
-    drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
-    verdict = rule(logits_BQV, positions_BQ, drafts_BK, num_drafts_B, inputs)
+    drafted = Drafted(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
+    verdict = rule(logits_BQV, positions_BQ, drafted, inputs)
     branch = inputs.branch
     if not (branch.reported or branch.scored):
         return Verified(verdict, None, None)
@@ -153,12 +181,18 @@ def _process(
         edit.apply_temperature(logits_BQV, floats["temperature"])
         if custom is not None:
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
-        _filter(logits_BQV, inputs)
+        _filter(logits_BQV, inputs, branch)
     return raw
 
 
-def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs) -> None:
-    branch, top_p_B = inputs.branch, inputs.floats["top_p"]
+def restrict(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> None:
+    """Temperature and filters alone, in place: what a drafter applies."""
+    edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
+    _filter(logits_BQV, inputs, branch)
+
+
+def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> None:
+    top_p_B = inputs.floats["top_p"]
     if branch.min_p:
         edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
     if branch.top_k == logits_BQV.shape[-1]:

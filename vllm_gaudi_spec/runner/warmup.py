@@ -29,8 +29,8 @@ def manifest(shapes: Shapes, sampling: Sampling, drafting: Drafting | None) -> s
     signatures: set[Hashable] = set(shapes.all())
     for num_rows, num_queries in product(shapes.decode_rows, shapes.decode_queries):
         signatures.update(sampling.every_signature(num_rows, num_queries))
-        if drafting is not None:
-            signatures.update(drafting.signatures(num_rows))
+    if drafting is not None:
+        signatures.update(drafting.signatures(sampling))
     return signatures
 
 

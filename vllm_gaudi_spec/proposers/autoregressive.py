@@ -1,0 +1,70 @@
+"""A drafter that is a model: k steps of it behind each verdict, as one loop of static shapes.
+
+Its KV stands beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
+written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
+then. The first call of a round therefore always takes the two newest tokens, and at times writes the same KV again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.proposers.base import Model
+
+NUM_NEWEST = 2
+"""Tokens that the first call takes."""
+
+
+class AutoregressiveProposer:
+    def __init__(self, model: Model, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+
+    def follow(self, chunk: Inputs) -> None:
+        self._model.forward(chunk)
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        wanted_B, lengths_B = request.num_wanted_B, request.lengths_B
+        hidden_BH = self._read_newest(request)
+        drafted = []
+        for place in range(request.num_drafts):
+            drafted.append(request.choose(self._logits(hidden_BH), lengths_B - 1 + place))
+            if place + 1 < request.num_drafts:
+                goes_on_B = wanted_B > place + 1
+                hidden_BH = self._forward(request, drafted[place].tokens_B[:, None], lengths_B + place, goes_on_B.int())
+        probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
+        return Drafts(
+            torch.stack([draft.tokens_B for draft in drafted], dim=1),
+            wanted_B,
+            torch.stack(probs, dim=1) if probs else None,
+        )
+
+    def _read_newest(self, request: DraftRequest) -> torch.Tensor:
+        """Hidden states behind each row's newest token."""
+        drafts_B = request.num_wanted_B > 0
+        first_B = torch.where(drafts_B, request.lengths_B - NUM_NEWEST, 0)
+        place = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
+        index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + place
+        tokens_BN = request.history_RM.view(-1).index_select(0, index.flatten()).view(index.shape)
+        hidden = self._forward(request, tokens_BN, first_B, drafts_B.int() * NUM_NEWEST)
+        return hidden.view(*index.shape, -1).select(1, NUM_NEWEST - 1)
+
+    def _forward(
+        self, request: DraftRequest, tokens_BN: torch.Tensor, starts_B: torch.Tensor, num_real_B: torch.Tensor
+    ) -> torch.Tensor:
+        # A row that has no draft here stands at position 0 and writes to the pad block.
+        starts_B = torch.where(num_real_B > 0, starts_B, 0)
+        return self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks))
+
+    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """float32 [B, V] in the target's ids. Output matrices are often padded, each model's to a size of its own."""
+        logits = self._model.logits(hidden_BH)[:, : self._vocab_size]
+        missing = self._vocab_size - logits.shape[1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -1,0 +1,445 @@
+"""The byte string that each token of a tokenizer stands for, and what its special tokens are for.
+
+The tokenizer's own decoder says how a token is spelled, never the model's name:
+
+* Byte-level BPE (GPT-2's alphabet of printable signs; converted tiktoken vocabularies too): each sign is one byte.
+* SentencePiece, BPE or Unigram: `▁` is a space, `<0x0A>` is that byte where the decoder knows byte fallback. Many add
+  a space in front of a text. It belongs to the first token as to any other; see `Vocabulary.leading_space`.
+* WordPiece: `##` continues a word and is not part of the text. Any other token starts a word, and whether a space
+  stood before it is not in the ids. It stands for what the decoder writes anywhere but at the start of a text: a
+  space and the word, or the sign alone where the decoder takes that space away again ("," and the like).
+* tiktoken and mistral-common (Tekken) objects are asked for their bytes.
+* A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: nothing in
+  them says how they are spelled.
+
+Added tokens stand for their literal text. Special tokens stand for no text; they have roles and names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """A tokenizer as its model uses it."""
+
+    tokenizer: Any
+    """Of transformers, or an object that has as much of its interface as the functions here ask for."""
+    end_ids: tuple[int, ...] = ()
+    """What the model's configurations name as the end of a generation, besides the tokenizer's own eos."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What special tokens are for. A token may have several roles, as the pad token that is the eos token."""
+
+    bos: int | None = None
+    end_of_turn: int | None = None
+    """The one that the chat template writes behind an answer."""
+    eos: tuple[int, ...] = ()
+    """All others that end a generation, the tokenizer's own first."""
+    pad: int | None = None
+    unk: int | None = None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.eos if self.end_of_turn is None else (self.end_of_turn, *self.eos)
+
+    def of(self, token_id: int) -> set[str]:
+        """The end of a turn and the end of a text are both an end: models differ in which of them they know."""
+        held = {"bos": (self.bos,), "end": self.ends, "pad": (self.pad,), "unk": (self.unk,)}
+        return {role for role, ids in held.items() if token_id in ids}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    bytes_by_id: tuple[bytes | None, ...]
+    """None for special tokens, for tokens without text, and for ids that the tokenizer leaves out."""
+    id_by_bytes: dict[bytes, int]
+    """Of several tokens with the same bytes the one that the tokenizer emits for them."""
+    special_names: dict[int, str]
+    roles: Roles
+    leading_space: bool
+    """The tokenizer puts a space in front of a text: its tokens spell one byte more than the text."""
+
+
+def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
+    """The tokenizer that belongs to a model, with the end tokens that the model's configurations name."""
+    from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what is raised depends on which file is missing or odd, and on remote code
+        raise UnsupportedConfigError(
+            f"Universal drafting needs the tokenizers of both models, and that of {path} can not be loaded: {error}. "
+            f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json)."
+        ) from error
+    ends: list[int] = []
+    # Many models have no generation config, and a folder of a test or of a tokenizer alone has neither.
+    with contextlib.suppress(OSError, ValueError):
+        ends += _as_ids(GenerationConfig.from_pretrained(path, revision=revision).eos_token_id)
+    with contextlib.suppress(OSError, ValueError):
+        config, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+        ends += _as_ids(config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id")))
+    return ModelTokenizer(tokenizer, tuple(dict.fromkeys(ends)))
+
+
+def read_vocabulary(model: ModelTokenizer) -> Vocabulary:
+    pieces = _read_pieces(model.tokenizer)
+    roles = _roles(model, pieces)
+    # A role can belong to a token that nobody marked as special; it is one all the same. An ordinary word among the end
+    # tokens ("stop at a line break") stays a word.
+    special = pieces.special | {i: text for i, text in pieces.added.items() if roles.of(i)}
+    by_id = list(pieces.by_id)
+    for token_id in special:
+        if token_id < len(by_id):
+            by_id[token_id] = None
+    emitted = _emitted(pieces, by_id)
+    return Vocabulary(
+        bytes_by_id=tuple(by_id),
+        id_by_bytes=emitted,
+        special_names=special,
+        roles=roles,
+        leading_space=_spell(by_id, pieces.encode("a")) == b" a",
+    )
+
+
+def content_hash(model: ModelTokenizer) -> str:
+    """Equal for tokenizers that read and write alike. Cheaper than reading the vocabulary."""
+    tokenizer = model.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = hashlib.sha256(backend.to_str().encode())
+    else:
+        content = hashlib.sha256()
+        for piece in _read_pieces(tokenizer).by_id:
+            content.update(b"-" if piece is None else b"%d:%b" % (len(piece), piece))
+    # What stands outside the tokenizer's file and decides on roles.
+    names = [getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk")]
+    special = sorted(getattr(tokenizer, "all_special_ids", ()))
+    template = getattr(tokenizer, "chat_template", None)
+    content.update(json.dumps([names, special, template, model.end_ids], default=str).encode())
+    return content.hexdigest()
+
+
+# ---- families ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pieces:
+    by_id: list[bytes | None]
+    special: dict[int, str]
+    """Id -> literal text."""
+    added: dict[int, str]
+    """All added tokens, the special ones among them."""
+    fallback: frozenset[int]
+    """Tokens for a single byte, which SentencePiece uses only where no other token fits."""
+    encode: Callable[[str], Sequence[int]]
+
+
+def _read_pieces(tokenizer: Any) -> _Pieces:
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        return _fast_pieces(tokenizer)
+    if hasattr(tokenizer, "sp_model"):
+        return _sentencepiece_pieces(tokenizer)
+    for part in _inner_parts(tokenizer):
+        if hasattr(part, "decode_single_token_bytes"):
+            names = {part.encode_single_token(name): name for name in part.special_tokens_set}
+            return _asked_pieces(tokenizer, part.decode_single_token_bytes, names)
+        if hasattr(part, "id_to_byte_piece"):
+            return _asked_pieces(tokenizer, part.id_to_byte_piece, {})
+    raise _unreadable(
+        tokenizer, "it is a slow tokenizer that is neither a SentencePiece model nor tiktoken nor mistral-common"
+    )
+
+
+def _fast_pieces(tokenizer: Any) -> _Pieces:
+    backend = tokenizer.backend_tokenizer
+    ids = backend.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise _unreadable(tokenizer, "its vocabulary is empty")
+    tokens: list[str | None] = [None] * (max(ids.values()) + 1)
+    for token, token_id in ids.items():
+        tokens[token_id] = token
+    added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+    special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    special |= {i: tokens[i] or "" for i in tokenizer.all_special_ids if i < len(tokens)}
+    # Such a token is in no alphabet: its signs are its text.
+    literal = {i for i, text in added.items() if backend.model.token_to_id(text) is None}
+    steps = _spelling(tokenizer)
+    by_id, fallback = _spelled(tokenizer, tokens, steps, literal)
+    return _Pieces(
+        by_id=by_id,
+        special=special,
+        added=added | special,
+        fallback=fallback,
+        encode=lambda text: backend.encode(text, add_special_tokens=False).ids,
+    )
+
+
+def _sentencepiece_pieces(tokenizer: Any) -> _Pieces:
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    by_id, fallback = _spelled(tokenizer, tokens, [{"type": "Metaspace"}, {"type": "ByteFallback"}], set())
+    special = {i: tokens[i] for i in tokenizer.all_special_ids if i < len(tokens)}
+    return _Pieces(
+        by_id=by_id,
+        special=special,
+        added=added | special,
+        fallback=fallback,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+
+
+def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int, str]) -> _Pieces:
+    """For vocabularies that hold bytes; `special` are those that the wrapper may not know of."""
+    by_id: list[bytes | None] = []
+    for token_id in range(len(tokenizer)):
+        # tiktoken has a KeyError for ids in the gaps of a vocabulary; a wrapper may hold more tokens than it wraps.
+        try:
+            by_id.append(ask(token_id) or None)
+        except (KeyError, IndexError, ValueError):
+            by_id.append(None)
+    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    for token_id, text in added.items():
+        if token_id < len(by_id) and by_id[token_id] is None:
+            by_id[token_id] = text.encode()
+    special = special | {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
+    return _Pieces(
+        by_id=by_id,
+        special=special,
+        added=added | special,
+        fallback=frozenset(),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+
+
+def _inner_parts(tokenizer: Any) -> Iterator[Any]:
+    """Where wrappers keep what they wrap."""
+    yield tokenizer
+    for path in ("tokenizer", "_tokenizer", "model", "encoding", "tokenizer.instruct_tokenizer.tokenizer"):
+        part = tokenizer
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if part is not None:
+            yield part
+
+
+# ---- spelling ------------------------------------------------------------------------------------------
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# What the WordPiece decoder does to each token, in its order.
+_CLEANUP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+
+def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
+    """The steps of the tokenizer's decoder. Without one, its pre-tokenizer and normalizer tell what to undo."""
+    backend = tokenizer.backend_tokenizer
+    steps = list(_flat(backend.decoder))
+    if steps:
+        return steps
+    for step in [*_flat(backend.pre_tokenizer), *_flat(backend.normalizer)]:
+        undo: dict[str, Any] | None = None
+        if step["type"] in ("ByteLevel", "Metaspace"):
+            undo = step
+        elif step["type"] == "Replace" and step["pattern"] == {"String": " "}:
+            undo = {"type": "Replace", "pattern": {"String": step["content"]}, "content": " "}
+        if undo is not None:
+            return [undo, {"type": "ByteFallback"}] if getattr(backend.model, "byte_fallback", False) else [undo]
+    raise _unreadable(tokenizer, "its tokenizer.json has no decoder and no pre-tokenizer that says what a space is")
+
+
+def _flat(component: Any) -> Iterator[dict[str, Any]]:
+    """A component's JSON, sequences taken apart."""
+    if component is not None:
+        todo = [json.loads(component.__getstate__())]
+        while todo:
+            step = todo.pop(0)
+            inner = [step[key] for key in ("decoders", "pretokenizers", "normalizers") if key in step]
+            if inner:
+                todo = [*inner[0], *todo]
+            elif step.get("type"):
+                yield step
+
+
+def _spelled(
+    tokenizer: Any, tokens: Sequence[str | None], steps: Iterable[dict[str, Any]], literal: set[int]
+) -> tuple[list[bytes | None], frozenset[int]]:
+    """What a decoder of these steps writes for each token in the middle of a text; and the byte-fallback tokens."""
+    texts = ["" if token is None else token for token in tokens]
+    found: dict[int, bytes] = {}
+    byte_level = fused = False
+    for step in steps:
+        kind = step["type"]
+        if kind == "ByteLevel":
+            byte_level = True
+        elif kind == "Metaspace":
+            sign = step.get("replacement", "▁")
+            texts = [text.replace(sign, " ") for text in texts]
+        elif kind == "Replace" and "String" in step["pattern"]:
+            sign, content = step["pattern"]["String"], step["content"]
+            texts = [text.replace(sign, content) for text in texts]
+        elif kind == "ByteFallback":
+            found = {
+                i: bytes([int(match[1], 16)])
+                for i, token in enumerate(tokens)
+                if token is not None and len(token) == 6 and (match := _BYTE.fullmatch(token))
+            }
+        elif kind == "WordPiece":
+            texts = [_word(text, step) for text in texts]
+        elif kind == "Fuse":
+            fused = True
+        elif kind == "Strip":
+            # Behind Fuse it sees the text as a whole and takes away the leading space only.
+            if not fused:
+                texts = [_stripped(text, step) for text in texts]
+        else:
+            raise _unreadable(tokenizer, f"its decoder has a step {json.dumps(step)}")
+    if byte_level:
+        by_id = [text.encode() if i in literal else _from_alphabet(text) for i, text in enumerate(texts)]
+    else:
+        by_id = [text.encode() for text in texts]
+    for i, byte in found.items():
+        by_id[i] = byte
+    # An empty token adds nothing to a text and could be drafted forever.
+    return [piece or None for piece in by_id], frozenset(found)
+
+
+def _alphabet() -> dict[int, str]:
+    """Sign of GPT-2's alphabet -> the byte it stands for, both as code points. Bytes that print stand for themselves,
+    the rest for the signs from 256 on, in order."""
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    table = {byte: chr(byte) for byte in prints}
+    others = [byte for byte in range(256) if byte not in prints]
+    # These are signs that the alphabet does not have; as code points below 256 they would pass for bytes.
+    table |= {byte: "\uffff" for byte in others}
+    return table | {256 + place: chr(byte) for place, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+
+
+def _from_alphabet(text: str) -> bytes:
+    try:
+        return text.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:  # a sign outside the alphabet: the decoder then writes the whole token as it is
+        return text.encode()
+
+
+def _word(text: str, step: dict[str, Any]) -> str:
+    text = text.removeprefix(step["prefix"]) if text.startswith(step["prefix"]) else f" {text}"
+    if step.get("cleanup", True):
+        for before, after in _CLEANUP:
+            text = text.replace(before, after)
+    return text
+
+
+def _stripped(text: str, step: dict[str, Any]) -> str:
+    sign = step["content"]
+    for _ in range(step["start"]):
+        text = text.removeprefix(sign)
+    for _ in range(step["stop"]):
+        text = text.removesuffix(sign)
+    return text
+
+
+# ---- duplicates and roles --------------------------------------------------------------------------------
+
+
+def _spell(by_id: Sequence[bytes | None], ids: Iterable[int]) -> bytes:
+    return b"".join(by_id[i] or b"" for i in ids if i < len(by_id))
+
+
+def _emitted(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[bytes, int]:
+    first: dict[bytes, int] = {}
+    several: dict[bytes, list[int]] = {}
+    for token_id, piece in enumerate(by_id):
+        if piece is not None and first.setdefault(piece, token_id) != token_id:
+            several.setdefault(piece, [first[piece]]).append(token_id)
+    for piece, candidates in several.items():
+        first[piece] = _emitted_one(pieces, by_id, piece, candidates)
+    return first
+
+
+def _emitted_one(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
+    # Behind a line break no tokenizer puts the space that some put in front of a text.
+    with contextlib.suppress(UnicodeDecodeError):
+        text = piece.decode()
+        for front in ("", "\n"):
+            ids = pieces.encode(front + text)
+            whole = (front + text).encode()
+            if ids and ids[-1] in candidates and _spell(by_id, ids) in (whole, b" " + whole):
+                return ids[-1]
+    return min(candidates, key=lambda token_id: (token_id in pieces.fallback, token_id))
+
+
+def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
+    tokenizer = model.tokenizer
+
+    def marked(token_id: Any) -> bool:
+        return token_id in pieces.added
+
+    def named(role: str) -> int | None:
+        token_id = getattr(tokenizer, f"{role}_token_id", None)
+        return token_id if marked(token_id) else None
+
+    ends = dict.fromkeys(i for i in (named("eos"), *model.end_ids) if i is not None and marked(i))
+    end_of_turn = _end_of_turn(tokenizer, {i: pieces.added[i] for i in ends})
+    return Roles(
+        bos=named("bos"),
+        end_of_turn=end_of_turn,
+        eos=tuple(i for i in ends if i != end_of_turn),
+        pad=named("pad"),
+        unk=named("unk"),
+    )
+
+
+def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
+    """The end token that the chat template writes first behind an answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    answer = "Answer"
+    messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template is a program of its own and may refuse this conversation in any way
+        return None
+    _, found, behind = text.rpartition(answer)
+    places = {behind.find(name): token_id for token_id, name in ends.items() if name and name in behind}
+    return places[min(places)] if found and places else None
+
+
+def _as_ids(value: Any) -> list[int]:
+    """Configurations give one id, a list, or nothing."""
+    if value is None:
+        return []
+    return [int(i) for i in value] if isinstance(value, list | tuple) else [int(value)]
+
+
+def _unreadable(tokenizer: Any, reason: str) -> UnsupportedConfigError:
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    return UnsupportedConfigError(
+        f"Universal drafting can not tell which bytes the tokens of {name} stand for: {reason}. Give a model with a "
+        f"fast tokenizer (tokenizer.json) of a known family: byte-level BPE, SentencePiece or WordPiece."
+    )

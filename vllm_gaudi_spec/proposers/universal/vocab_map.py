@@ -1,0 +1,188 @@
+"""Which token of a drafter is which token of its target.
+
+Two tokens match when they stand for the same bytes. Special tokens, which stand for no text, match when both sides give
+them the same name (as <|im_start|>), unless their roles contradict; those that are left match by role: end of turn with
+end of turn, end of text with end of text, then any end that is left with any other; bos with bos, pad with pad, unk with
+unk. The name comes first so that a tokenizer matches itself id by id even where one model's configuration names an
+other end than the other's.
+
+Every pair is mutual. A pair may be read both ways, but pairs that have nothing in common but the role of pad or unk are
+never drafted: no target writes those, while the drafter's unk can be a token that it does write (<|endoftext|>). The
+bos token may be drafted; for some models it opens every turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.proposers.universal.token_bytes import (
+    ModelTokenizer,
+    Vocabulary,
+    content_hash,
+    read_vocabulary,
+)
+
+logger = init_logger(__name__)
+
+# Raised when tokens are matched in another way or the file is laid out in another way.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabMap:
+    target_to_draft: np.ndarray
+    """int32 [target's vocabulary size, as its model has it]: the drafter's id, -1 where there is none."""
+    draft_to_target: np.ndarray
+    """int32 [drafter's vocabulary size]: the other way round."""
+    draftable: np.ndarray
+    """bool [drafter's vocabulary size]: which of the drafter's tokens may be proposed; all of them have a partner."""
+    num_matched: int
+
+    @classmethod
+    def of_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
+        """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they can not be that."""
+        target_ids, draft_ids = pairs.T
+        for ids, size in ((target_ids, target_size), (draft_ids, draft_size)):
+            if ids.size and (ids.min() < 0 or ids.max() >= size or np.unique(ids).size != ids.size):
+                raise ValueError("ids out of range or in two pairs")
+        target_to_draft = np.full(target_size, -1, dtype=np.int32)
+        draft_to_target = np.full(draft_size, -1, dtype=np.int32)
+        may_draft = np.zeros(draft_size, dtype=bool)
+        target_to_draft[target_ids] = draft_ids
+        draft_to_target[draft_ids] = target_ids
+        may_draft[draft_ids] = draftable
+        for array in (target_to_draft, draft_to_target, may_draft):
+            array.setflags(write=False)
+        return cls(target_to_draft, draft_to_target, may_draft, len(pairs))
+
+    def coverage(self, target_ids: np.ndarray) -> float:
+        """The share of these tokens, such as those of the prompts seen, that have a partner; 1 if there are none."""
+        ids = np.asarray(target_ids)
+        return float((self.target_to_draft[ids] >= 0).mean()) if ids.size else 1.0
+
+
+def vocab_map(
+    target: ModelTokenizer, draft: ModelTokenizer, target_size: int, draft_size: int, cache: Path | None = None
+) -> VocabMap:
+    """The map of two models. The sizes are those of the models' logits, padding included.
+
+    `cache` is a folder for the result; the file there is used only if it is whole and was made of the same input.
+    """
+    if cache is None:
+        return match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
+    inputs = [FORMAT, content_hash(target), content_hash(draft), target_size, draft_size]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    path = cache / f"vocab-map-{key[:32]}"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return _read(path, key, target_size, draft_size)
+    made = match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
+    try:
+        _write(path, key, made)
+    except OSError as error:
+        logger.warning("The vocabulary map can not be kept in %s and is made anew at each start: %s", cache, error)
+    return made
+
+
+def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
+    """Ids beyond a tokenizer or beyond its model have no partner."""
+    id_of_target = target.id_by_bytes
+    found = [
+        (target_id, draft_id)
+        for piece, draft_id in draft.id_by_bytes.items()
+        if draft_id < draft_size and (target_id := id_of_target.get(piece, target_size)) < target_size
+    ]
+    if not found:
+        raise UnsupportedConfigError(
+            "No token of the drafter stands for the same text as a token of the target, so nothing could be drafted. "
+            'Give another model in speculative_config, or "method": "ngram", which needs no drafter.'
+        )
+    special = [
+        (target_id, draft_id, draftable)
+        for target_id, draft_id, draftable in _special_pairs(target, draft)
+        if target_id < target_size and draft_id < draft_size
+    ]
+    pairs = np.array(found + [pair[:2] for pair in special], dtype=np.int32)
+    draftable = np.array([True] * len(found) + [pair[2] for pair in special])
+    return VocabMap.of_pairs(pairs, draftable, target_size, draft_size)
+
+
+def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int, bool]]:
+    """Target's id, drafter's id, whether it may be drafted."""
+    taken: set[int] = set()
+    taken_draft: set[int] = set()
+    draft_ids = {name: token_id for token_id, name in draft.special_names.items()}
+    for target_id, name in target.special_names.items():
+        draft_id = draft_ids.get(name)
+        if draft_id is None:
+            continue
+        roles, draft_roles = target.roles.of(target_id), draft.roles.of(draft_id)
+        if roles and draft_roles and not roles & draft_roles:
+            continue
+        taken.add(target_id)
+        taken_draft.add(draft_id)
+        yield target_id, draft_id, True
+    ours, theirs = target.roles, draft.roles
+    for left, right, draftable in (
+        ((ours.end_of_turn,), (theirs.end_of_turn,), True),
+        (ours.eos, theirs.eos, True),
+        (ours.ends, theirs.ends, True),
+        ((ours.bos,), (theirs.bos,), True),
+        ((ours.pad,), (theirs.pad,), False),
+        ((ours.unk,), (theirs.unk,), False),
+    ):
+        free = [i for i in left if i is not None and i not in taken]
+        free_draft = [i for i in right if i is not None and i not in taken_draft]
+        for target_id, draft_id in zip(free, free_draft, strict=False):
+            taken.add(target_id)
+            taken_draft.add(draft_id)
+            yield target_id, draft_id, draftable
+
+
+# ---- file ------------------------------------------------------------------------------------------------
+#
+# A line of JSON that says what the file is, then the pairs as little-endian int32, then a byte for each pair.
+
+
+def _write(path: Path, key: str, made: VocabMap) -> None:
+    """Several processes may do so at once; the file appears whole or not at all."""
+    draft_ids = np.flatnonzero(made.draft_to_target >= 0)
+    pairs = np.stack([made.draft_to_target[draft_ids], draft_ids], axis=1).astype("<i4")
+    payload = pairs.tobytes() + made.draftable[draft_ids].tobytes()
+    header = {"format": FORMAT, "key": key, "pairs": len(pairs), "sha256": hashlib.sha256(payload).hexdigest()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(json.dumps(header).encode() + b"\n" + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path, key: str, target_size: int, draft_size: int) -> VocabMap:
+    """ValueError, KeyError or TypeError if it is not a whole file made for `key`."""
+    line, _, payload = path.read_bytes().partition(b"\n")
+    header: dict[str, Any] = json.loads(line)
+    count = header["pairs"]
+    if (header["format"], header["key"]) != (FORMAT, key) or header["sha256"] != hashlib.sha256(payload).hexdigest():
+        raise ValueError("not this map, or damaged")
+    pairs = np.frombuffer(payload, dtype="<i4", count=2 * count).astype(np.int32).reshape(count, 2)
+    draftable = np.frombuffer(payload, dtype=bool, offset=8 * count)
+    if len(draftable) != count:
+        raise ValueError("damaged")
+    return VocabMap.of_pairs(pairs, draftable, target_size, draft_size)

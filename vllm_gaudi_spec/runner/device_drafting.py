@@ -1,0 +1,126 @@
+"""Drafters that work on device tensors, between the verdict and the report: steps may overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_gaudi_spec.proposers.base import DeviceProposer, DraftRequest, Drafts
+from vllm_gaudi_spec.runner.sampling import Branch
+from vllm_gaudi_spec.runner.verification import restrict
+from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.proposers.length_split import LengthSplit
+    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.drafter_state import DrafterState
+    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.report import Step
+    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.shapes import Shapes
+
+
+class DeviceDrafting:
+    def __init__(
+        self,
+        proposer: DeviceProposer,
+        split: LengthSplit,
+        requests: Requests,
+        recorder: StepRecorder,
+        shapes: Shapes,
+        speculation: Speculation,
+        state: DrafterState | None,
+    ) -> None:
+        self._proposer = proposer
+        self._split = split
+        self._requests = requests
+        self._recorder = recorder
+        self._shapes = shapes
+        self._num_drafts = speculation.num_drafts
+        self._mode = cast(Mode, speculation.drafting)
+        self._state = state
+
+    def apply(self, requests: Requests) -> None:
+        for request in requests.admitted:
+            self._split.admit(request.row, request.params, request.num_prompt)
+            if self._state is not None:
+                self._state.admit(request)
+
+    def most(self, request: Request, num_scheduled: int) -> int:
+        # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
+        shortest = np.array([request.num_computed + 1 - self._num_drafts], dtype=np.int32)
+        return int(self._split.wanted_np(np.array([request.row]), shortest, num_scheduled)[0])
+
+    def follow(self, batch: Batch) -> None:
+        if self._state is not None and (chunk := self._state.chunk(batch)) is not None:
+            self._recorder.saw(("draft", *batch.shape))
+            self._proposer.follow(chunk)
+
+    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        if self._state is None or self._state.probs_RKV is None:
+            return None
+        return self._state.probs_RKV.index_select(0, rows_B)
+
+    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
+        wanted_B = self._split.wanted(batch.rows_np, lengths_B, most)
+        if self._state is not None:
+            wanted_B = torch.where(self._state.ready(batch.rows_B, lengths_B), wanted_B, 0)
+        if not most:
+            return None
+        longest = max((request.num_computed for request in batch.requests), default=0) + 1 + self._num_drafts
+        context = self._shapes.fit_context(longest + self._num_drafts)
+        branch = Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
+        self._recorder.saw(self._signature(len(batch.rows_np), context, branch))
+
+        def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+            if branch.random:
+                restrict(logits_BV[:, None], inputs, branch)
+            return draft(
+                logits_BV, self._mode, inputs.floats["temperature"], inputs.keys_B2, positions_B, lengths_B - 1
+            )
+
+        drafts = self._proposer.propose(
+            DraftRequest(
+                rows_B=batch.rows_B,
+                history_RM=self._requests.history_RM,
+                lengths_B=lengths_B,
+                num_wanted_B=wanted_B,
+                num_drafts=self._num_drafts,
+                blocks=self._requests.blocks(batch.rows_np, context),
+                choose=choose,
+            )
+        )
+        self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
+        if self._state is not None:
+            self._state.drafted(batch.rows_B, lengths_B, drafts)
+        return drafts
+
+    def propose_behind(self, step: Step, most: int) -> None:
+        """It is done."""
+
+    def drafts_of(self, step: Step) -> DraftTokenIds:
+        names = [request.req_id for request in step.requests]
+        if step.drafts is None:
+            return DraftTokenIds(names, [[] for _ in names])
+        tokens, counts = step.drafts.tokens_BK.tolist(), step.drafts.num_drafts_B.tolist()
+        return DraftTokenIds(names, [row[:count] for row, count, _ in zip(tokens, counts, names, strict=False)])
+
+    def _signature(self, num_rows: int, context: int, branch: Branch) -> Hashable:
+        return ("draft", num_rows, context if self._state is not None else None, branch)
+
+    def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
+        """Rounds of drafts by rows, context and filters; and the prompt chunks that a drafter reads."""
+        branches = [Branch()] if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
+        for num_rows, context, branch in product(self._shapes.decode_rows, self._shapes.contexts, branches):
+            yield self._signature(num_rows, context, branch)
+        if self._state is not None:
+            for shape in self._shapes.all():
+                if shape.phase == "prefill":
+                    yield ("draft", *shape)
