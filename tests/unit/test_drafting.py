@@ -8,14 +8,18 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.unit.fakes import HostBackend, new_request, step
+from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.proposers.base import Context, DraftRequest, Drafts
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.drafting import DeviceDrafting, HostDrafting
+from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 K = 3
@@ -40,11 +44,30 @@ class CountsOnDevice:
     def __init__(self) -> None:
         self.num_calls = 0
 
+    def follow(self, chunk: Inputs) -> None:
+        raise AssertionError("it has no model that could read it")
+
     def propose(self, request: DraftRequest) -> Drafts:
         self.num_calls += 1
         last_B = request.history_RM.view(-1)[request.rows_B * request.history_RM.shape[1] + request.lengths_B - 1]
         tokens_BK = last_B[:, None] + 1 + torch.arange(request.num_drafts)
         return Drafts(tokens_BK.int(), request.num_wanted_B)
+
+
+def speculation(drafter_max_len: int | None = None) -> Speculation:
+    return Speculation(method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len)
+
+
+def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
+    recorder = StepRecorder()
+    listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
+    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), None)
+    recorder.expect(drafting.signatures(sampling(requests)))
+    return drafting, recorder
+
+
+def sampling(requests: Requests) -> Sampling:
+    return Sampling(requests.backend, 4, 100, 5, "raw_logprobs")
 
 
 def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
@@ -58,10 +81,8 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, 
         new_request("c", [30, 31, 32], [3], params=off),
     ]
     requests.apply(step({"a": 2, "b": 6, "c": 3}, new=new))
-    speculation = Speculation(
-        method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
-    )
-    return requests, LengthSplit(requests.backend, 4, speculation, 64), ["a", "b", "c"]
+    split = LengthSplit(requests.backend, 4, speculation(drafter_max_len), 64)
+    return requests, split, ["a", "b", "c"]
 
 
 def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[Step, torch.Tensor]:
@@ -120,26 +141,26 @@ def test_the_host_drafter_hears_who_has_ended() -> None:
 
 def test_the_device_drafter_proposes_behind_the_verdict() -> None:
     requests, split, names = started(drafter_max_len=8)
-    proposer, recorder = CountsOnDevice(), StepRecorder()
-    drafting = DeviceDrafting(proposer, split, requests, recorder, K)
-    recorder.expect(drafting.signatures(4))
+    proposer = CountsOnDevice()
+    drafting, recorder = on_device(proposer, split, requests)
     drafting.apply(requests)
     step_, lengths = sampled(requests, names, [[12, 13], [26], [33]])
     batch = make_sample_batch(requests, 4, 2, step_.requests)
-    step_.drafts = drafting.propose(batch, lengths, K)
+    inputs = sampling(requests).prepare(batch, {})
+    step_.drafts = drafting.propose(batch, lengths, inputs, K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
     assert requests.num_drafts_R[requests.pad_row] == 0
     told = drafting.drafts_of(step_)
     assert dict(zip(told.req_ids, told.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
     assert not recorder.unexpected
-    assert drafting.propose(batch, lengths, 0) is None
+    assert drafting.propose(batch, lengths, inputs, 0) is None
     assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
 def test_what_the_device_can_not_have_is_not_verified() -> None:
     """With steps that overlap the host schedules places; past a row's limit it knows that there are no drafts."""
     requests, split, _ = started(drafter_max_len=8)
-    drafting = DeviceDrafting(CountsOnDevice(), split, requests, StepRecorder(), K)
+    drafting, _ = on_device(CountsOnDevice(), split, requests)
     drafting.apply(requests)
     row = requests.by_id["a"]
     most = {}

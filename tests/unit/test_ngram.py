@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from tests.unit.reference.ngram import ngram_drafts
+from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.proposers.base import Context, DraftRequest
 from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer, NgramProposer
+from vllm_gaudi_spec.sample.drafting import Drafted
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
 NEVER = 999
 """Stands behind a row's end. A draft that holds it was read from where nothing is known."""
+
+
+def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+    raise AssertionError("n-grams have no logits")
 
 
 def on_host(tokens: list[int], sizes: tuple[int, int], num_wanted: int) -> list[int]:
@@ -90,6 +96,8 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
                 lengths_B=torch.tensor(lengths, dtype=torch.int32),
                 num_wanted_B=torch.tensor(wanted, dtype=torch.int32),
                 num_drafts=num_drafts,
+                blocks=Blocks((), ()),
+                choose=no_model,
             )
         )
         assert drafts.tokens_BK.dtype == drafts.num_drafts_B.dtype == torch.int32
@@ -105,9 +113,8 @@ def test_device_program_depends_on_shapes_alone() -> None:
 
     class Program(torch.nn.Module):
         def forward(self, rows_B, history_RM, lengths_B, num_wanted_B):
-            return tuple(
-                DeviceNgramProposer(1, 3).propose(DraftRequest(rows_B, history_RM, lengths_B, num_wanted_B, 4))
-            )
+            request = DraftRequest(rows_B, history_RM, lengths_B, num_wanted_B, 4, Blocks((), ()), no_model)
+            return tuple(DeviceNgramProposer(1, 3).propose(request))[:2]
 
     rows = torch.arange(3)
     history = torch.randint(0, 3, (4, 20), dtype=torch.int32)

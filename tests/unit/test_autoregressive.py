@@ -1,0 +1,184 @@
+"""A drafter that is a model, over a model whose next token depends on every token of the context at its own position.
+
+So one slot, position or token that is off by one gives another draft.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.unit.fakes import HostBackend, cached, new_request, step
+from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
+from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.runner.batch import SampleBatch, make_sample_batch
+from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.drafter_state import DrafterState
+from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.runner.schedule import plan_batches
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+VOCAB, BLOCK, LONGEST = 97, 16, 96
+
+
+def following(tokens: list[int]) -> int:
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % VOCAB
+
+
+class Remembers:
+    """Keeps (position + 1) * token in the KV slots and answers with the sum over the context."""
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self.kv = torch.zeros(64 * BLOCK, dtype=torch.long)
+        self.longest = longest
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
+        self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
+        call = inputs.calls[0]
+        hidden = []
+        for row in range(call.num_rows):
+            blocks = call.block_table_BW[row].long()
+            context = self.kv.view(-1, BLOCK)[blocks].flatten()
+            for query in range(call.num_queries):
+                hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % VOCAB)
+        return torch.stack(hidden)[:, None].float()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        # The output matrix is padded beyond the vocabulary, with ids that must never be drafted.
+        logits = torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB + 3).float()
+        logits[:, VOCAB:] = 2.0
+        return logits
+
+
+class Rows:
+    """Three requests that start with prompts of different lengths, one in two chunks, and go on as a test says."""
+
+    def __init__(self, num_drafts: int, drafter_max_len: int = LONGEST) -> None:
+        speculation = Speculation(
+            method="draft_model",
+            num_drafts=num_drafts,
+            rule="strict",
+            drafting="greedy",
+            drafter_max_len=drafter_max_len,
+        )
+        self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=LONGEST, drafts=num_drafts)
+        backend = HostBackend()
+        width = self.shapes.max_context + 1 + num_drafts
+        self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
+        self.sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+        self.model = Remembers(drafter_max_len)
+        self.recorder = StepRecorder()
+        self.drafting = DeviceDrafting(
+            AutoregressiveProposer(self.model, VOCAB),
+            LengthSplit(backend, 4, speculation, LONGEST),  # type: ignore[arg-type]
+            self.requests,
+            self.recorder,
+            self.shapes,
+            speculation,
+            DrafterState(self.requests, speculation, VOCAB),
+        )
+        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.num_drafts = num_drafts
+        self.tokens: dict[str, list[int]] = {}
+
+    def start(self, prompts: dict[str, list[int]], chunk: int = 24) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=500)
+        computed = dict.fromkeys(prompts, 0)
+        new = [
+            new_request(name, prompt, list(range(1 + 7 * i, 8 + 7 * i)), params=params)
+            for i, (name, prompt) in enumerate(prompts.items())
+        ]
+        while any(computed[name] < len(prompt) for name, prompt in prompts.items()):
+            counts = {n: min(chunk, len(p) - computed[n]) for n, p in prompts.items() if computed[n] < len(p)}
+            running = None if new else cached({name: computed[name] for name in counts})
+            scheduled = step(counts, new=new, running=running)
+            self.requests.apply(scheduled)
+            for request in self.requests.admitted:
+                self.sampling.admit(request)
+            self.drafting.apply(self.requests)
+            for batch in plan_batches(scheduled, self.requests, self.shapes, {}):
+                self.drafting.follow(batch)
+            for name, count in counts.items():
+                computed[name] += count
+            new = []
+        self.tokens = {name: list(prompt) for name, prompt in prompts.items()}
+
+    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns what is drafted behind them."""
+        members = [self.requests.by_id[name] for name in answers]
+        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members)
+        num_rows, width = len(batch.rows_np), max(map(len, answers.values()))
+        tokens, counts = torch.zeros(num_rows, width).int(), torch.ones(num_rows).int()
+        last = torch.zeros(num_rows).int()
+        for index, (name, answer) in enumerate(answers.items()):
+            tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
+            last[index] = len(self.tokens[name]) - 1
+            self.tokens[name] += answer
+            members[index].num_computed = len(self.tokens[name]) - 1
+        self.requests.advance(batch.rows_B, last, Verdict(tokens, counts))
+        inputs = self.sampling.prepare(batch, {})
+        drafts = self.drafting.propose(batch, last + 1 + counts, inputs, self.num_drafts if most is None else most)
+        if drafts is None:
+            return {name: [] for name in answers}
+        rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
+        return {name: row[:count] for name, row, count in rows}
+
+    def expected(self, name: str) -> list[int]:
+        tokens, room = list(self.tokens[name]), min(self.model.longest, LONGEST - 1) - len(self.tokens[name])
+        drafts = []
+        for _ in range(max(0, min(self.num_drafts, room))):
+            drafts.append(following([*tokens, *drafts]))
+        return drafts
+
+
+PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int) -> None:
+    """Whatever is accepted: nothing, something, all; in any company."""
+    rng = random.Random(seed)
+    rows = Rows(num_drafts)
+    rows.start(PROMPTS)
+    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    for _ in range(12):
+        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
+        answers = {}
+        for name in scheduled:
+            accepted = drafts[name][: rng.randint(0, num_drafts)]
+            answers[name] = [*accepted, rng.randrange(VOCAB)]
+        drafts |= rows.sample(answers)
+        for name in scheduled:
+            assert drafts[name] == rows.expected(name), name
+    assert not rows.recorder.unexpected
+
+
+def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
+    rows = Rows(num_drafts=4, drafter_max_len=32)
+    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
+    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
+    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
+    assert len(drafted["near"]) == 3
+    rows.sample({"near": [4, 5, 6, 7]})
+    assert rows.sample({"near": [4, 5]})["near"] == []
+
+
+def test_a_row_that_the_drafter_lost_sight_of_is_not_drafted_for() -> None:
+    """Speculation was off for a few steps: the drafter has not read what came meanwhile."""
+    rows = Rows(num_drafts=3)
+    rows.start(PROMPTS)
+    rows.sample({"a": [1], "b": [2]})
+    for token in (3, 4, 5):
+        assert rows.sample({"a": [token]}, most=0)["a"] == []
+    drafted = rows.sample({"a": [6], "b": [7]})
+    assert drafted == {"a": [], "b": rows.expected("b")}
