@@ -235,6 +235,8 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
+# Of these, what the platform's own layers do not listen to.
+_DRAFTER_LAYER_OPTIONS = ("attention_backend", "dspark_draft_topk", "kv_cache_dtype", "moe_backend")
 _NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX_OPTIONS = "suffix_decoding_"
 
@@ -263,6 +265,8 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{name} is not supported; leave it out of --speculative-config."
     if given.method in _WEIGHTLESS_METHODS:
         yield from _weightless_refusals(given)
+    elif given.method in _METHODS:
+        yield from _drafter_model_refusals(given)
     if brings_logits_processors(vllm_config.model_config):
         yield (
             "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
@@ -291,6 +295,22 @@ def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
         useless.append("model")
     for name in useless:
         yield f"{name} has no effect with method {method}; leave it out of --speculative-config."
+
+
+def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
+    own = given.draft_parallel_config.tensor_parallel_size
+    target = given.target_parallel_config.tensor_parallel_size
+    if own != target:
+        yield f"draft_tensor_parallel_size {own} is not the target's {target}; leave it out of --speculative-config."
+    if given.rejection_sample_method == "probabilistic" and given.draft_sample_method == "coupled":
+        yield (
+            "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
+            "not; use strict with coupled in --speculative-config."
+        )
+    useless = [*_set_options(given, _DRAFTER_LAYER_OPTIONS), *_set_options(given, _NGRAM_OPTIONS)]
+    useless += [f.name for f in fields(given) if f.name.startswith(_SUFFIX_OPTIONS) and _changed(given, f)]
+    for name in useless:
+        yield f"{name} has no effect with method {given.method}; leave it out of --speculative-config."
 
 
 def _set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:

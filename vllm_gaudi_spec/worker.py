@@ -69,6 +69,9 @@ class Worker(WorkerBase):
             return explicit
         size = self.backend.available_memory(self.cache_config.gpu_memory_utilization)
         size //= self.parallel_config.local_world_size
+        if (laws := self.runner.draft_law_bytes()) > 0:
+            size -= laws
+            logger.info("%.2f GiB for the float32 laws of drafts: sequences x drafts x vocabulary.", laws / 2**30)
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
         return size
 

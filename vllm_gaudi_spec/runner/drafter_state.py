@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class DrafterState:
-    """What is known by row of a drafter that is a model."""
+    @staticmethod
+    def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
+        """float32; zero rows where no law is kept."""
+        kept = speculation.drafting == "probabilistic" and speculation.rule != "strict"
+        return (max_rows + 1 if kept else 0), speculation.num_drafts, vocab_size
 
     def __init__(self, requests: Requests, speculation: Speculation, vocab_size: int) -> None:
         device, num_rows = requests.backend.torch_device, requests.pad_row + 1
@@ -27,9 +31,9 @@ class DrafterState:
         self._longest = speculation.drafter_max_len
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """Positions up to here have the drafter's KV, as far as their drafts were accepted."""
-        self.probs_RKV: torch.Tensor | None = None
-        if speculation.drafting == "probabilistic":
-            self.probs_RKV = torch.zeros(num_rows, speculation.num_drafts, vocab_size, device=device)
+        shape = self.probs_shape(speculation, requests.pad_row, vocab_size)
+        self.probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
+        """The law of each draft that waits to be verified."""
 
     def admit(self, request: Request) -> None:
         """Blocks that it shares with others have their KV."""
@@ -68,8 +72,8 @@ class DrafterState:
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
-        if drafts.probs_BKV is not None:
-            assert self.probs_RKV is not None
+        if self.probs_RKV is not None:
+            assert drafts.probs_BKV is not None
             self.probs_RKV.index_copy_(0, rows_B, drafts.probs_BKV)
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:

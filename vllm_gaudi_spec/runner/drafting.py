@@ -13,6 +13,7 @@ from vllm.config import replace
 
 from vllm_gaudi_spec.proposers import build_proposer, has_model, is_on_device
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
+from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
@@ -78,7 +79,13 @@ def draft_config(vllm_config: VllmConfig) -> VllmConfig:
     given = vllm_config.speculative_config
     assert given is not None
     parallel = replace(given.draft_parallel_config, rank=vllm_config.parallel_config.rank)
-    own = replace(vllm_config, quant_config=None, model_config=given.draft_model_config, parallel_config=parallel)
+    own = replace(
+        vllm_config,
+        quant_config=None,  # the drafter's own is found with its weights
+        model_config=given.draft_model_config,
+        parallel_config=parallel,
+        load_config=given.draft_load_config or vllm_config.load_config,
+    )
     return given.apply_draft_overrides(own)
 
 
@@ -88,6 +95,7 @@ def load_drafting(
     requests: Requests,
     recorder: StepRecorder,
     shapes: Shapes,
+    target_model: LoadedModel,
     model: LoadedModel | None,
 ) -> Drafting:
     """The drafter that the configuration names."""
@@ -95,6 +103,8 @@ def load_drafting(
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
     proposer = build_proposer(speculation, vllm_config, model)
     if not is_on_device(speculation):
+        if isinstance(proposer, CustomProposer):
+            proposer.load_model(target_model.model)
         return HostDrafting(cast(HostProposer, proposer), split, requests, speculation.num_drafts)
     vocab_size = target.get_vocab_size()
     state = None if model is None else DrafterState(requests, speculation, vocab_size)

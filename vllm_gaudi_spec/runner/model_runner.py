@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar, prompt_logprobs
 from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
+from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
@@ -54,6 +56,13 @@ class ModelRunner:
         self.target = LoadedModel(self.vllm_config, self.backend)
         self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend) if self.speculation else None
 
+    def draft_law_bytes(self) -> int:
+        """Memory for the laws of probabilistic drafts, float32."""
+        if self.drafter is None or self.speculation is None:
+            return 0
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        return 4 * math.prod(DrafterState.probs_shape(self.speculation, self.max_rows, vocab_size))
+
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.target.kv_cache_spec()
 
@@ -81,7 +90,7 @@ class ModelRunner:
         self.drafting: Drafting | None = None
         if self.speculation is not None:
             self.drafting = load_drafting(
-                self.speculation, self.vllm_config, self.requests, self.recorder, self.shapes, self.drafter
+                self.speculation, self.vllm_config, self.requests, self.recorder, self.shapes, self.target, self.drafter
             )
 
     def warm_up(self) -> None:
