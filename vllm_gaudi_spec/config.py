@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass, fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,13 @@ def choose_start_method(choose: Callable[[], str]) -> None:
         return
     os.environ[_START_METHOD] = choose()
     os.environ[_CHOSEN_BY] = str(os.getpid())
+
+
+def cache_folder() -> Path:
+    """Where this project keeps what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "vllm_gaudi_spec"
 
 
 def name_process_group(init_method: str) -> None:
@@ -111,6 +119,12 @@ def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
+UNIVERSAL_DRAFT = "universal_draft"
+"""A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
+IS_UNIVERSAL = "gaudi_spec_universal_draft"
+"""How compat.py marks vLLM's configuration when it was asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """What vLLM's `speculative_config` says, as far as the runner needs it."""
@@ -124,6 +138,8 @@ class Speculation:
     """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
     drafter_max_len: int | None
     """No drafter sees a position at or past this."""
+    universal: bool = False
+    """The drafter has a vocabulary of its own."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
 
@@ -144,6 +160,7 @@ class Speculation:
             rule=rule,
             drafting=drafting,
             drafter_max_len=longest,
+            universal=getattr(given, IS_UNIVERSAL, False),
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 

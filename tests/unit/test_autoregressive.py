@@ -17,6 +17,7 @@ from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.proposers.translation import SameTokens
 from vllm_gaudi_spec.runner.batch import SampleBatch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
@@ -78,7 +79,7 @@ class Rows:
         self.model = Remembers(drafter_max_len)
         self.recorder = StepRecorder()
         self.drafting = DeviceDrafting(
-            AutoregressiveProposer(self.model, VOCAB),
+            AutoregressiveProposer(self.model, SameTokens(VOCAB)),
             LengthSplit(backend, 4, speculation, LONGEST),  # type: ignore[arg-type]
             self.requests,
             self.recorder,

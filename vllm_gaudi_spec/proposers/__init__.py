@@ -3,48 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_gaudi_spec.config import cache_folder
+from vllm_gaudi_spec.proposers.translation import SameTokens
+
 if TYPE_CHECKING:
+    import torch
     from vllm.config import SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a drafter is built for."""
+
+    speculation: Speculation
+    vllm_config: VllmConfig
+    device: torch.device
+    model: Model | None
+    """The drafter's own, for methods that have one."""
+
+    @property
+    def given(self) -> SpeculativeConfig:
+        assert self.vllm_config.speculative_config is not None
+        return self.vllm_config.speculative_config
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.vllm_config.model_config.get_vocab_size()
+        return size
+
+
 class _Method(NamedTuple):
     where: str
     """Module and class; imported only when it is picked."""
-    arguments: Callable[[VllmConfig, SpeculativeConfig], dict[str, Any]]
+    arguments: Callable[[Setting], dict[str, Any]]
     on_device: bool = False
     has_model: bool = False
-    """Loaded by the runner and handed over as `model`."""
 
 
-def _ngram(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
-    return {"min_ngram": given.prompt_lookup_min, "max_ngram": given.prompt_lookup_max}
+def _ngram(setting: Setting) -> dict[str, Any]:
+    return {"min_ngram": setting.given.prompt_lookup_min, "max_ngram": setting.given.prompt_lookup_max}
 
 
-def _suffix(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
+def _suffix(setting: Setting) -> dict[str, Any]:
     names = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
-    return {name: getattr(given, f"suffix_decoding_{name}") for name in names}
+    return {name: getattr(setting.given, f"suffix_decoding_{name}") for name in names}
 
 
-def _custom(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
-    return {"vllm_config": config, "vocab_size": config.model_config.get_vocab_size()}
+def _custom(setting: Setting) -> dict[str, Any]:
+    return {"vllm_config": setting.vllm_config, "vocab_size": setting.vocab_size}
 
 
-def _draft_model(config: VllmConfig, given: SpeculativeConfig) -> dict[str, Any]:
-    return {"vocab_size": config.model_config.get_vocab_size()}
+def _draft_model(setting: Setting) -> dict[str, Any]:
+    if not setting.speculation.universal:
+        return {"model": setting.model, "translation": SameTokens(setting.vocab_size)}
+    from vllm_gaudi_spec.proposers.universal.mapped import mapped_tokens
+
+    translation = mapped_tokens(setting.vllm_config, cache_folder(), setting.device)
+    return {"model": setting.model, "translation": translation}
 
 
 _METHODS = {
     "ngram": _Method("ngram.NgramProposer", _ngram),
     "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram, on_device=True),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
-    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True, has_model=True),
     "custom_class": _Method("custom.CustomProposer", _custom),
+    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True, has_model=True),
 }
 
 
@@ -58,15 +88,9 @@ def has_model(speculation: Speculation) -> bool:
     return _METHODS[speculation.method].has_model
 
 
-def build_proposer(
-    speculation: Speculation, vllm_config: VllmConfig, model: Model | None
-) -> HostProposer | DeviceProposer:
-    method = _METHODS[speculation.method]
+def build_proposer(setting: Setting) -> HostProposer | DeviceProposer:
+    method = _METHODS[setting.speculation.method]
     module, name = method.where.split(".")
     proposer = getattr(import_module(f"{__name__}.{module}"), name)
-    assert vllm_config.speculative_config is not None
-    arguments = method.arguments(vllm_config, vllm_config.speculative_config)
-    if method.has_model:
-        arguments["model"] = model
-    built: HostProposer | DeviceProposer = proposer(**arguments)
+    built: HostProposer | DeviceProposer = proposer(**method.arguments(setting))
     return built

@@ -7,6 +7,7 @@ then. The first call of a round therefore always takes the two newest tokens, an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,18 +18,19 @@ from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.proposers.base import Model
+    from vllm_gaudi_spec.proposers.translation import Translation
 
 NUM_NEWEST = 2
 """Tokens that the first call takes."""
 
 
 class AutoregressiveProposer:
-    def __init__(self, model: Model, vocab_size: int) -> None:
+    def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
-        self._vocab_size = vocab_size
+        self._translation = translation
 
     def follow(self, chunk: Inputs) -> None:
-        self._model.forward(chunk)
+        self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
         wanted_B, lengths_B = request.num_wanted_B, request.lengths_B
@@ -61,10 +63,8 @@ class AutoregressiveProposer:
     ) -> torch.Tensor:
         # A row that has no draft here stands at position 0 and writes to the pad block.
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
+        tokens_BN = self._translation.to_drafter(tokens_BN)
         return self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks))
 
     def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V] in the target's ids. Output matrices are often padded, each model's to a size of its own."""
-        logits = self._model.logits(hidden_BH)[:, : self._vocab_size]
-        missing = self._vocab_size - logits.shape[1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return self._translation.to_target(self._model.logits(hidden_BH))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
-from vllm_gaudi_spec.proposers import build_proposer, has_model, is_on_device
+from vllm_gaudi_spec.proposers import Setting, build_proposer, has_model, is_on_device
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
@@ -101,7 +101,7 @@ def load_drafting(
     """The drafter that the configuration names."""
     target = vllm_config.model_config
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
-    proposer = build_proposer(speculation, vllm_config, model)
+    proposer = build_proposer(Setting(speculation, vllm_config, requests.backend.torch_device, model))
     if not is_on_device(speculation):
         if isinstance(proposer, CustomProposer):
             proposer.load_model(target_model.model)

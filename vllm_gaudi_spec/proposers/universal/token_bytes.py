@@ -333,7 +333,7 @@ def _alphabet() -> dict[int, str]:
     table = {byte: chr(byte) for byte in prints}
     others = [byte for byte in range(256) if byte not in prints]
     # These are signs that the alphabet does not have; as code points below 256 they would pass for bytes.
-    table |= {byte: "\uffff" for byte in others}
+    table |= dict.fromkeys(others, "\uffff")
     return table | {256 + place: chr(byte) for place, byte in enumerate(others)}
 
 

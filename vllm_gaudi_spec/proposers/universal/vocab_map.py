@@ -1,10 +1,10 @@
 """Which token of a drafter is which token of its target.
 
-Two tokens match when they stand for the same bytes. Special tokens, which stand for no text, match when both sides give
-them the same name (as <|im_start|>), unless their roles contradict; those that are left match by role: end of turn with
-end of turn, end of text with end of text, then any end that is left with any other; bos with bos, pad with pad, unk with
-unk. The name comes first so that a tokenizer matches itself id by id even where one model's configuration names an
-other end than the other's.
+Two tokens match when they stand for the same bytes. Special tokens, which stand for no text, match when both sides
+give them the same name (as <|im_start|>), unless their roles contradict. Those that are left match by role: end of turn
+with end of turn, end of text with end of text, then any end that is left with any other; bos with bos, pad with pad,
+unk with unk. The name comes first so that a tokenizer matches itself id by id even where one model's configuration
+names another end than the other's.
 
 Every pair is mutual. A pair may be read both ways, but pairs that have nothing in common but the role of pad or unk are
 never drafted: no target writes those, while the drafter's unk can be a token that it does write (<|endoftext|>). The

@@ -1,0 +1,454 @@
+"""What tokens stand for, against what the tokenizers themselves write, for tiny tokenizers of each family."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.proposers.universal.token_bytes import (
+    ModelTokenizer,
+    Vocabulary,
+    content_hash,
+    load_tokenizer,
+    read_vocabulary,
+)
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.\nThe dog sleeps, the fox does not.\n\n",
+    "def main():\n    for line in lines:\n        print(line)\n\treturn 0\n",
+    "naïve café déjà vu — über straße; 中文 中文 中国 日本語 😀😀 ok",
+    "the then there these other another brother mother   spaces     here",
+] * 4
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+SIGNS = [
+    "a",
+    "b",
+    "the",
+    " ",
+    "  ",
+    "     ",
+    "\n",
+    "\n\n",
+    "\t",
+    "é",
+    "ß",
+    "—",
+    "中",
+    "文",
+    "한",
+    "😀",
+    "🦊",
+    "x1",
+    ".",
+    "'s",
+    "\x07",
+]
+
+
+def random_texts(seed: int, count: int) -> list[str]:
+    rng = random.Random(seed)
+    words = [word for text in CORPUS for word in text.split(" ") if word]
+    return ["".join(rng.choice(rng.choice((SIGNS, words))) for _ in range(rng.randint(1, 25))) for _ in range(count)]
+
+
+def wrapped(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def byte_level(vocab_size: int = 420, *, with_decoder: bool = True, **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(alphabet),
+        special_tokens=list(dict.fromkeys(special.values())),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if with_decoder:
+        tokenizer.decoder = decoders.ByteLevel()
+    return wrapped(tokenizer, **special)
+
+
+def sentencepiece_bpe(vocab_size: int = 420, *, prefix: bool = False, **special: str) -> PreTrainedTokenizerFast:
+    """As Gemma's or, with `prefix`, as Llama 2's."""
+    special = {"unk_token": "<unk>", **special}
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*dict.fromkeys(special.values()), *BYTE_PIECES],
+        show_progress=False,
+        limit_alphabet=60,
+    )
+    tokenizer.train_from_iterator([word for text in CORPUS for word in text.split(" ")], trainer)
+    tokenizer = with_ordinary_bytes(tokenizer, special)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return wrapped(tokenizer, **special)
+
+
+def with_ordinary_bytes(tokenizer: Tokenizer, special: dict[str, str]) -> Tokenizer:
+    """The trainer makes all that must be in the vocabulary special; of those, byte pieces are not. Nor does it know
+    words that start with a space, without a pre-tokenizer that splits them."""
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in special.values()]
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    for left, right in (("▁", "▁"), ("▁▁", "▁▁"), ("▁", "the"), ("▁", "a"), ("\n", "\n"), ("▁", "中")):
+        if left in vocab or left == "▁":
+            for piece in (left, right, left + right):
+                vocab.setdefault(piece, len(vocab))
+            merges.append([left, right])
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def unigram(**special: str) -> PreTrainedTokenizerFast:
+    special = {"unk_token": "<unk>", **special}
+    names = list(dict.fromkeys(special.values()))
+    words = ["▁", "▁▁", "▁the", "the", "▁fox", "a", "b", "e", "t", "h", "é", "中", "▁中", "\n", ".", "▁dog", "s", "x"]
+    pieces = [(piece, 0.0) for piece in names]
+    pieces += [(piece, -20.0) for piece in BYTE_PIECES]
+    pieces += [(piece, -3.0 - 0.1 * i) for i, piece in enumerate(words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=names.index("<unk>"), byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    tokenizer.add_special_tokens(names)
+    return wrapped(tokenizer, **special)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=names, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.decoder = decoders.WordPiece()
+    return wrapped(tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "byte_level": byte_level,
+    "byte_level_without_decoder": lambda: byte_level(with_decoder=False),
+    "sentencepiece_bpe": sentencepiece_bpe,
+    "sentencepiece_bpe_with_prefix": lambda: sentencepiece_bpe(prefix=True),
+    "unigram": unigram,
+}
+
+
+@cache
+def family(name: str) -> tuple[Any, Vocabulary]:
+    tokenizer = FAMILIES[name]()
+    return tokenizer, read_vocabulary(ModelTokenizer(tokenizer))
+
+
+def spelled(vocabulary: Vocabulary, ids: list[int]) -> bytes:
+    return b"".join(vocabulary.bytes_by_id[i] or b"" for i in ids)
+
+
+def id_of(tokenizer: Any, token: str) -> int:
+    return tokenizer.get_vocab()[token]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_of_a_text_spell_it(name: str) -> None:
+    tokenizer, vocabulary = family(name)
+    assert vocabulary.leading_space == (name in ("sentencepiece_bpe_with_prefix", "unigram"))
+    for text in [*random_texts(1, 300), *CORPUS]:
+        # Metaspace adds its space only where a text does not start with one.
+        space = vocabulary.leading_space and not (name == "unigram" and text.startswith(" "))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert spelled(vocabulary, ids) == b" " * space + text.encode(), text
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "byte_level_without_decoder"])
+def test_each_token_is_what_the_decoder_writes(name: str) -> None:
+    """Behind another token, for at the start of a text some decoders take a space away."""
+    tokenizer, vocabulary = family(name)
+    front = tokenizer.encode("a", add_special_tokens=False)
+    before = tokenizer.decode(front)
+    checked = 0
+    for token_id, piece in enumerate(vocabulary.bytes_by_id):
+        if piece is not None and not any(byte > 127 for byte in piece):
+            assert tokenizer.decode([*front, token_id]) == before + piece.decode(), token_id
+            checked += 1
+    assert checked > 100 or name == "unigram"
+
+
+def test_word_piece_is_what_its_decoder_writes_behind_another_token() -> None:
+    tokenizer = word_piece()
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    assert vocabulary.bytes_by_id[id_of(tokenizer, "the")] == b" the"
+    assert vocabulary.bytes_by_id[id_of(tokenizer, "##e")] == b"e"
+    assert vocabulary.bytes_by_id[id_of(tokenizer, ",")] == b","
+    front = tokenizer.encode("the", add_special_tokens=False)
+    for token_id, piece in enumerate(vocabulary.bytes_by_id):
+        if piece is not None:
+            assert tokenizer.decode([*front, token_id]) == "the" + piece.decode()
+    for text in CORPUS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert spelled(vocabulary, ids) == b" " + tokenizer.decode(ids).encode() or tokenizer.unk_token_id in ids
+
+
+def test_byte_fallback_is_a_byte_only_where_the_decoder_says_so() -> None:
+    tokenizer, vocabulary = family("sentencepiece_bpe")
+    assert vocabulary.bytes_by_id[id_of(tokenizer, "<0x0A>")] == b"\n"
+    assert vocabulary.bytes_by_id[id_of(tokenizer, "<0xE4>")] == b"\xe4"
+    plain = wrapped(Tokenizer(models.BPE({"<0x0A>": 0, "a": 1}, [])))
+    plain.backend_tokenizer.decoder = decoders.Metaspace()
+    assert read_vocabulary(ModelTokenizer(plain)).bytes_by_id == (b"<0x0A>", b"a")
+
+
+def test_the_sign_for_a_space_is_the_tokenizers_own() -> None:
+    tokenizer = wrapped(Tokenizer(models.BPE({"_a": 0, "▁a": 1, "Ċ": 2}, [])))
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace(replacement="_")
+    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b" a", "▁a".encode(), "Ċ".encode())
+
+
+def test_added_tokens_are_their_literal_text() -> None:
+    """Even where each sign is in the alphabet, as in the Vietnamese word."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["<tool_call>", "\n  \n", "không", "Ċ!"])
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    for text in ("<tool_call>", "\n  \n", "không", "Ċ!"):
+        token_id = id_of(tokenizer, text)
+        assert tokenizer.encode(text) == [token_id]
+        assert vocabulary.bytes_by_id[token_id] == text.encode()
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_of_duplicates_the_id_that_the_tokenizer_emits(prefix: bool) -> None:
+    tokenizer = sentencepiece_bpe(prefix=prefix)
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    duplicates = [token for token in tokenizer.get_vocab() if len(token) == 1 and token.isascii()]
+    assert len(duplicates) > 20
+    for token in duplicates:
+        byte_piece, piece = id_of(tokenizer, f"<0x{ord(token):02X}>"), id_of(tokenizer, token)
+        assert vocabulary.bytes_by_id[byte_piece] == vocabulary.bytes_by_id[piece] == token.encode()
+        assert byte_piece < piece
+        assert vocabulary.id_by_bytes[token.encode()] == piece
+
+
+def test_an_added_token_comes_before_one_of_the_same_bytes() -> None:
+    tokenizer = byte_level()
+    inside = id_of(tokenizer, "Ġthe")
+    tokenizer.add_tokens([AddedToken(" the", normalized=False)])
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    assert vocabulary.bytes_by_id[inside] == b" the"
+    assert vocabulary.id_by_bytes[b" the"] == tokenizer.encode(" the")[0] == id_of(tokenizer, " the")
+
+
+def test_duplicates_that_the_tokenizer_emits_neither_of_go_to_the_lowest_whole_token() -> None:
+    vocab = {"<unk>": 0, "<0x61>": 1, "q": 2, "x": 3, "▁": 4, "_": 5}
+    tokenizer = wrapped(Tokenizer(models.BPE(vocab, [], unk_token="<unk>")), unk_token="<unk>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("q", "x")
+    steps = [decoders.Replace("x", "a"), decoders.Replace("q", "a"), decoders.ByteFallback()]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    assert vocabulary.bytes_by_id[1:4] == (b"a", b"a", b"a")
+    assert vocabulary.id_by_bytes[b"a"] == 2
+
+
+# ---- special tokens --------------------------------------------------------------------------------------
+
+TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(bos_token="<|start|>", eos_token="<|eos|>", pad_token="<|eos|>", unk_token="<|unk|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|call|>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_roles_and_names_of_special_tokens() -> None:
+    tokenizer = chat_tokenizer()
+    end, call, eos = (id_of(tokenizer, f"<|{name}|>") for name in ("end", "call", "eos"))
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer, (eos, call, end)))
+    roles = vocabulary.roles
+    assert (roles.end_of_turn, roles.eos) == (end, (eos, call))
+    assert roles.ends == (end, eos, call)
+    assert (roles.bos, roles.pad, roles.unk) == (id_of(tokenizer, "<|start|>"), eos, id_of(tokenizer, "<|unk|>"))
+    assert roles.of(eos) == {"end", "pad"}
+    assert set(vocabulary.special_names.values()) == {"<|start|>", "<|eos|>", "<|unk|>", "<|end|>", "<|call|>"}
+    assert all(vocabulary.bytes_by_id[token_id] is None for token_id in vocabulary.special_names)
+
+
+def test_an_end_that_no_configuration_names_is_none() -> None:
+    tokenizer = chat_tokenizer()
+    roles = read_vocabulary(ModelTokenizer(tokenizer)).roles
+    assert roles.ends == (tokenizer.eos_token_id,)
+    assert roles.end_of_turn is None
+
+
+def test_a_chat_template_that_refuses_leaves_no_end_of_turn() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    roles = read_vocabulary(ModelTokenizer(tokenizer, (id_of(tokenizer, "<|end|>"),))).roles
+    assert (roles.end_of_turn, roles.eos) == (None, (tokenizer.eos_token_id, id_of(tokenizer, "<|end|>")))
+
+
+def test_an_ordinary_word_among_the_ends_stays_a_word_an_added_token_becomes_special() -> None:
+    tokenizer = byte_level(eos_token="<|eos|>")
+    tokenizer.add_tokens(["<stop>"])
+    newline, stop = id_of(tokenizer, "Ċ"), id_of(tokenizer, "<stop>")
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer, (newline, stop, 10**6)))
+    assert vocabulary.roles.eos == (tokenizer.eos_token_id, stop)
+    assert vocabulary.bytes_by_id[newline] == b"\n"
+    assert vocabulary.bytes_by_id[stop] is None
+    assert vocabulary.special_names[stop] == "<stop>"
+
+
+def test_empty_tokens_and_gaps_stand_for_nothing() -> None:
+    tokenizer = wrapped(Tokenizer(models.BPE({"a": 0, "": 1, "b": 5}, [])))
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == (b"a", None, None, None, None, b"b")
+
+
+# ---- tokenizers that are not fast ------------------------------------------------------------------------
+
+
+def test_tiktoken_is_asked() -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b" t": 256, b"he": 257, b" the": 258}
+    encoding = tiktoken.Encoding("tiny", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|end|>": 261})
+
+    class Wrapper:
+        """As remote code wraps it."""
+
+        tokenizer = encoding
+        all_special_ids: tuple[int, ...] = ()
+        eos_token_id = 261
+
+        def __len__(self) -> int:
+            return 262
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return encoding.encode(text, disallowed_special=())
+
+    vocabulary = read_vocabulary(ModelTokenizer(Wrapper()))
+    assert vocabulary.bytes_by_id[256:] == (b" t", b"he", b" the", None, None, None)
+    assert vocabulary.special_names == {261: "<|end|>"}
+    assert vocabulary.roles.eos == (261,)
+    for text in random_texts(2, 50):
+        assert spelled(vocabulary, Wrapper().encode(text, False)) == text.encode()
+
+
+def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=380,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer = SentencePieceBackend(vocab_file=str(tmp_path / "tokenizer.model"), **special)
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    assert vocabulary.leading_space
+    assert vocabulary.bytes_by_id[tokenizer.convert_tokens_to_ids("<0x0A>")] == b"\n"
+    assert vocabulary.roles.eos == (tokenizer.eos_token_id,)
+    for text in random_texts(3, 100):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert spelled(vocabulary, ids) == b" " + text.encode(), text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "reason"),
+    [
+        (SimpleNamespace(name_or_path="some/model"), "slow tokenizer"),
+        (wrapped(Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))), "no decoder"),
+        (wrapped(Tokenizer(models.BPE())), "empty"),
+    ],
+    ids=["slow", "no_decoder", "empty"],
+)
+def test_what_can_not_be_read_is_refused(tokenizer: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=reason) as caught:
+        read_vocabulary(ModelTokenizer(tokenizer))
+    assert "Give a model with a fast tokenizer" in str(caught.value)
+
+
+def test_an_unknown_decoder_is_refused() -> None:
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.decoder = decoders.CTC()
+    with pytest.raises(UnsupportedConfigError, match='"type": "CTC"'):
+        read_vocabulary(ModelTokenizer(tokenizer))
+
+
+# ---- loading and hashing ---------------------------------------------------------------------------------
+
+
+def saved(tokenizer: PreTrainedTokenizerFast, folder: Path, **configs: dict[str, Any]) -> str:
+    tokenizer.save_pretrained(folder)
+    for name, content in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_loading_finds_the_ends_of_both_configurations(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
+    path = saved(
+        tokenizer,
+        tmp_path,
+        config={"model_type": "llama", "eos_token_id": call},
+        generation_config={"eos_token_id": [end, call]},
+    )
+    model = load_tokenizer(path)
+    assert model.end_ids == (end, call)
+    assert read_vocabulary(model).roles.end_of_turn == end
+
+
+def test_loading_works_without_generation_config(tmp_path: Path) -> None:
+    path = saved(chat_tokenizer(), tmp_path, config={"model_type": "llama", "text_config": {"eos_token_id": [3]}})
+    assert load_tokenizer(path).end_ids == (3,)
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UnsupportedConfigError, match="tokenizer files"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_the_hash_follows_the_content() -> None:
+    def hashed(change: Callable[[PreTrainedTokenizerFast], object] = lambda _: None, *ends: int) -> str:
+        tokenizer = chat_tokenizer()
+        change(tokenizer)
+        return content_hash(ModelTokenizer(tokenizer, ends))
+
+    def other_template(tokenizer: PreTrainedTokenizerFast) -> None:
+        tokenizer.chat_template = "other"
+
+    def other_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+        tokenizer.eos_token = "<|end|>"
+
+    hashes = [
+        hashed(),
+        hashed(lambda tokenizer: tokenizer.add_tokens(["more"])),
+        hashed(other_template),
+        hashed(other_eos),
+        hashed(lambda _: None, 1),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert hashes[0] == hashed()

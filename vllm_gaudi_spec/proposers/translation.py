@@ -1,0 +1,53 @@
+"""Between the target's tokens and the drafter's. V: the target's vocabulary, U: the drafter's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Translation(Protocol):
+    def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int32, of the target's ids: what the drafter reads in their place."""
+        ...
+
+    def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
+        """float32 [B, V]: -inf for ids that the drafter can not say."""
+        ...
+
+
+class SameTokens:
+    """Equal ids mean equal tokens; output matrices may be padded, each model's to a size of its own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
+        logits_BV = logits_BU[:, : self._vocab_size]
+        missing = self._vocab_size - logits_BV.shape[1]
+        return torch.nn.functional.pad(logits_BV, (0, missing), value=-torch.inf) if missing else logits_BV
+
+
+class MappedTokens:
+    """Id by id: a token without a partner is never drafted, and is read as `stand_in`."""
+
+    def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
+        """`draftable`: bool by the drafter's ids."""
+        draft_V = torch.from_numpy(target_to_draft).to(device)
+        matched_V = draft_V >= 0
+        self._index_V = draft_V.clamp(min=0)
+        self._read_V = torch.where(matched_V, draft_V, stand_in).int()
+        self._said_V = matched_V & torch.from_numpy(draftable).to(device).index_select(0, self._index_V)
+
+    def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._read_V.index_select(0, tokens.flatten()).view(tokens.shape)
+
+    def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
+        return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)

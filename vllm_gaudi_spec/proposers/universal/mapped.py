@@ -1,0 +1,46 @@
+"""A drafter with a vocabulary of its own, read and heard id by id through the intersection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.proposers.translation import MappedTokens
+from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer, load_tokenizer
+from vllm_gaudi_spec.proposers.universal.vocab_map import vocab_map
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger(__name__)
+
+
+def mapped_tokens(vllm_config: VllmConfig, cache: Path, device: torch.device) -> MappedTokens:
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    target, draft = vllm_config.model_config, speculative.draft_model_config
+    drafter = _tokenizer(draft)
+    found = vocab_map(_tokenizer(target), drafter, target.get_vocab_size(), draft.get_vocab_size(), cache)
+    logger.info(
+        "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
+        found.num_matched,
+        100 * found.num_matched / len(found.target_to_draft),
+        100 * found.num_matched / len(found.draft_to_target),
+    )
+    return MappedTokens(found.target_to_draft, found.draftable, _stand_in(drafter), device)
+
+
+def _tokenizer(model: ModelConfig) -> ModelTokenizer:
+    return load_tokenizer(model.tokenizer, model.tokenizer_revision, model.trust_remote_code)
+
+
+def _stand_in(drafter: ModelTokenizer) -> int:
+    """What the drafter reads where the target wrote a token that it does not have: there is one position for each.
+
+    A space says least. The drafter's unk is often its end of text, which tells it that a document ended.
+    """
+    ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
+    return ids[0]
