@@ -228,6 +228,15 @@ def test_added_tokens_are_their_literal_text() -> None:
         assert vocabulary.bytes_by_id[token_id] == text.encode()
 
 
+def test_signs_outside_the_alphabet_are_themselves() -> None:
+    """The decoder writes such a token as it is: the no-break space, and a word with one."""
+    signs = ["\xa0", "中", "é\xad", "é\x7f", "Ġ中", "\x85"]
+    tokenizer = wrapped(Tokenizer(models.BPE({sign: i for i, sign in enumerate(signs)}, [])))
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    assert read_vocabulary(ModelTokenizer(tokenizer)).bytes_by_id == tuple(sign.encode() for sign in signs)
+    assert [tokenizer.decode([i]) for i in range(len(signs))] == signs
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_of_duplicates_the_id_that_the_tokenizer_emits(prefix: bool) -> None:
     tokenizer = sentencepiece_bpe(prefix=prefix)
@@ -248,6 +257,17 @@ def test_an_added_token_comes_before_one_of_the_same_bytes() -> None:
     vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
     assert vocabulary.bytes_by_id[inside] == b" the"
     assert vocabulary.id_by_bytes[b" the"] == tokenizer.encode(" the")[0] == id_of(tokenizer, " the")
+
+
+def test_of_duplicates_the_one_emitted_inside_a_text() -> None:
+    """At its start this tokenizer writes "▁a", which tells nothing of "a"."""
+    vocab = {"<unk>": 0, "q": 1, "a": 2, "▁": 3, "▁a": 4, "\n": 5}
+    tokenizer = wrapped(Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>")), unk_token="<unk>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("▁")
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("q", "a"), decoders.Replace("▁", " ")])
+    vocabulary = read_vocabulary(ModelTokenizer(tokenizer))
+    assert vocabulary.bytes_by_id[1:3] == (b"a", b"a")
+    assert vocabulary.id_by_bytes[b"a"] == 2
 
 
 def test_duplicates_that_the_tokenizer_emits_neither_of_go_to_the_lowest_whole_token() -> None:
@@ -284,6 +304,22 @@ def test_roles_and_names_of_special_tokens() -> None:
     assert roles.of(eos) == {"end", "pad"}
     assert set(vocabulary.special_names.values()) == {"<|start|>", "<|eos|>", "<|unk|>", "<|end|>", "<|call|>"}
     assert all(vocabulary.bytes_by_id[token_id] is None for token_id in vocabulary.special_names)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|end|>\n<|eos|>{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ '<|eos|>' if m.role == 'user' else '<|end|>' }}{% endfor %}",
+        "<|call|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
+    ],
+)
+def test_the_end_of_turn_is_what_comes_first_behind_an_answer(template: str) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    end, call = id_of(tokenizer, "<|end|>"), id_of(tokenizer, "<|call|>")
+    roles = read_vocabulary(ModelTokenizer(tokenizer, (call, end))).roles
+    assert (roles.end_of_turn, roles.eos) == (end, (tokenizer.eos_token_id, call))
 
 
 def test_an_end_that_no_configuration_names_is_none() -> None:

@@ -170,8 +170,9 @@ def _fast_pieces(tokenizer: Any) -> _Pieces:
     tokens: list[str | None] = [None] * (max(ids.values()) + 1)
     for token, token_id in ids.items():
         tokens[token_id] = token
-    added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
-    special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    added_tokens = backend.get_added_tokens_decoder()
+    added = {i: token.content for i, token in added_tokens.items()}
+    special = {i: token.content for i, token in added_tokens.items() if token.special}
     special |= {i: tokens[i] or "" for i in tokenizer.all_special_ids if i < len(tokens)}
     # Such a token is in no alphabet: its signs are its text.
     literal = {i for i, text in added.items() if backend.model.token_to_id(text) is None}

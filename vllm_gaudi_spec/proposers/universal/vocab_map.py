@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -55,7 +56,7 @@ class VocabMap:
         """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they can not be that."""
         target_ids, draft_ids = pairs.T
         for ids, size in ((target_ids, target_size), (draft_ids, draft_size)):
-            if ids.size and (ids.min() < 0 or ids.max() >= size or np.unique(ids).size != ids.size):
+            if ids.size and (ids.min() < 0 or ids.max() >= size or np.bincount(ids).max() > 1):
                 raise ValueError("ids out of range or in two pairs")
         target_to_draft = np.full(target_size, -1, dtype=np.int32)
         draft_to_target = np.full(draft_size, -1, dtype=np.int32)
@@ -97,24 +98,19 @@ def vocab_map(
 
 def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> VocabMap:
     """Ids beyond a tokenizer or beyond its model have no partner."""
-    id_of_target = target.id_by_bytes
-    found = [
-        (target_id, draft_id)
-        for piece, draft_id in draft.id_by_bytes.items()
-        if draft_id < draft_size and (target_id := id_of_target.get(piece, target_size)) < target_size
-    ]
-    if not found:
+    draft_ids = np.fromiter(draft.id_by_bytes.values(), dtype=np.int32)
+    partners = map(target.id_by_bytes.get, draft.id_by_bytes, itertools.repeat(target_size))
+    target_ids = np.fromiter(partners, dtype=np.int32)
+    found = np.stack([target_ids, draft_ids], axis=1)[(target_ids < target_size) & (draft_ids < draft_size)]
+    if not len(found):
         raise UnsupportedConfigError(
             "No token of the drafter stands for the same text as a token of the target, so nothing could be drafted. "
             'Give another model in speculative_config, or "method": "ngram", which needs no drafter.'
         )
-    special = [
-        (target_id, draft_id, draftable)
-        for target_id, draft_id, draftable in _special_pairs(target, draft)
-        if target_id < target_size and draft_id < draft_size
-    ]
-    pairs = np.array(found + [pair[:2] for pair in special], dtype=np.int32)
-    draftable = np.array([True] * len(found) + [pair[2] for pair in special])
+    special = np.array(list(_special_pairs(target, draft)), dtype=np.int32).reshape(-1, 3)
+    special = special[(special[:, 0] < target_size) & (special[:, 1] < draft_size)]
+    pairs = np.concatenate([found, special[:, :2]])
+    draftable = np.concatenate([np.ones(len(found), dtype=bool), special[:, 2] == 1])
     return VocabMap.of_pairs(pairs, draftable, target_size, draft_size)
 
 
