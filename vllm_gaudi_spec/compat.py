@@ -119,7 +119,7 @@ def _note_universal_draft(original: Callable[..., Any], config: Any) -> Any:
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = "draft_model", True
     result = original(config)
-    if config.use_heterogeneous_vocab:
+    if config.use_heterogeneous_vocab and config.method == "draft_model":
         # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)

@@ -29,7 +29,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat
+from vllm_gaudi_spec import compat, config
 
 
 def test_vllm_is_a_distribution_that_only_we_answer_for() -> None:
@@ -118,9 +118,15 @@ def test_patches_are_put_on_once() -> None:
     for owner, name in wrapped:
         assert not hasattr(getattr(owner, name).__wrapped__, "__wrapped__"), name
     for name, more in compat._MORE_VALUES.items():
-        values = get_args(SpeculativeConfig.__dataclass_fields__[name].type)
+        values = values_of(SpeculativeConfig.__dataclass_fields__[name].type)
         assert values[-len(more) :] == more
         assert len(set(values)) == len(values)
+
+
+def values_of(kind: Any) -> tuple[str, ...]:
+    """Of a Literal, or of an optional one."""
+    values = get_args(kind)
+    return get_args(values[0]) or values
 
 
 def drafter(**options: Any) -> SpeculativeConfig:
@@ -132,16 +138,17 @@ def test_upstream_still_lacks_our_rules() -> None:
     upstreams = {
         "rejection_sample_method": upstream_speculative.RejectionSampleMethod,
         "draft_sample_method": upstream_speculative.DraftSampleMethod,
+        "method": upstream_speculative.SpeculativeMethod,
     }
     for name, more in compat._MORE_VALUES.items():
-        assert get_args(upstreams[name])
-        assert not set(get_args(upstreams[name])) & set(more)
+        assert values_of(upstreams[name])
+        assert not set(values_of(upstreams[name])) & set(more)
 
 
 def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
     compat.apply()
     for name, more in compat._MORE_VALUES.items():
-        for value in more:
+        for value in more if name != "method" else ():
             assert getattr(drafter(**{name: value}), name) == value
     with pytest.raises(ValueError, match="'standard', 'synthetic', 'block', 'strict' or 'probabilistic'"):
         drafter(rejection_sample_method="strickt")
@@ -151,6 +158,42 @@ def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
         drafter(no_such_option=1)
     with pytest.raises(ValueError, match="greater than 0"):
         replace(drafter(), num_speculative_tokens=0)
+
+
+UNIVERSAL = [
+    dict(method="universal_draft"),
+    dict(method="universal_draft", draft_sample_method="probabilistic"),
+    dict(method="draft_model", use_heterogeneous_vocab=True, draft_sample_method="coupled"),
+]
+
+
+@pytest.mark.parametrize("spelling", UNIVERSAL, ids=str)
+def test_universal_drafting_is_a_draft_model_with_a_mark(spelling: dict[str, Any], tmp_path: Path) -> None:
+    """All the rest of vLLM sees a draft model, here and in the process that the configuration is sent to."""
+    compat.apply()
+    made = engine_config(tmp_path, spelling | dict(model=str(tmp_path)))
+    sent = pickle.loads(pickle.dumps(made)).speculative_config
+    for given in (made.speculative_config, sent):
+        assert given.method == "draft_model"
+        assert given.draft_sample_method == spelling.get("draft_sample_method", "greedy")
+        assert getattr(given, config.IS_UNIVERSAL) is True
+    plain = engine_config(tmp_path, dict(method="draft_model", model=str(tmp_path)))
+    assert not hasattr(plain.speculative_config, config.IS_UNIVERSAL)
+
+
+def test_other_methods_still_have_no_vocabulary_of_their_own() -> None:
+    compat.apply()
+    with pytest.raises(ValueError, match="only works with method='draft_model'"):
+        drafter(use_heterogeneous_vocab=True)
+
+
+def test_upstream_still_refuses_what_universal_drafting_needs() -> None:
+    """When one of these goes, so does that part of `admit_universal_draft`."""
+    source = inspect.getsource(SpeculativeConfig._verify_args)
+    assert "use_heterogeneous_vocab currently only supports greedy" in source
+    assert "verify_equal_vocab_size_if_draft_model" in source
+    sizes = SpeculativeConfig.verify_equal_vocab_size_if_draft_model.__wrapped__
+    assert "should have the same vocabulary size" in inspect.getsource(sizes)
 
 
 def test_our_rules_reach_other_processes_and_older_objects(tmp_path: Path) -> None:

@@ -111,6 +111,13 @@ def start_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 NGRAM = dict(method="ngram")
 SUFFIX = dict(method="suffix")
 CUSTOM = dict(method="custom_class", model="package.Class")
+DRAFT = dict(method="draft_model", model="the target's folder")
+
+
+def here(speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A drafter's model has to be somewhere: the target's folder will do."""
+    own = speculative.get("method") in ("draft_model", "universal_draft", "medusa")
+    return speculative | dict(model=str(folder)) if own else speculative
 
 
 @pytest.mark.parametrize(
@@ -128,11 +135,15 @@ CUSTOM = dict(method="custom_class", model="package.Class")
         NGRAM | dict(num_speculative_tokens=config.MAX_DRAFTS, max_model_len=TARGET_MAX_LEN),
         NGRAM | dict(rejection_sample_method="block"),
         NGRAM | dict(rejection_sample_method="synthetic", synthetic_acceptance_length=2.5),
+        DRAFT,
+        DRAFT | dict(draft_sample_method="probabilistic", rejection_sample_method="block", max_model_len=128),
+        DRAFT | dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+        DRAFT | dict(method="universal_draft", rejection_sample_method="probabilistic"),
     ],
     ids=str,
 )
 def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path) -> None:
-    made = engine_config(tmp_path, speculative)
+    made = engine_config(tmp_path, here(speculative, tmp_path))
     # As for a drafter that is loaded with a copy of the configuration: the platform looks at it again.
     again = replace(made, parallel_config=made.parallel_config)
     assert Speculation.from_vllm(again) == Speculation.from_vllm(made)
@@ -152,14 +163,18 @@ def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path
         (SUFFIX | dict(prompt_lookup_min=4), "prompt_lookup_min has no effect with method suffix"),
         (NGRAM | dict(suffix_decoding_max_tree_depth=8), "suffix_decoding_max_tree_depth has no effect with .* ngram"),
         (CUSTOM | dict(suffix_decoding_min_token_prob=0.0), "suffix_decoding_min_token_prob has no effect with"),
+        (DRAFT | dict(suffix_decoding_max_tree_depth=8), "suffix_decoding_max_tree_depth has no effect with"),
+        (DRAFT | dict(attention_backend="FLASH_ATTN"), "attention_backend has no effect with method draft_model"),
+        (
+            DRAFT | dict(rejection_sample_method="probabilistic", draft_sample_method="coupled"),
+            "rejection_sample_method probabilistic keeps .* use strict with coupled",
+        ),
     ],
     ids=str,
 )
 def test_speculation_that_would_not_work_is_refused(speculative: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if speculative["method"] == "medusa":
-        speculative = speculative | dict(model=str(tmp_path))
     with pytest.raises(UnsupportedConfigError, match=message):
-        engine_config(tmp_path, speculative)
+        engine_config(tmp_path, here(speculative, tmp_path))
 
 
 # No drafter without a model can do these. Value, and the way out that the message names.

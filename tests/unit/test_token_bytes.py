@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import random
@@ -380,6 +381,32 @@ def test_tiktoken_is_asked() -> None:
     assert vocabulary.roles.eos == (261,)
     for text in random_texts(2, 50):
         assert spelled(vocabulary, Wrapper().encode(text, False)) == text.encode()
+
+
+def test_mistral_common_is_asked(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    pieces = [*(bytes([byte]) for byte in range(256)), b" t", b"\n\n"]
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"]
+    names += ["[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"]
+    names += ["[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]
+    config = dict(pattern=r"[\s\S]+?", num_vocab_tokens=len(pieces), default_vocab_size=len(pieces) + len(names))
+    vocab = [
+        dict(rank=i, token_bytes=base64.b64encode(piece).decode(), token_str=None) for i, piece in enumerate(pieces)
+    ]
+    content = dict(
+        config=config | dict(default_num_special_tokens=len(names), version="v7"),
+        vocab=vocab,
+        special_tokens=[dict(rank=i, token_str=name, is_control=True) for i, name in enumerate(names)],
+    )
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral", "eos_token_id": 2}')
+    model = load_tokenizer(str(tmp_path))
+    assert not hasattr(model.tokenizer, "backend_tokenizer")
+    vocabulary = read_vocabulary(model)
+    assert vocabulary.bytes_by_id == (*[None] * len(names), *pieces)
+    assert vocabulary.special_names == dict(enumerate(names))
+    assert (vocabulary.roles.bos, vocabulary.roles.ends) == (1, (2,))
+    assert content_hash(model) == content_hash(load_tokenizer(str(tmp_path)))
 
 
 def test_a_slow_sentencepiece_tokenizer(tmp_path: Path) -> None:

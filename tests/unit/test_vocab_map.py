@@ -171,6 +171,12 @@ def test_ids_beyond_a_model_have_no_partner() -> None:
     assert (made.target_to_draft[200:] == -1).all()
 
 
+def test_special_tokens_beyond_a_model_have_no_partner() -> None:
+    vocabulary = special("<a> <b> <c>")
+    for sizes in ((2, 4), (4, 2)):
+        assert match(vocabulary, vocabulary, *sizes).num_matched == 2
+
+
 def test_coverage() -> None:
     made = VocabMap.of_pairs(np.array([[0, 1], [2, 0]], dtype=np.int32), np.array([True, True]), 4, 2)
     assert made.coverage(np.array([0, 1, 2, 2])) == 0.75
@@ -367,7 +373,7 @@ def test_an_interrupted_write_leaves_nothing(small: Pair, tmp_path: Path, monkey
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.os, "fsync", interrupted)
+    monkeypatch.setattr(module.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small.build(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -82,6 +82,8 @@ class SamplingInputs:
     grammar_BQW: torch.Tensor | None
     acceptable_B: torch.Tensor | None
     """int32: drafts that a row's grammar allows."""
+    free_B: torch.Tensor | None
+    """bool: rows without a grammar; None when that is all of them."""
     allowed_BQW: torch.Tensor | None
     rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
     scored_ids_BE: torch.Tensor | None
@@ -158,6 +160,7 @@ class Sampling:
         branch = branch._replace(constrained=bool(own))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
+        acceptable_B, free_B = self._acceptable(batch, own) if own else (None, None)
         ints = upload(torch.from_numpy(self._ints_np[batch.rows_np]))
         floats = upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())).unbind(0)
         return SamplingInputs(
@@ -167,7 +170,8 @@ class Sampling:
             prompt_len_B=ints[:, 1],
             keys_B2=ints[:, 2:],
             grammar_BQW=self._masks(batch, {row: found.mask_NW for row, found in own.items()}) if own else None,
-            acceptable_B=self._acceptable(batch, own) if own else None,
+            acceptable_B=acceptable_B,
+            free_B=free_B,
             allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
             rules=self.rules.gather(batch.rows_np, self.backend) if branch.ruled else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
@@ -183,12 +187,15 @@ class Sampling:
                 mask[index, : len(own) if own.ndim > 1 else None] = own
         return self.backend.upload(torch.from_numpy(mask))
 
-    def _acceptable(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> torch.Tensor:
-        most = np.full(len(batch.rows_np), batch.num_queries - 1, dtype=np.int32)
+    def _acceptable(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts that each row's grammar allows, and which rows have none."""
+        most = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
+        most[1] = 1
         for index, request in enumerate(batch.requests):
             if (own := grammars.get(request.row)) is not None:
-                most[index] = own.num_acceptable
-        return self.backend.upload(torch.from_numpy(most))
+                most[:, index] = own.num_acceptable, 0
+        acceptable_B, free_B = self.backend.upload(torch.from_numpy(most)).unbind(0)
+        return acceptable_B, free_B.bool()
 
     def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
         ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)

@@ -16,6 +16,7 @@ from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
 from vllm_gaudi_spec.sample import block, standard, strict, synthetic
 from vllm_gaudi_spec.sample import logits as edit
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
+from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
-    from vllm_gaudi_spec.sample.verdict import Verdict
 
 
 class Drafted(NamedTuple):
@@ -81,7 +81,7 @@ def _by_law(
 ) -> Verdict:
     if not inputs.branch.random or drafted.probs_BKV is None or not drafted.tokens_BK.shape[1]:
         return _strict(logits_BQV, positions_BQ, drafted, inputs)
-    return verify(
+    verdict = verify(
         logits_BQV,
         drafted.probs_BKV,
         drafted.tokens_BK,
@@ -89,6 +89,15 @@ def _by_law(
         inputs.floats["temperature"],
         inputs.keys_B2,
         positions_BQ,
+    )
+    if inputs.free_B is None:
+        return verdict
+    # A grammar takes back drafts for what they are, and then these rules are not exact. The strict rule always is: the
+    # target's own token does not depend on a draft.
+    exact = _strict(logits_BQV, positions_BQ, drafted, inputs)
+    return Verdict(
+        torch.where(inputs.free_B[:, None], verdict.tokens_BQ, exact.tokens_BQ),
+        torch.where(inputs.free_B, verdict.num_sampled_B, exact.num_sampled_B),
     )
 
 

@@ -210,7 +210,9 @@ def _asked_pieces(tokenizer: Any, ask: Callable[[int], bytes], special: dict[int
             by_id.append(ask(token_id) or None)
         except (KeyError, IndexError, ValueError):
             by_id.append(None)
-    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", None)
+    # mistral-common's has a method of this name, and no added tokens.
+    added = {i: str(token) for i, token in added_tokens.items()} if isinstance(added_tokens, dict) else {}
     for token_id, text in added.items():
         if token_id < len(by_id) and by_id[token_id] is None:
             by_id[token_id] = text.encode()

@@ -131,9 +131,8 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
         yield target_id, draft_id, True
     ours, theirs = target.roles, draft.roles
     for left, right, draftable in (
-        ((ours.end_of_turn,), (theirs.end_of_turn,), True),
         (ours.eos, theirs.eos, True),
-        (ours.ends, theirs.ends, True),
+        (ours.ends, theirs.ends, True),  # the end of a turn stands first
         ((ours.bos,), (theirs.bos,), True),
         ((ours.pad,), (theirs.pad,), False),
         ((ours.unk,), (theirs.unk,), False),
@@ -161,9 +160,8 @@ def _write(path: Path, key: str, made: VocabMap) -> None:
     descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            # Not flushed to the disk: should the machine fail, the checksum finds a file that was only half written.
             file.write(json.dumps(header).encode() + b"\n" + payload)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
