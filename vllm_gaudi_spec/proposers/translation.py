@@ -40,11 +40,11 @@ class MappedTokens:
 
     def __init__(self, target_to_draft: np.ndarray, draftable: np.ndarray, stand_in: int, device: torch.device) -> None:
         """`draftable`: bool by the drafter's ids."""
-        draft_V = torch.from_numpy(target_to_draft).to(device)
+        draft_V = torch.tensor(target_to_draft, device=device)
         matched_V = draft_V >= 0
         self._index_V = draft_V.clamp(min=0)
         self._read_V = torch.where(matched_V, draft_V, stand_in).int()
-        self._said_V = matched_V & torch.from_numpy(draftable).to(device).index_select(0, self._index_V)
+        self._said_V = matched_V & torch.tensor(draftable, device=device).index_select(0, self._index_V)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._read_V.index_select(0, tokens.flatten()).view(tokens.shape)
