@@ -130,6 +130,19 @@ def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
 
 
+def test_nothing_is_drafted_behind_a_stop() -> None:
+    """The scheduler ends the request there, whatever was accepted behind it."""
+    requests, split, names = started()
+    requests.by_id["a"].params.stop_token_ids = [12]
+    requests.by_id["a"].params._all_stop_token_ids = {12}
+    proposer = Counts()
+    drafting = HostDrafting(proposer, split, requests, K)
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    drafting.propose_behind(step_, K)
+    assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
+
+
 def test_the_host_drafter_hears_who_has_ended() -> None:
     requests, split, _ = started()
     proposer = Counts()

@@ -57,10 +57,17 @@ class HostDrafting:
         if step.verdict is None:
             return
         rows_np = np.array([request.row for request in step.requests], dtype=np.int64)
-        self._append(rows_np, step.verdict)
+        counts_np = step.verdict.num_sampled_B.numpy()[: len(rows_np)]
+        self._append(rows_np, step.verdict, counts_np)
         lengths_np = self._lengths_np[rows_np]
         wanted_np = self._split.wanted_np(rows_np, lengths_np, most)
-        chosen = np.flatnonzero(wanted_np).tolist()
+        new = step.verdict.tokens_BQ.tolist()
+        chosen = [
+            index
+            for index in np.flatnonzero(wanted_np).tolist()
+            # What stands behind a stop is nobody's: the scheduler drops it and ends the request.
+            if step.requests[index].params.all_stop_token_ids.isdisjoint(new[index][: counts_np[index]])
+        ]
         if not chosen:
             return
         contexts = [
@@ -79,9 +86,8 @@ class HostDrafting:
         if self._drafts:
             self._put(rows_np, lengths_np, [self._drafts.get(request.req_id, []) for request in step.requests])
 
-    def _append(self, rows_np: np.ndarray, verdict: Verdict) -> None:
+    def _append(self, rows_np: np.ndarray, verdict: Verdict, counts_np: np.ndarray) -> None:
         tokens_np = verdict.tokens_BQ.numpy()[: len(rows_np)]
-        counts_np = verdict.num_sampled_B.numpy()[: len(rows_np)]
         place = np.arange(tokens_np.shape[1])
         new = place < counts_np[:, None]
         target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
