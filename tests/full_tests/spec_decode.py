@@ -49,6 +49,8 @@ TASKS = {
     "baseline": Task(None),
     "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
     "suffix": Task("suffix"),
+    "draft_model": Task("draft_model", needs_draft_model=True),
+    "universal": Task("universal_draft", needs_draft_model=True),
 }
 
 RULES = ("strict", "standard", "block", "synthetic")
