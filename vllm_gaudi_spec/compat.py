@@ -106,7 +106,7 @@ def admit_universal_draft() -> None:
     draft, and for vocabularies of other sizes.
 
     Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
-    output matrices are padded to other sizes. Our drafter compares the tokens themselves.
+    output matrices are padded to other sizes. At start-up we compare the tokens themselves.
     Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
     """
     from vllm.config import SpeculativeConfig

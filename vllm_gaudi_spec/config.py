@@ -143,6 +143,11 @@ class Speculation:
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
 
+    @property
+    def keeps_laws(self) -> bool:
+        """Whether the rule looks at the laws that drafts were drawn from."""
+        return self.drafting == "probabilistic" and self.rule in ("standard", "block")
+
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
         given = vllm_config.speculative_config
@@ -253,7 +258,13 @@ _DRAFTER_MODEL_OPTIONS = (
     "revision",
 )
 # Of these, what the platform's own layers do not listen to.
-_DRAFTER_LAYER_OPTIONS = ("attention_backend", "dspark_draft_topk", "kv_cache_dtype", "moe_backend")
+_DRAFTER_LAYER_OPTIONS = (
+    "attention_backend",
+    "disable_eagle_block_drop",
+    "dspark_draft_topk",
+    "kv_cache_dtype",
+    "moe_backend",
+)
 _NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
 _SUFFIX_OPTIONS = "suffix_decoding_"
 

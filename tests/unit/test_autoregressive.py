@@ -28,6 +28,7 @@ from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
+MOST_BLOCKS = 64  # of a row
 
 
 def following(tokens: list[int]) -> int:
@@ -38,7 +39,7 @@ class Remembers:
     """Keeps (position + 1) * token in the KV slots and answers with the sum over the context."""
 
     def __init__(self, longest: int = LONGEST) -> None:
-        self.kv = torch.zeros(64 * BLOCK, dtype=torch.long)
+        self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
         self.longest = longest
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
@@ -63,7 +64,9 @@ class Remembers:
 class Rows:
     """Three requests that start with prompts of different lengths, one in two chunks, and go on as a test says."""
 
-    def __init__(self, num_drafts: int, drafter_max_len: int = LONGEST) -> None:
+    def __init__(
+        self, num_drafts: int, drafter_max_len: int = LONGEST, max_len: int = LONGEST, exact_context: bool = True
+    ) -> None:
         speculation = Speculation(
             method="draft_model",
             num_drafts=num_drafts,
@@ -71,7 +74,8 @@ class Rows:
             drafting="greedy",
             drafter_max_len=drafter_max_len,
         )
-        self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=LONGEST, drafts=num_drafts)
+        self.max_len = max_len
+        self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
         backend = HostBackend()
         width = self.shapes.max_context + 1 + num_drafts
         self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
@@ -79,8 +83,8 @@ class Rows:
         self.model = Remembers(drafter_max_len)
         self.recorder = StepRecorder()
         self.drafting = DeviceDrafting(
-            AutoregressiveProposer(self.model, SameTokens(VOCAB)),
-            LengthSplit(backend, 4, speculation, LONGEST),  # type: ignore[arg-type]
+            AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3)),
+            LengthSplit(backend, 4, speculation, max_len),  # type: ignore[arg-type]
             self.requests,
             self.recorder,
             self.shapes,
@@ -93,9 +97,9 @@ class Rows:
 
     def start(self, prompts: dict[str, list[int]], chunk: int = 24) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=500)
-        computed = dict.fromkeys(prompts, 0)
+        computed, size = dict.fromkeys(prompts, 0), self.shapes.max_context // BLOCK
         new = [
-            new_request(name, prompt, list(range(1 + 7 * i, 8 + 7 * i)), params=params)
+            new_request(name, prompt, list(range(1 + size * i, 1 + size * (i + 1))), params=params)
             for i, (name, prompt) in enumerate(prompts.items())
         ]
         while any(computed[name] < len(prompt) for name, prompt in prompts.items()):
@@ -116,7 +120,8 @@ class Rows:
     def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns what is drafted behind them."""
         members = [self.requests.by_id[name] for name in answers]
-        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members)
+        longest = max(len(self.tokens[name]) for name in answers) + self.num_drafts  # as the scheduler counts
+        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, longest)
         num_rows, width = len(batch.rows_np), max(map(len, answers.values()))
         tokens, counts = torch.zeros(num_rows, width).int(), torch.ones(num_rows).int()
         last = torch.zeros(num_rows).int()
@@ -134,7 +139,7 @@ class Rows:
         return {name: row[:count] for name, row, count in rows}
 
     def expected(self, name: str) -> list[int]:
-        tokens, room = list(self.tokens[name]), min(self.model.longest, LONGEST - 1) - len(self.tokens[name])
+        tokens, room = list(self.tokens[name]), min(self.model.longest, self.max_len - 1) - len(self.tokens[name])
         drafts = []
         for _ in range(max(0, min(self.num_drafts, room))):
             drafts.append(following([*tokens, *drafts]))
@@ -183,3 +188,17 @@ def test_a_row_that_the_drafter_lost_sight_of_is_not_drafted_for() -> None:
         assert rows.sample({"a": [token]}, most=0)["a"] == []
     drafted = rows.sample({"a": [6], "b": [7]})
     assert drafted == {"a": [], "b": rows.expected("b")}
+
+
+def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
+    """A prompt that ends in this step is longer than what was computed when the step began."""
+    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False)
+    assert len(rows.shapes.contexts) > 1
+    rows.start({"a": [n % VOCAB for n in range(505)], "b": [4, 5]}, chunk=64)
+    answers = {"a": [7], "b": [8]}
+    for _ in range(6):
+        drafts = rows.sample(answers)
+        assert drafts == {name: rows.expected(name) for name in answers}
+        answers = {name: [*drafts[name], 1] for name in answers}
+    assert len(rows.tokens["a"]) > 520
+    assert not rows.recorder.unexpected

@@ -158,7 +158,7 @@ def test_the_device_drafter_proposes_behind_the_verdict() -> None:
     drafting, recorder = on_device(proposer, split, requests)
     drafting.apply(requests)
     step_, lengths = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = make_sample_batch(requests, 4, 2, step_.requests)
+    batch = make_sample_batch(requests, 4, 2, step_.requests, 16)
     inputs = sampling(requests).prepare(batch, {})
     step_.drafts = drafting.propose(batch, lengths, inputs, K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
@@ -179,7 +179,23 @@ def test_what_the_device_can_not_have_is_not_verified() -> None:
     most = {}
     for length in range(6, 14):
         row.num_computed = length - 1  # if all drafts of the step in flight are accepted
-        most[length] = drafting.most(row, K)
+        (most[length],) = drafting.most([row], [K])
     # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
     assert most == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
-    assert drafting.most(requests.by_id["c"], K) == 0
+    row.num_computed = 5
+    assert drafting.most([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+
+
+def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:
+    """The host knows it, from what the scheduler said: here by wish, by the drafter's length, or by both."""
+    requests, split, _ = started(drafter_max_len=3)
+    proposer = CountsOnDevice()
+    drafting, _ = on_device(proposer, split, requests)
+    drafting.apply(requests)
+    requests.by_id["b"].num_computed = 6
+    for names in (["c"], ["b"], ["b", "c"]):
+        members = [requests.by_id[name] for name in names]
+        batch = make_sample_batch(requests, 4, 1, members, 6)
+        inputs = sampling(requests).prepare(batch, {})
+        assert drafting.propose(batch, torch.full((4,), 7, dtype=torch.int32), inputs, K) is None
+    assert proposer.num_calls == 0

@@ -10,7 +10,7 @@ import torch
 
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.verification import Drafted, Rule, choose_rule
+from vllm_gaudi_spec.runner.verification import Proposed, Rule, choose_rule
 from vllm_gaudi_spec.sample import block, standard
 from vllm_gaudi_spec.sample.noise import fold_seed
 from vllm_gaudi_spec.sample.strict import sample_random, verify
@@ -26,7 +26,7 @@ def rule(name: str, drafting: str) -> Rule:
     return choose_rule(speculation, torch.device("cpu"))
 
 
-def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Drafted, Any]:
+def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Proposed, Any]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, K + 1, VOCAB, generator=generator)
     probs = torch.randn(ROWS, K, VOCAB, generator=generator).softmax(-1)
@@ -39,7 +39,7 @@ def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Drafted, Any]:
         keys_B2=torch.tensor([fold_seed(row) for row in range(ROWS)], dtype=torch.int32),
         free_B=None,
     )
-    return logits, positions, Drafted(drafts, num, probs), inputs
+    return logits, positions, Proposed(drafts, num, probs), inputs
 
 
 def texts(verdict: Verdict) -> list[list[int]]:
@@ -47,7 +47,7 @@ def texts(verdict: Verdict) -> list[list[int]]:
     return [row[:count] for row, count in rows]
 
 
-def strictly(logits: torch.Tensor, positions: torch.Tensor, drafted: Drafted, inputs: Any) -> list[list[int]]:
+def strictly(logits: torch.Tensor, positions: torch.Tensor, drafted: Proposed, inputs: Any) -> list[list[int]]:
     sampled = sample_random(logits, inputs.floats["temperature"], inputs.keys_B2, positions)
     return texts(verify(sampled, drafted.tokens_BK, drafted.num_drafts_B))
 
@@ -86,7 +86,7 @@ def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(n
 
 def test_a_step_of_one_place_is_ordinary_sampling_under_every_rule() -> None:
     logits, positions, drafted, inputs = case()
-    none = Drafted(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
+    none = Proposed(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
     expected = strictly(logits[:, :1], positions[:, :1], none, inputs)
     for name, drafting in (("strict", "greedy"), ("block", "probabilistic"), ("synthetic", "greedy")):
         assert texts(rule(name, drafting)(logits[:, :1], positions[:, :1], none, inputs)) == expected

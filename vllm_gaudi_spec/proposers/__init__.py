@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_spec.config import cache_folder
-from vllm_gaudi_spec.proposers.translation import SameTokens
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
+    from vllm_gaudi_spec.proposers.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,12 @@ def _custom(setting: Setting) -> dict[str, Any]:
 
 
 def _draft_model(setting: Setting) -> dict[str, Any]:
-    if not setting.speculation.universal:
-        return {"model": setting.model, "translation": SameTokens(setting.vocab_size)}
-    from vllm_gaudi_spec.proposers.universal.mapped import mapped_tokens
+    from vllm_gaudi_spec.proposers.universal.translations import mapped_tokens, same_tokens
 
-    translation = mapped_tokens(setting.vllm_config, cache_folder(), setting.device)
+    if setting.speculation.universal:
+        translation: Translation = mapped_tokens(setting.vllm_config, cache_folder(), setting.device)
+    else:
+        translation = same_tokens(setting.vllm_config)
     return {"model": setting.model, "translation": translation}
 
 

@@ -39,16 +39,19 @@ class LengthSplit:
         most = (params.extra_args or {}).get(REQUEST_OPTION, self._num_drafts)
         self._limits_np[row] = (reach, min(most, self._num_drafts))
 
-    def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int) -> np.ndarray:
+    def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
         """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
-        limits_B2 = torch.from_numpy(self._limits_np[rows_np])
-        return _wanted(limits_B2, torch.from_numpy(lengths_np), most).numpy()
+        return _wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
 
     def wanted(self, rows_np: np.ndarray, lengths_B: torch.Tensor, most: int) -> torch.Tensor:
         """The same on the device, for lengths that only the device knows."""
-        return _wanted(self._backend.upload(torch.from_numpy(self._limits_np[rows_np])), lengths_B, most)
+        return _wanted(self._backend.upload(torch.from_numpy(self._limits(rows_np, most))), lengths_B)
+
+    def _limits(self, rows_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
+        limits_np = self._limits_np[rows_np]
+        limits_np[:, 1] = np.minimum(limits_np[:, 1], most)
+        return limits_np
 
 
-def _wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor, most: int) -> torch.Tensor:
-    room_B = limits_B2[:, 0] - lengths_B
-    return torch.minimum(room_B, limits_B2[:, 1].clamp(max=most)).clamp(min=0).int()
+def _wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

@@ -23,11 +23,13 @@ class Translation(Protocol):
 class SameTokens:
     """Equal ids mean equal tokens; output matrices may be padded, each model's to a size of its own."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, drafter_size: int) -> None:
         self._vocab_size = vocab_size
+        self._largest = drafter_size - 1
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens
+        # Beyond the tokenizer there is padding only, which a prompt of ids may hold all the same.
+        return tokens.clamp(max=self._largest)
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
         logits_BV = logits_BU[:, : self._vocab_size]

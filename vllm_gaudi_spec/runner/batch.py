@@ -48,6 +48,12 @@ class Batch:
         """Positions at which a row of this batch may sample."""
         return self.shape.queries if self.shape.phase == "decode" else 1
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row, those of this batch included."""
+        ends = (request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True))
+        return max(ends, default=0)
+
     def sampled_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens,
         a prompt chunk's last."""
@@ -73,6 +79,8 @@ class SampleBatch:
     rows_np: np.ndarray
     rows_B: torch.Tensor
     """int64; padding has the pad row."""
+    longest: int
+    """No row knew more tokens than these when the step began, its drafts included."""
 
 
 def build_inputs(batch: Batch, requests: Requests) -> Inputs:
@@ -122,7 +130,9 @@ def make_batch(
     )
 
 
-def make_sample_batch(requests: Requests, num_rows: int, num_queries: int, members: list[Request]) -> SampleBatch:
+def make_sample_batch(
+    requests: Requests, num_rows: int, num_queries: int, members: list[Request], longest: int
+) -> SampleBatch:
     rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    return SampleBatch(members, num_queries, rows_np, requests.backend.upload(torch.from_numpy(rows_np)))
+    return SampleBatch(members, num_queries, rows_np, requests.backend.upload(torch.from_numpy(rows_np)), longest)

@@ -45,6 +45,7 @@ class DeviceDrafting:
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
         self._mode = cast(Mode, speculation.drafting)
+        self._keeps_laws = speculation.keeps_laws
         self._state = state
 
     def apply(self, requests: Requests) -> None:
@@ -53,10 +54,15 @@ class DeviceDrafting:
             if self._state is not None:
                 self._state.admit(request)
 
-    def most(self, request: Request, num_scheduled: int) -> int:
+    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
+
+    def _possible(self, requests: list[Request], most: int | np.ndarray) -> np.ndarray:
+        """int32: the most drafts that the device may have for each request, whatever is in flight."""
         # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
-        shortest = np.array([request.num_computed + 1 - self._num_drafts], dtype=np.int32)
-        return int(self._split.wanted_np(np.array([request.row]), shortest, num_scheduled)[0])
+        rows_np = np.array([request.row for request in requests], dtype=np.int64)
+        shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
+        return self._split.wanted_np(rows_np, shortest_np, most)
 
     def follow(self, batch: Batch) -> None:
         if self._state is not None and (chunk := self._state.chunk(batch)) is not None:
@@ -71,20 +77,20 @@ class DeviceDrafting:
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         wanted_B = self._split.wanted(batch.rows_np, lengths_B, most)
         if self._state is not None:
-            wanted_B = torch.where(self._state.ready(batch.rows_B, lengths_B), wanted_B, 0)
-        if not most:
+            wanted_B = torch.where(self._state.settle(batch.rows_B, lengths_B), wanted_B, 0)
+        if not most or (batch.requests and not self._possible(batch.requests, most).any()):
             return None
-        longest = max((request.num_computed for request in batch.requests), default=0) + 1 + self._num_drafts
-        context = self._shapes.fit_context(longest + self._num_drafts)
+        # One token more than were known, and the drafts.
+        context = self._shapes.fit_context(min(batch.longest + 1 + self._num_drafts, self._shapes.max_context))
         branch = Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
         self._recorder.saw(self._signature(len(batch.rows_np), context, branch))
 
         def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
             if branch.random:
                 restrict(logits_BV[:, None], inputs, branch)
-            return draft(
-                logits_BV, self._mode, inputs.floats["temperature"], inputs.keys_B2, positions_B, lengths_B - 1
-            )
+            temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
+            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
+            return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
 
         drafts = self._proposer.propose(
             DraftRequest(

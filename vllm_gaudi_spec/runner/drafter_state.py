@@ -22,8 +22,7 @@ class DrafterState:
     @staticmethod
     def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
         """float32; zero rows where no law is kept."""
-        kept = speculation.drafting == "probabilistic" and speculation.rule != "strict"
-        return (max_rows + 1 if kept else 0), speculation.num_drafts, vocab_size
+        return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
 
     def __init__(self, requests: Requests, speculation: Speculation, vocab_size: int) -> None:
         device, num_rows = requests.backend.torch_device, requests.pad_row + 1
@@ -37,7 +36,8 @@ class DrafterState:
 
     def admit(self, request: Request) -> None:
         """Blocks that it shares with others have their KV."""
-        self._reach_R[request.row : request.row + 1].fill_(request.num_computed)
+        upload = self._requests.backend.upload
+        self._put(upload(torch.tensor([request.row])), upload(torch.tensor([request.num_computed], dtype=torch.int32)))
 
     def chunk(self, batch: Batch) -> Inputs | None:
         """A prompt chunk, cut at the drafter's longest context."""
@@ -45,7 +45,7 @@ class DrafterState:
             return None
         longest = self._longest
         assert longest is not None
-        if all(request.num_computed >= longest for request in batch.requests):
+        if batch.requests and all(request.num_computed >= longest for request in batch.requests):
             return None
         starts_B = batch.starts_B.clamp(max=longest)
         num_real_B = torch.minimum(batch.num_real_B, longest - starts_B)
@@ -61,8 +61,9 @@ class DrafterState:
             replace(batch, starts_B=starts_B, num_real_B=num_real_B, single_row_real=known), self._requests
         )
 
-    def ready(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """bool [B]: rows of which the drafter has read all but the newest tokens. Called once behind each verdict."""
+    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """Once behind each verdict: forget what was read of rejected drafts. bool [B]: rows of which the drafter has
+        read all but the newest tokens."""
         # Beyond the newest token nothing counts that was written for drafts: they were rejected.
         reach_B = torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1)
         self._put(rows_B, reach_B)

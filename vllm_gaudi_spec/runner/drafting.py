@@ -21,6 +21,7 @@ from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.outputs import DraftTokenIds
@@ -40,8 +41,8 @@ class Drafting(Protocol):
         """Requests came and went, in `requests.admitted` and `requests.ended`."""
         ...
 
-    def most(self, request: Request, num_scheduled: int) -> int:
-        """The most drafts that the device may have for a request, of those that were scheduled."""
+    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        """The most drafts that the device may have for each request, of those that were scheduled."""
         ...
 
     def follow(self, batch: Batch) -> None:

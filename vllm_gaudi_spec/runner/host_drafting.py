@@ -40,8 +40,8 @@ class HostDrafting:
         if requests.ended:
             self._proposer.forget(requests.ended)
 
-    def most(self, request: Request, num_scheduled: int) -> int:
-        return num_scheduled
+    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        return np.array(num_scheduled)
 
     def follow(self, batch: Batch) -> None:
         """It reads what the host reads."""

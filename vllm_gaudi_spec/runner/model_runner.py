@@ -120,7 +120,8 @@ class ModelRunner:
         num_queries = max(batch.num_sampled for batch in pending)
         most = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
         grammars = grammar.read(constraints, self.scheduled)
-        step = self.finish(finishing, num_queries, grammars, most) if finishing else Step([])
+        longest = max(batch.longest for batch in pending)
+        step = self.finish(finishing, num_queries, longest, grammars, most) if finishing else Step([])
         step.unfinished = [request for batch in pending for request in batch.continuing()]
         self.report = Report(step, self.backend)
         if self.async_scheduling:
@@ -153,11 +154,13 @@ class ModelRunner:
         """
         if self.drafting is None:
             return {}
-        most = {}
-        for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
-            count = len(tokens) if self.async_scheduling else sum(token >= 0 for token in tokens)
-            most[req_id] = self.drafting.most(self.requests.by_id[req_id], count)
-        return most
+        scheduled_tokens = scheduled.scheduled_spec_decode_tokens
+        counts = [
+            len(tokens) if self.async_scheduling else sum(token >= 0 for token in tokens)
+            for tokens in scheduled_tokens.values()
+        ]
+        most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
+        return dict(zip(scheduled_tokens, most.tolist(), strict=True))
 
     def forward(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
@@ -173,13 +176,14 @@ class ModelRunner:
         self,
         finishing: list[Request],
         num_queries: int,
+        longest: int,
         grammars: dict[str, grammar.Grammar],
         most: int,
         num_rows: int | None = None,
     ) -> Step:
         """One pass over all rows that sample. A prompt's last position is a verify of zero drafts."""
         num_rows = self.shapes.fit_rows(len(finishing)) if num_rows is None else num_rows
-        batch = make_sample_batch(self.requests, num_rows, num_queries, finishing)
+        batch = make_sample_batch(self.requests, num_rows, num_queries, finishing, longest)
         hidden, positions_BQ, num_drafts_B = self.landing.take(batch.rows_B, num_queries)
         inputs = self.sampling.prepare(batch, grammars)
         self.recorder.saw(self.sampling.signature(batch, inputs.branch))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
 
 
-class Drafted(NamedTuple):
+class Proposed(NamedTuple):
     """What is to be verified."""
 
     tokens_BK: torch.Tensor
@@ -40,7 +40,7 @@ class Rule(Protocol):
     """An acceptance rule over processed logits."""
 
     def __call__(
-        self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, drafted: Drafted, inputs: SamplingInputs
+        self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Proposed, inputs: SamplingInputs
     ) -> Verdict: ...
 
 
@@ -59,33 +59,35 @@ def choose_rule(speculation: Speculation | None, device: torch.device) -> Rule:
         return _strict
     if speculation.rule == "synthetic":
         return partial(_synthetic, rates_K=torch.tensor(speculation.synthetic_rates, device=device))
-    if speculation.drafting == "probabilistic" and speculation.rule != "strict":
+    if speculation.keeps_laws:
         return partial(_by_law, {"standard": standard.verify, "block": block.verify}[speculation.rule])
     return _strict
 
 
-def _strict(logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, drafted: Drafted, inputs: SamplingInputs) -> Verdict:
+def _strict(
+    logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Proposed, inputs: SamplingInputs
+) -> Verdict:
     if inputs.branch.random:
         sampled_BQ = strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
     else:
         sampled_BQ = strict.sample_greedy(logits_BQV)
-    return strict.verify(sampled_BQ, drafted.tokens_BK, drafted.num_drafts_B)
+    return strict.verify(sampled_BQ, proposed.tokens_BK, proposed.num_drafts_B)
 
 
 def _by_law(
     verify: Callable[..., Verdict],
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    drafted: Drafted,
+    proposed: Proposed,
     inputs: SamplingInputs,
 ) -> Verdict:
-    if not inputs.branch.random or drafted.probs_BKV is None or not drafted.tokens_BK.shape[1]:
-        return _strict(logits_BQV, positions_BQ, drafted, inputs)
+    if not inputs.branch.random or proposed.probs_BKV is None or not proposed.tokens_BK.shape[1]:
+        return _strict(logits_BQV, positions_BQ, proposed, inputs)
     verdict = verify(
         logits_BQV,
-        drafted.probs_BKV,
-        drafted.tokens_BK,
-        drafted.num_drafts_B,
+        proposed.probs_BKV,
+        proposed.tokens_BK,
+        proposed.num_drafts_B,
         inputs.floats["temperature"],
         inputs.keys_B2,
         positions_BQ,
@@ -94,7 +96,7 @@ def _by_law(
         return verdict
     # A grammar takes back drafts for what they are, and then these rules are not exact. The strict rule always is: the
     # target's own token does not depend on a draft.
-    exact = _strict(logits_BQV, positions_BQ, drafted, inputs)
+    exact = _strict(logits_BQV, positions_BQ, proposed, inputs)
     return Verdict(
         torch.where(inputs.free_B[:, None], verdict.tokens_BQ, exact.tokens_BQ),
         torch.where(inputs.free_B, verdict.num_sampled_B, exact.num_sampled_B),
@@ -104,16 +106,16 @@ def _by_law(
 def _synthetic(
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    drafted: Drafted,
+    proposed: Proposed,
     inputs: SamplingInputs,
     rates_K: torch.Tensor,
 ) -> Verdict:
-    if not drafted.tokens_BK.shape[1]:
-        return _strict(logits_BQV, positions_BQ, drafted, inputs)
+    if not proposed.tokens_BK.shape[1]:
+        return _strict(logits_BQV, positions_BQ, proposed, inputs)
     return synthetic.verify(
         logits_BQV,
-        drafted.tokens_BK,
-        drafted.num_drafts_B,
+        proposed.tokens_BK,
+        proposed.num_drafts_B,
         rates_K,
         inputs.floats["temperature"],
         inputs.keys_B2,
@@ -135,8 +137,8 @@ def verify(
 ) -> Verified:
     """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
     raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
-    drafted = Drafted(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
-    verdict = rule(logits_BQV, positions_BQ, drafted, inputs)
+    proposed = Proposed(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
+    verdict = rule(logits_BQV, positions_BQ, proposed, inputs)
     branch = inputs.branch
     if not (branch.reported or branch.scored):
         return Verified(verdict, None, None)

@@ -48,7 +48,8 @@ def warm_up(runner: ModelRunner, shapes: Shapes, max_tokens: int) -> None:
         decode = shape.phase == "decode"
         runner.forward(make_batch(runner.requests, shape, [], [], [], starts_known=not decode))
         if decode:
-            runner.finish([], shape.queries, {}, runner.num_drafts, num_rows=shape.rows)
+            longest = max(shape.context - 1 - runner.num_drafts, 0)
+            runner.finish([], shape.queries, longest, {}, runner.num_drafts, num_rows=shape.rows)
     runner.recorder.warm_up_done(runner.backend.num_host_reads)
     logger.info(
         "Warm-up ran %d of %d step shapes in %.1f s; %d step signatures are expected.",

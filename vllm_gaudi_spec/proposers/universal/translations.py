@@ -1,4 +1,4 @@
-"""A drafter with a vocabulary of its own, read and heard id by id through the intersection."""
+"""How two loaded models understand each other: found out from their tokenizers, at start-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.proposers.translation import MappedTokens
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.proposers.translation import MappedTokens, SameTokens
 from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer, load_tokenizer
 from vllm_gaudi_spec.proposers.universal.vocab_map import vocab_map
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
+
+
+def same_tokens(vllm_config: VllmConfig) -> SameTokens:
+    """For method `draft_model`, after making sure that equal ids are equal tokens."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    target, draft = vllm_config.model_config, speculative.draft_model_config
+    # vLLM gives the drafter the target's tokenizer; its own lies with its weights.
+    own = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
+    if own != _tokenizer(target).tokenizer.get_vocab():
+        raise UnsupportedConfigError(
+            f"{draft.model} has other tokens than {target.model}; use method {UNIVERSAL_DRAFT} in --speculative-config."
+        )
+    return SameTokens(target.get_vocab_size(), draft.get_vocab_size())
 
 
 def mapped_tokens(vllm_config: VllmConfig, cache: Path, device: torch.device) -> MappedTokens:
@@ -43,4 +58,4 @@ def _stand_in(drafter: ModelTokenizer) -> int:
     A space says least. The drafter's unk is often its end of text, which tells it that a document ended.
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
-    return ids[0]
+    return ids[0] if ids else 0
