@@ -5,16 +5,18 @@ import random
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 
 from tests.full_tests import drafters
+from tests.full_tests.drafters import Record
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import Account, account, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import VOCAB
 
 LIMIT = 64
-CONTEXTS = [20, 60, 100, 200]
+MOST_DRAFTS = 8
+NUM_TOKENS = 70
 
 
 def greedy(num_tokens: int, **options: Any) -> SamplingParams:
@@ -25,18 +27,35 @@ def repeating(length: int, seed: int) -> list[int]:
     return (random_prompts([5], VOCAB, seed)[0] * length)[:length]
 
 
-@pytest.mark.parametrize("method", [ngram, suffix])
-def test_long_rows_do_not_draft(method: Any, tiny_llama: str) -> None:
-    prompts = [repeating(length, seed=length) for length in CONTEXTS]
-    params = greedy(40)
+CONTEXTS = [repeating(length, seed=length) for length in (20, 60, 100, 200)]
+AROUND = random_prompts([*range(LIMIT - MOST_DRAFTS - 3, LIMIT + 3)] * 3, VOCAB)
+SIX = random_prompts([20, 21, 22, 23, 24, 25], VOCAB, seed=1)
+random.Random(0).shuffle(AROUND)
+
+
+@pytest.fixture(scope="module")
+def said(tiny_llama: str) -> Record:
+    """What the target says to each of the prompts, without speculation."""
+    prompts = [*CONTEXTS, *AROUND, *SIX]
     with engine(tiny_llama) as llm:
-        expected = first_tokens(generate(llm, prompts, params))
+        return Record.of(prompts, first_tokens(generate(llm, prompts, greedy(NUM_TOKENS))))
+
+
+def check(outputs: list[RequestOutput], said: Record) -> None:
+    for output in outputs:
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == said.next(list(output.prompt_token_ids), len(tokens))
+
+
+@pytest.mark.parametrize("method", [ngram, pytest.param(suffix, marks=pytest.mark.slow)])
+def test_long_rows_do_not_draft(method: Any, tiny_llama: str, said: Record) -> None:
+    params = greedy(40)
     # No tree of earlier requests: what a row drafts is to depend on that row alone.
     options = dict(suffix_decoding_max_cached_requests=0) if method is suffix else {}
     with speculating(tiny_llama, method(4, max_model_len=LIMIT, **options), enable_prefix_caching=False) as llm:
-        together = generate(llm, prompts, params)
-        alone = [generate(llm, [prompt], params)[0] for prompt in prompts]
-    assert first_tokens(together) == first_tokens(alone) == expected
+        together = generate(llm, CONTEXTS, params)
+        alone = [generate(llm, [prompt], params)[0] for prompt in CONTEXTS]
+    check([*together, *alone], said)
     steps = [account(output) for output in together]
     assert steps == [account(output) for output in alone]
     assert sum(steps[0].drafted) > (10 if method is ngram else 3)  # a suffix tree is choosy
@@ -47,28 +66,27 @@ def test_long_rows_do_not_draft(method: Any, tiny_llama: str) -> None:
     assert not any(steps[3].drafted)
 
 
-@pytest.mark.parametrize("k", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("right", [False, True], ids=["never-right", "always-right"])
-def test_lengths_around_the_limit(right: bool, k: int, tiny_llama: str) -> None:
+QUICK = [(False, 3)]
+ALL = [(right, k) for right in (False, True) for k in (1, 3, MOST_DRAFTS)]
+
+
+@pytest.mark.parametrize(
+    ("right", "k"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
+)
+def test_lengths_around_the_limit(right: bool, k: int, tiny_llama: str, said: Record) -> None:
     """No drafter sees a context that leaves no room, and no draft lies at or past the limit."""
-    lengths = list(range(LIMIT - k - 3, LIMIT + 3)) * 3
-    random.Random(0).shuffle(lengths)
-    prompts, num_tokens = random_prompts(lengths, VOCAB), 3 * k + 8
-    with engine(tiny_llama) as llm:
-        expected = first_tokens(generate(llm, prompts, greedy(num_tokens + k)))
-    record = drafters.Record.of(prompts, expected)
 
     def write(context: list[int], k: int) -> list[int]:
-        truth = record.next(context, k)
+        truth = said.next(context, k)
         return truth if right else [(token + 1) % VOCAB for token in truth]
 
     script = drafters.play(write)
     with speculating(tiny_llama, custom("Scripted", k, max_model_len=LIMIT)) as llm:
-        outputs = generate(llm, prompts, greedy(num_tokens))
-    assert first_tokens(outputs) == [output[:num_tokens] for output in expected]
+        outputs = generate(llm, AROUND, greedy(NUM_TOKENS - k))
+    check(outputs, said)
     assert all(script.calls), "a call without rows"
     assert all(len(context) < LIMIT for context, _ in script.rows())
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, output in zip(AROUND, outputs, strict=True):
         drafted, accepted = account(output)
         length, wanted = len(prompt) + 1, []
         while length < LIMIT:
@@ -79,20 +97,18 @@ def test_lengths_around_the_limit(right: bool, k: int, tiny_llama: str) -> None:
         assert accepted == (wanted if right else [0] * len(wanted))
 
 
-def test_each_row_its_own_number(tiny_llama: str) -> None:
+def test_each_row_its_own_number(tiny_llama: str, said: Record) -> None:
     """A request may lower the number of its drafts, or ask for none."""
-    prompts, wishes = random_prompts([30] * 6, VOCAB), [None, 0, 1, 2, 9, 0]
-    with engine(tiny_llama) as llm:
-        expected = first_tokens(generate(llm, prompts, greedy(40)))
-    script = drafters.play(drafters.Record.of(prompts, expected).next)
+    wishes = [None, 0, 1, 2, 9, 0]
+    script = drafters.play(said.next)
     params = [greedy(32, extra_args=None if wish is None else {"num_speculative_tokens": wish}) for wish in wishes]
     with speculating(tiny_llama, custom("Scripted", 4)) as llm:
-        outputs = generate(llm, prompts, params)
+        outputs = generate(llm, SIX, params)
         steps = [account(output) for output in outputs]
         num_calls = len(script.calls)
-        generate(llm, prompts[1:2], params[1])
+        generate(llm, SIX[1:2], params[1])
         assert len(script.calls) == num_calls, "nobody wants a draft, and yet the drafter was called"
-    assert first_tokens(outputs) == [output[:32] for output in expected]
+    check(outputs, said)
     for wish, (drafted, accepted) in zip(wishes, steps, strict=True):
         assert accepted == drafted
         assert max(drafted, default=0) == min(4 if wish is None else wish, 4)
@@ -109,18 +125,15 @@ def test_opting_out_leaves_the_others_alone(tiny_llama: str) -> None:
     assert not any(sum(steps.drafted) for steps in mixed[1::2])
 
 
-def test_schedule_by_load(tiny_llama: str) -> None:
+def test_schedule_by_load(tiny_llama: str, said: Record) -> None:
     """Up to two requests at a time draft four tokens each, more of them none; when the crowd is gone, the rest do."""
-    prompts, lengths = random_prompts([20, 21, 22, 23], VOCAB), [8, 8, 60, 60]
-    with engine(tiny_llama) as llm:
-        expected = first_tokens(generate(llm, prompts, greedy(70)))
-    script = drafters.play(drafters.Record.of(prompts, expected).next)
+    script = drafters.play(said.next)
     config = custom("Scripted", 4, num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]])
     with speculating(tiny_llama, config) as llm:
-        outputs = generate(llm, prompts, [greedy(length) for length in lengths])
+        outputs = generate(llm, SIX[:4], [greedy(length) for length in (8, 8, 60, 60)])
         steps: list[Account] = [account(output) for output in outputs]
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") == sum(sum(s.drafted) for s in steps)
-    assert first_tokens(outputs) == [output[:length] for output, length in zip(expected, lengths, strict=True)]
+    check(outputs, said)
     assert not any(steps[0].drafted)
     assert not any(steps[1].drafted)
     for drafted, accepted in steps[2:]:

@@ -50,9 +50,6 @@ def check_report(report: dict[str, Any], k: int) -> None:
     assert 0 < report["host_syncs_per_step"] <= 1
 
 
-QUICK = ["ngram"]
-
-
 @pytest.mark.parametrize("task", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
@@ -114,8 +111,8 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        (["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic_rates"),
-        (["--task", "ngram", "--model", "/no/such/folder"], 1, "/no/such/folder"),
+        pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic_rates", marks=pytest.mark.slow),
+        pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
         pytest.param(["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),

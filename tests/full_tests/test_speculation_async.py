@@ -22,7 +22,7 @@ def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
         return run_together(llm, requests)
 
 
-QUICK = [(True, False, {}), (True, True, SMALL_KV)]
+QUICK = [(True, True, SMALL_KV)]
 ALL = [(overlap, v2, small) for overlap in (True, False) for v2 in (False, True) for small in ({}, SMALL_KV)]
 
 

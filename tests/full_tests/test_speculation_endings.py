@@ -59,7 +59,7 @@ def endings(record: Record, llm: LLM) -> dict[str, list[SamplingParams]]:
 KINDS = ["max_tokens", "stop_token", "stop_token_after_min_tokens", "stop_string", "stop_string_kept", "context"]
 
 
-@pytest.mark.parametrize("kind", ["oracle", "ngram", "suffix"])
+@pytest.mark.parametrize("kind", ["oracle", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ngram", "suffix"))])
 def test_endings(kind: str, looping_llama: str, record: Record) -> None:
     with engine(looping_llama, **OPTIONS) as llm:
         ends = endings(record, llm)

@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
 LENGTHS = [6, 40, 130]
 
 
-@pytest.mark.parametrize("chunks", [{}, dict(max_num_batched_tokens=64)], ids=["whole", "chunked"])
+@pytest.mark.parametrize("chunks", [dict(max_num_batched_tokens=64), pytest.param({}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logits", marks=pytest.mark.slow)])
 def test_as_without_speculation(mode: str, chunks: dict[str, int], tiny_llama: str) -> None:
     requests = [
@@ -50,6 +50,7 @@ def test_as_without_speculation(mode: str, chunks: dict[str, int], tiny_llama: s
     check(requests, ours, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_with_real_drafters(method: str, looping_llama: str) -> None:
     """Whose drafts are right at times."""

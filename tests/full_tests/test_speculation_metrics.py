@@ -19,8 +19,14 @@ def per_position(llm: LLM) -> list[int]:
     return [int(value) for value in metric.values]
 
 
-@pytest.mark.parametrize("small", [{}, dict(kv_cache_memory_bytes=1 << 20, block_size=32)], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("method", METHODS)
+SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
+QUICK = [("ngram", {}), ("suffix", SMALL_KV)]
+ALL = [(method, small) for method in METHODS for small in ({}, SMALL_KV)]
+
+
+@pytest.mark.parametrize(
+    ("method", "small"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
+)
 def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int], looping_llama: str) -> None:
     # vLLM reports nothing for a request that ends by a stop string: those end behind the engine's back.
     k, requests = 4, [request for request in mixed_requests() if not request.params.stop]

@@ -80,7 +80,7 @@ def test_all_right(k: int, rule: str, chance: str, tiny_llama: str, records: dic
 
 
 @pytest.mark.parametrize("chance", ["greedy", pytest.param("seeded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("wrong", ["random", "equal", "minus-one"])
+@pytest.mark.parametrize("wrong", ["random", "minus-one", pytest.param("equal", marks=pytest.mark.slow)])
 def test_never_right(wrong: str, chance: str, tiny_llama: str, records: dict[str, Record]) -> None:
     record = records[chance]
     rng, k = random.Random(1), 4
@@ -105,7 +105,7 @@ def test_never_right(wrong: str, chance: str, tiny_llama: str, records: dict[str
     assert all(gained == 1 for _, gained in gains)
 
 
-@pytest.mark.parametrize("chance", ["greedy", "seeded"])
+@pytest.mark.parametrize("chance", ["seeded", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_wrong_in_the_middle(chance: str, tiny_llama: str, records: dict[str, Record]) -> None:
     """Right up to some place and wrong behind it: what is right is gained, and one token more."""
     record = records[chance]
