@@ -22,7 +22,9 @@ def shapes(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
         model_config=SimpleNamespace(max_model_len=max_len),
     )
-    backend = SimpleNamespace(exact_context_width=exact, prefill_growth=1.25, prefill_rows=(1,))
+    backend = SimpleNamespace(
+        name="small", exact_context_width=exact, prefill_growth=1.25, prefill_rows=(1,), max_drafts=8
+    )
     return Shapes.from_config(config, Options(**options), backend, drafts)  # type: ignore[arg-type]
 
 
@@ -67,3 +69,9 @@ def test_buckets_of_the_user_must_cover_the_configuration() -> None:
         shapes(prefill_buckets=(128,))
     with pytest.raises(UnsupportedConfigError, match="prefill_rows must contain 1"):
         shapes(prefill_rows=(2,))
+
+
+def test_a_device_may_verify_fewer_drafts() -> None:
+    assert shapes(drafts=8).decode_queries == (1, 9)
+    with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
+        shapes(drafts=9)

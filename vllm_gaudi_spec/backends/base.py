@@ -29,6 +29,8 @@ class DeviceBackend(Protocol):
     """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
     num_host_reads: int
     """How often `download` was called."""
+    max_drafts: int
+    """The most drafts of a row that its kernels verify in one step."""
     warmup_tokens: int
     """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
 

@@ -10,6 +10,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.config import MAX_DRAFTS
 
 logger = init_logger(__name__)
 
@@ -25,6 +26,7 @@ class Backend:
     block_size = 32
     prefill_rows = (1, 2, 4, 8, 16)
     prefill_growth = 1.25
+    max_drafts = MAX_DRAFTS
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
     warmup_tokens = 16
 

@@ -42,6 +42,11 @@ class Shapes:
     @classmethod
     def from_config(cls, vllm_config: VllmConfig, options: Options, backend: DeviceBackend, num_drafts: int) -> Shapes:
         scheduler = vllm_config.scheduler_config
+        if num_drafts > backend.max_drafts:
+            raise UnsupportedConfigError(
+                f"Device {backend.name} verifies at most {backend.max_drafts} drafts a step; "
+                "set num_speculative_tokens in --speculative-config to that or less."
+            )
         longest_chunk = min(scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
         prefill = options.prefill_buckets or _geometric(_SMALLEST_PREFILL, longest_chunk, backend.prefill_growth)
         decode = options.batch_buckets or _batch_sizes(scheduler.max_num_seqs)
