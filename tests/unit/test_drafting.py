@@ -133,8 +133,11 @@ def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
 def test_nothing_is_drafted_behind_a_stop() -> None:
     """The scheduler ends the request there, whatever was accepted behind it."""
     requests, split, names = started()
-    requests.by_id["a"].params.stop_token_ids = [12]
-    requests.by_id["a"].params._all_stop_token_ids = {12}
+    requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
+    # As vLLM's front end leaves them: an end token that is ignored stays among those that min_tokens forbids.
+    ignores = requests.by_id["b"].params = SamplingParams(max_tokens=50, ignore_eos=True)
+    ignores.update_from_generation_config({}, eos_token_id=26)
+    assert 26 in ignores.all_stop_token_ids
     proposer = Counts()
     drafting = HostDrafting(proposer, split, requests, K)
     drafting.apply(requests)

@@ -12,6 +12,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.proposers.base import Context, Drafts, HostProposer
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.report import Step
@@ -66,7 +68,7 @@ class HostDrafting:
             index
             for index in np.flatnonzero(wanted_np).tolist()
             # What stands behind a stop is nobody's: the scheduler drops it and ends the request.
-            if step.requests[index].params.all_stop_token_ids.isdisjoint(new[index][: counts_np[index]])
+            if not _stops(step.requests[index].params, new[index][: counts_np[index]])
         ]
         if not chosen:
             return
@@ -116,3 +118,8 @@ class HostDrafting:
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         return iter(())
+
+
+def _stops(params: SamplingParams, tokens: list[int]) -> bool:
+    """Whether the scheduler ends a request at one of these. An end token that is to be ignored is no stop."""
+    return params.eos_token_id in tokens or not set(params.stop_token_ids or ()).isdisjoint(tokens)
