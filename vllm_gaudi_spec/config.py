@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,11 @@ class Speculation:
     """The drafter has a vocabulary of its own."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the drafter is a model, to be loaded beside the target."""
+        return self.method not in _WEIGHTLESS_METHODS
 
     @property
     def keeps_laws(self) -> bool:
@@ -315,14 +320,10 @@ def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
             "use strict, standard or block in --speculative-config."
         )
     useless = list(_set_options(given, _DRAFTER_MODEL_OPTIONS))
-    if method == "suffix":
-        useless += _set_options(given, _NGRAM_OPTIONS)
-    else:
-        useless += [f.name for f in fields(given) if f.name.startswith(_SUFFIX_OPTIONS) and _changed(given, f)]
+    useless += _set_options(given, _NGRAM_OPTIONS) if method == "suffix" else _changed_suffix_options(given)
     if method != "custom_class" and given.model not in (None, method, f"[{method}]"):
         useless.append("model")
-    for name in useless:
-        yield f"{name} has no effect with method {method}; leave it out of --speculative-config."
+    yield from _refuse_useless(given, useless)
 
 
 def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
@@ -336,8 +337,11 @@ def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
             "not; use strict with coupled in --speculative-config."
         )
     useless = [*_set_options(given, _DRAFTER_LAYER_OPTIONS), *_set_options(given, _NGRAM_OPTIONS)]
-    useless += [f.name for f in fields(given) if f.name.startswith(_SUFFIX_OPTIONS) and _changed(given, f)]
-    for name in useless:
+    yield from _refuse_useless(given, [*useless, *_changed_suffix_options(given)])
+
+
+def _refuse_useless(given: SpeculativeConfig, names: list[str]) -> Iterator[str]:
+    for name in names:
         yield f"{name} has no effect with method {given.method}; leave it out of --speculative-config."
 
 
@@ -346,8 +350,9 @@ def _set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str
     return (name for name in names if getattr(given, name) not in (None, False, 0))
 
 
-def _changed(given: SpeculativeConfig, option: Field[Any]) -> bool:
-    return bool(getattr(given, option.name) != option.default)
+def _changed_suffix_options(given: SpeculativeConfig) -> Iterator[str]:
+    own = (option for option in fields(given) if option.name.startswith(_SUFFIX_OPTIONS))
+    return (option.name for option in own if getattr(given, option.name) != option.default)
 
 
 def brings_logits_processors(model: ModelConfig) -> bool:

@@ -9,6 +9,8 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.platforms import current_platform
 
 KV_CACHE_BYTES = 64 << 20
+# So little that a busy engine has to preempt
+SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 
 
 def on_our_platform() -> bool:

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.full_tests.engines import counter, engine, preemptions
+from tests.full_tests.engines import SMALL_KV, counter, engine, preemptions
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_alone, run_together
 
 # A tiny Llama takes 1 KiB of KV per token: this is room for about two of the longest requests, of 64.
-SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 CHUNKED = dict(max_num_batched_tokens=64)
 CACHED = dict(enable_prefix_caching=True)
 UNCACHED = dict(enable_prefix_caching=False)

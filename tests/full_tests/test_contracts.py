@@ -10,12 +10,11 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from tests.full_tests.engines import engine, first_tokens, generate, preemptions, tokens
+from tests.full_tests.engines import SMALL_KV, engine, first_tokens, generate, preemptions, tokens
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
 
-SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 PROMPTS = random_prompts([5, 70, 33, 150, 12, 64], VOCAB)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -4,11 +4,9 @@ the tokens that are given without speculation."""
 import pytest
 from vllm.config import VllmConfig
 
-from tests.full_tests.engines import engine, preemptions
+from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
-
-SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 
 
 @pytest.fixture(scope="module")

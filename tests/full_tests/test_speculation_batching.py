@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.full_tests.engines import engine, preemptions
+from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import METHODS, accepted, ngram, speculating
 from tests.full_tests.tiny_models import VOCAB
@@ -14,7 +14,6 @@ from tests.full_tests.workload import Answer, Request, differences, mixed_reques
 
 UNCACHED = dict(enable_prefix_caching=False)
 # The tiny Llama takes 1 KiB of KV per token: this is room for about two of the longest requests.
-SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 CHUNKED = dict(max_num_batched_tokens=64)
 
 # What a user may ask for at a temperature, each beside top-p.

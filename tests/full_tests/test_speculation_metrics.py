@@ -5,7 +5,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import drafters
-from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import METHODS, accounts, custom, ngram, speculating
 from tests.full_tests.tiny_models import VOCAB
@@ -19,7 +19,6 @@ def per_position(llm: LLM) -> list[int]:
     return [int(value) for value in metric.values]
 
 
-SMALL_KV = dict(kv_cache_memory_bytes=1 << 20, block_size=32)
 QUICK = [("ngram", {}), ("suffix", SMALL_KV)]
 ALL = [(method, small) for method in METHODS for small in ({}, SMALL_KV)]
 

@@ -103,13 +103,19 @@ def waiting(requests: Requests, name: str, length: int) -> list[int]:
     return requests.history_RM[row, length : length + int(requests.num_drafts_R[row])].tolist()
 
 
-def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
-    requests, split, names = started(drafter_max_len=8)
+def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, Step]:
+    """A host drafter that was asked behind a step of all three rows."""
+    requests, split, names = started(drafter_max_len)
     proposer = Counts()
     drafting = HostDrafting(proposer, split, requests, K)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
+    return requests, proposer, drafting, step_
+
+
+def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
+    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=8)
     # "b" has 7 tokens and room for one more; "c" has speculation off.
     assert proposer.calls == [[("a", [10, 11, 12, 13], 3), ("b", [20, 21, 22, 23, 24, 25, 26], 1)]]
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
@@ -118,12 +124,7 @@ def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
 
 
 def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
-    requests, split, names = started(drafter_max_len=3)
-    proposer = Counts()
-    drafting = HostDrafting(proposer, split, requests, K)
-    drafting.apply(requests)
-    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_behind(step_, K)
+    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=3)
     drafting.propose_behind(sampled(requests, ["a"], [[1]])[0], 0)
     drafting.propose_behind(Step([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []

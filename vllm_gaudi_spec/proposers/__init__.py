@@ -44,7 +44,6 @@ class _Method(NamedTuple):
     """Module and class; imported only when it is picked."""
     arguments: Callable[[Setting], dict[str, Any]]
     on_device: bool = False
-    has_model: bool = False
 
 
 def _ngram(setting: Setting) -> dict[str, Any]:
@@ -75,18 +74,13 @@ _METHODS = {
     "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram, on_device=True),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
     "custom_class": _Method("custom.CustomProposer", _custom),
-    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True, has_model=True),
+    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True),
 }
 
 
 def is_on_device(speculation: Speculation) -> bool:
     """Whether the method drafts on the device, without the host."""
     return _METHODS[speculation.method].on_device
-
-
-def has_model(speculation: Speculation) -> bool:
-    """Whether the method's drafter is a model."""
-    return _METHODS[speculation.method].has_model
 
 
 def build_proposer(setting: Setting) -> HostProposer | DeviceProposer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
-from vllm_gaudi_spec.proposers import Setting, build_proposer, has_model, is_on_device
+from vllm_gaudi_spec.proposers import Setting, build_proposer, is_on_device
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
@@ -70,7 +70,7 @@ class Drafting(Protocol):
 
 def load_drafter(speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend) -> LoadedModel | None:
     """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
-    if not has_model(speculation):
+    if not speculation.has_model:
         return None
     return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model")
 

@@ -52,8 +52,7 @@ def verify(
 ) -> Verdict:
     """Accept the longest prefix of the drafts whose draw succeeds; a token from what is left of the target follows.
 
-    The logits are those of the target after temperature and filters, the probabilities those that the drafts were
-    drawn from. Rows with temperature 0 accept while a draft is the argmax.
+    Takes what `standard.verify` takes.
     """
     num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     logits_BKV = logits_BQV[:, :num_places]
