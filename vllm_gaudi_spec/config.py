@@ -88,6 +88,13 @@ class Options:
     """How many prompt chunks of one length may share a step."""
     warmup_tokens: int | None = None
     """Shapes of up to this many tokens are run during warm-up, larger ones only listed. -1 runs them all."""
+    universal_context: str | None = None
+    """How a drafter with another vocabulary reads: `map`, id by id, or `retokenize`, the text in its own tokens."""
+    universal_match: str | None = None
+    """How its drafts become the target's tokens: `tli`, only tokens of both are drafted, or `slem`, all of its own are,
+    and their text is written anew."""
+    universal_slab: int | None = None
+    """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -98,9 +105,26 @@ class Options:
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {', '.join(unknown)}; "
                 f"known are {', '.join(known)}."
             )
-        for name, value in given.items():
-            given[name] = _integer(name, value) if name == "warmup_tokens" else _bucket_list(name, value)
-        return cls(**given)
+        return cls(**{name: _READ.get(name, _bucket_list)(name, value) for name, value in given.items()})
+
+
+def _one_of(*values: str) -> Callable[[str, Any], str]:
+    def read(name: str, value: Any) -> str:
+        if value not in values:
+            raise UnsupportedConfigError(
+                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {' or '.join(values)}, got {value!r}."
+            )
+        return str(value)
+
+    return read
+
+
+def _positive(name: str, value: Any) -> int:
+    if _integer(name, value) < 1:
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 1 or more, got {value}."
+        )
+    return int(value)
 
 
 def _integer(name: str, value: Any) -> int:
@@ -119,8 +143,19 @@ def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
+MAP, RETOKENIZE = "map", "retokenize"
+TLI, SLEM = "tli", "slem"
+# How options are read that are not lists of buckets.
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "warmup_tokens": _integer,
+    "universal_context": _one_of(MAP, RETOKENIZE),
+    "universal_match": _one_of(TLI, SLEM),
+    "universal_slab": _positive,
+}
+
 UNIVERSAL_DRAFT = "universal_draft"
 """A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
+_DEFAULT_SLAB = 2048
 IS_UNIVERSAL = "gaudi_spec_universal_draft"
 """How compat.py marks vLLM's configuration when it was asked for."""
 
@@ -140,6 +175,12 @@ class Speculation:
     """No drafter sees a position at or past this."""
     universal: bool = False
     """The drafter has a vocabulary of its own."""
+    context: str = MAP
+    """How it reads then: `map` or `retokenize`."""
+    match: str = TLI
+    """How its drafts become the target's tokens: `tli` or `slem`."""
+    slab: int = 0
+    """For `retokenize`: how many tokens it keeps of each request."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
 
@@ -147,6 +188,11 @@ class Speculation:
     def has_model(self) -> bool:
         """Whether the drafter is a model, to be loaded beside the target."""
         return self.method not in _WEIGHTLESS_METHODS
+
+    @property
+    def retokenizes(self) -> bool:
+        """Whether the drafter reads the text in its own tokens, which the host keeps."""
+        return self.universal and self.context == RETOKENIZE
 
     @property
     def keeps_laws(self) -> bool:
@@ -164,6 +210,7 @@ class Speculation:
         longest = given.max_model_len
         if given.method not in _WEIGHTLESS_METHODS:
             longest = given.draft_model_config.max_model_len
+        options = Options.from_vllm(vllm_config)
         return cls(
             method=given.method,
             num_drafts=given.num_speculative_tokens,
@@ -171,6 +218,9 @@ class Speculation:
             drafting=drafting,
             drafter_max_len=longest,
             universal=getattr(given, IS_UNIVERSAL, False),
+            context=options.universal_context or MAP,
+            match=options.universal_match or TLI,
+            slab=min(options.universal_slab or _DEFAULT_SLAB, longest or _DEFAULT_SLAB),
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 
@@ -296,6 +346,7 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         )
     for name in _set_options(given, _NO_EFFECT):
         yield f"{name} is not supported; leave it out of --speculative-config."
+    yield from _universal_refusals(vllm_config)
     if given.method in _WEIGHTLESS_METHODS:
         yield from _weightless_refusals(given)
     elif given.method in _METHODS:
@@ -305,6 +356,31 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
             "uninstall the packages that bring some, or leave out --speculative-config."
         )
+
+
+def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    speculation, options = Speculation.from_vllm(vllm_config), Options.from_vllm(vllm_config)
+    assert speculation is not None
+    if not speculation.universal:
+        for name in ("universal_context", "universal_match", "universal_slab"):
+            if getattr(options, name) is not None:
+                yield (
+                    f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} is for method {UNIVERSAL_DRAFT}, not "
+                    f"{speculation.method}; leave it out."
+                )
+        return
+    if speculation.match == SLEM and not speculation.retokenizes:
+        yield (
+            f"universal_match {SLEM} drafts in the drafter's own tokens, so the drafter has to read them too; "
+            f"set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
+        )
+    if speculation.match == SLEM and speculation.drafting != "greedy":
+        yield (
+            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method out of "
+            f"--speculative-config, or use universal_match {TLI}."
+        )
+    if options.universal_slab is not None and not speculation.retokenizes:
+        yield f"universal_slab is for universal_context {RETOKENIZE}; leave it out."
 
 
 def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:

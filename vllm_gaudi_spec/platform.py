@@ -59,6 +59,9 @@ class SpecPlatform(Platform):
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
+            if speculation is not None and speculation.retokenizes:
+                # It drafts behind the host's read of each step.
+                vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
         if vllm_config.model_config is not None and brings_logits_processors(vllm_config.model_config):

@@ -69,9 +69,14 @@ class Worker(WorkerBase):
             return explicit
         size = self.backend.available_memory(self.cache_config.gpu_memory_utilization)
         size //= self.parallel_config.local_world_size
-        if (laws := self.runner.draft_law_bytes()) > 0:
-            size -= laws
-            logger.info("%.2f GiB for the float32 laws of drafts: sequences x drafts x vocabulary.", laws / 2**30)
+        for what, num_bytes in self.runner.drafting_bytes().items():
+            size -= num_bytes
+            logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
+        if size <= 0:
+            raise UnsupportedConfigError(
+                "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
+                "--speculative-config or universal_slab in additional_config.gaudi_spec."
+            )
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
         return size
 

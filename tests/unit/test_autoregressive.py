@@ -20,6 +20,7 @@ from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.proposers.translation import SameTokens
 from vllm_gaudi_spec.runner.batch import SampleBatch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
@@ -89,7 +90,8 @@ class Rows:
             self.recorder,
             self.shapes,
             speculation,
-            DrafterState(self.requests, speculation, VOCAB),
+            DraftLaws(speculation, 4, VOCAB, backend.torch_device),
+            DrafterState(self.requests, drafter_max_len),
         )
         self.recorder.expect(self.drafting.signatures(self.sampling))
         self.num_drafts = num_drafts

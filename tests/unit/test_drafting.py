@@ -15,6 +15,8 @@ from vllm_gaudi_spec.proposers.base import Context, DraftRequest, Drafts
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.draft_choice import DraftLaws
+from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
@@ -61,7 +63,8 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), None)
+    laws = DraftLaws(speculation(), 4, 100, requests.backend.torch_device)
+    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws)
     recorder.expect(drafting.signatures(sampling(requests)))
     return drafting, recorder
 
@@ -107,7 +110,7 @@ def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting,
     """A host drafter that was asked behind a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
-    drafting = HostDrafting(proposer, split, requests, K)
+    drafting = HostDrafting(proposer, Followed(split, requests, K))
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -140,7 +143,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
     ignores.update_from_generation_config({}, eos_token_id=26)
     assert 26 in ignores.all_stop_token_ids
     proposer = Counts()
-    drafting = HostDrafting(proposer, split, requests, K)
+    drafting = HostDrafting(proposer, Followed(split, requests, K))
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -150,7 +153,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
 def test_the_host_drafter_hears_who_has_ended() -> None:
     requests, split, _ = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, split, requests, K)
+    drafting = HostDrafting(proposer, Followed(split, requests, K))
     requests.apply(step({}, finished={"b"}))
     drafting.apply(requests)
     assert proposer.forgotten == ["b"]

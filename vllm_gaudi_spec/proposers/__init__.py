@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_gaudi_spec.config import cache_folder
-
 if TYPE_CHECKING:
     import torch
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
     from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.proposers.universal.translations import Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,8 @@ class Setting:
     device: torch.device
     model: Model | None
     """The drafter's own, for methods that have one."""
+    pair: Pair | None
+    """The two vocabularies, where the drafter has one of its own."""
 
     @property
     def given(self) -> SpeculativeConfig:
@@ -60,10 +61,10 @@ def _custom(setting: Setting) -> dict[str, Any]:
 
 
 def _draft_model(setting: Setting) -> dict[str, Any]:
-    from vllm_gaudi_spec.proposers.universal.translations import mapped_tokens, same_tokens
+    from vllm_gaudi_spec.proposers.universal.translations import same_tokens
 
-    if setting.speculation.universal:
-        translation: Translation = mapped_tokens(setting.vllm_config, cache_folder(), setting.device)
+    if setting.pair is not None:
+        translation: Translation = setting.pair.mapped(setting.device)
     else:
         translation = same_tokens(setting.vllm_config)
     return {"model": setting.model, "translation": translation}

@@ -16,9 +16,10 @@ from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.proposers.base import Model
     from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.sample.drafting import Drafted
 
 NUM_NEWEST = 2
 """Tokens that the first call takes."""
@@ -33,20 +34,7 @@ class AutoregressiveProposer:
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
-        wanted_B, lengths_B = request.num_wanted_B, request.lengths_B
-        hidden_BH = self._read_newest(request)
-        drafted = []
-        for place in range(request.num_drafts):
-            drafted.append(request.choose(self._logits(hidden_BH), lengths_B - 1 + place))
-            if place + 1 < request.num_drafts:
-                goes_on_B = wanted_B > place + 1
-                hidden_BH = self._forward(request, drafted[place].tokens_B[:, None], lengths_B + place, goes_on_B.int())
-        probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
-        return Drafts(
-            torch.stack([draft.tokens_B for draft in drafted], dim=1),
-            wanted_B,
-            torch.stack(probs, dim=1) if probs else None,
-        )
+        return draft_behind(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
 
     def _read_newest(self, request: DraftRequest) -> torch.Tensor:
         """Hidden states behind each row's newest token."""
@@ -55,16 +43,36 @@ class AutoregressiveProposer:
         place = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
         index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + place
         tokens_BN = request.history_RM.view(-1).index_select(0, index.flatten()).view(index.shape)
-        hidden = self._forward(request, tokens_BN, first_B, drafts_B.int() * NUM_NEWEST)
+        num_real_B = drafts_B.int() * NUM_NEWEST
+        hidden = forward(self._model, self._translation.to_drafter(tokens_BN), first_B, num_real_B, request.blocks)
         return hidden.view(*index.shape, -1).select(1, NUM_NEWEST - 1)
 
-    def _forward(
-        self, request: DraftRequest, tokens_BN: torch.Tensor, starts_B: torch.Tensor, num_real_B: torch.Tensor
-    ) -> torch.Tensor:
-        # A row that has no draft here stands at position 0 and writes to the pad block.
-        starts_B = torch.where(num_real_B > 0, starts_B, 0)
-        tokens_BN = self._translation.to_drafter(tokens_BN)
-        return self._model.forward(rectangle(tokens_BN, starts_B, num_real_B, request.blocks))
 
-    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        return self._translation.to_target(self._model.logits(hidden_BH))
+def draft_behind(
+    model: Model, translation: Translation, request: DraftRequest, hidden_BH: torch.Tensor, starts_B: torch.Tensor
+) -> Drafts:
+    """The steps of a round, from the hidden states behind each row's newest token on. `starts_B`: where the first draft
+    stands in the drafter's own count, which need not be the target's."""
+    wanted_B, lengths_B = request.num_wanted_B, request.lengths_B
+    drafted: list[Drafted] = []
+    for place in range(request.num_drafts):
+        if place:
+            goes_on_B = (wanted_B > place).int()
+            tokens_B1 = translation.to_drafter(drafted[-1].tokens_B[:, None])
+            hidden_BH = forward(model, tokens_B1, starts_B + place - 1, goes_on_B, request.blocks)
+        logits_BV = translation.to_target(model.logits(hidden_BH))
+        drafted.append(request.choose(logits_BV, lengths_B - 1 + place))
+    probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
+    return Drafts(
+        torch.stack([draft.tokens_B for draft in drafted], dim=1),
+        wanted_B,
+        torch.stack(probs, dim=1) if probs else None,
+    )
+
+
+def forward(
+    model: Model, tokens_BN: torch.Tensor, starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Blocks
+) -> torch.Tensor:
+    """Hidden states [B * N, H]. A row that has no token here stands at position 0 and writes to the pad block."""
+    starts_B = torch.where(num_real_B > 0, starts_B, 0)
+    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks))

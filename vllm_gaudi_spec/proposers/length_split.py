@@ -27,7 +27,8 @@ class LengthSplit:
         self._num_drafts = speculation.num_drafts
         # A verify step adds its drafts and one token more, which may be the model's last.
         self._longest = max_model_len - 1
-        if speculation.drafter_max_len is not None:
+        # A drafter that counts in its own tokens has its limit there.
+        if speculation.drafter_max_len is not None and not speculation.retokenizes:
             self._longest = min(self._longest, speculation.drafter_max_len)
         # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)

@@ -16,7 +16,7 @@ class Translation(Protocol):
         ...
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V]: -inf for ids that the drafter can not say."""
+        """float32 [B, V]: -inf for ids that are not to be drafted."""
         ...
 
 
@@ -53,3 +53,17 @@ class MappedTokens:
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
         return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)
+
+
+class OwnTokens:
+    """No translation: the drafter says what it likes of its own tokens, for the host to write anew."""
+
+    def __init__(self, sayable: np.ndarray, device: torch.device) -> None:
+        """`sayable`: bool by the drafter's ids."""
+        self._said_U = torch.tensor(sayable, device=device)
+
+    def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
+        return torch.where(self._said_U, logits_BU, -torch.inf)

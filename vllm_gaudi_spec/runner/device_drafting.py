@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.proposers.base import DeviceProposer, DraftRequest, Drafts
-from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.verification import restrict
-from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
+from vllm_gaudi_spec.runner.draft_choice import DraftChoice
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
+    from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.draft_choice import DraftLaws
     from vllm_gaudi_spec.runner.drafter_state import DrafterState
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -36,7 +36,9 @@ class DeviceDrafting:
         recorder: StepRecorder,
         shapes: Shapes,
         speculation: Speculation,
-        state: DrafterState | None,
+        laws: DraftLaws,
+        state: DrafterState | None = None,
+        coverage: Coverage | None = None,
     ) -> None:
         self._proposer = proposer
         self._split = split
@@ -44,15 +46,18 @@ class DeviceDrafting:
         self._recorder = recorder
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
-        self._mode = cast(Mode, speculation.drafting)
-        self._keeps_laws = speculation.keeps_laws
+        self._choice = DraftChoice(speculation)
+        self._laws = laws
         self._state = state
+        self._coverage = coverage
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._state is not None:
                 self._state.admit(request)
+            if self._coverage is not None:
+                self._coverage.saw(request.prompt)
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
@@ -70,9 +75,7 @@ class DeviceDrafting:
             self._proposer.follow(chunk)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        if self._state is None or self._state.probs_RKV is None:
-            return None
-        return self._state.probs_RKV.index_select(0, rows_B)
+        return self._laws.of(rows_B)
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         wanted_B = self._split.wanted(batch.rows_np, lengths_B, most)
@@ -82,16 +85,7 @@ class DeviceDrafting:
             return None
         # One token more than were known, and the drafts.
         context = self._shapes.fit_context(min(batch.longest + 1 + self._num_drafts, self._shapes.max_context))
-        branch = Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
-        self._recorder.saw(self._signature(len(batch.rows_np), context, branch))
-
-        def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
-            if branch.random:
-                restrict(logits_BV[:, None], inputs, branch)
-            temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
-            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
-            return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
-
+        self._recorder.saw(self._signature(len(batch.rows_np), context, self._choice.branch(inputs)))
         drafts = self._proposer.propose(
             DraftRequest(
                 rows_B=batch.rows_B,
@@ -100,10 +94,11 @@ class DeviceDrafting:
                 num_wanted_B=wanted_B,
                 num_drafts=self._num_drafts,
                 blocks=self._requests.blocks(batch.rows_np, context),
-                choose=choose,
+                choose=self._choice.behind(lengths_B, inputs),
             )
         )
         self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
+        self._laws.put(batch.rows_B, drafts)
         if self._state is not None:
             self._state.drafted(batch.rows_B, lengths_B, drafts)
         return drafts
@@ -123,7 +118,7 @@ class DeviceDrafting:
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         """Rounds of drafts by rows, context and filters; and the prompt chunks that a drafter reads."""
-        branches = [Branch()] if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
+        branches = self._choice.branches(sampling)
         for num_rows, context, branch in product(self._shapes.decode_rows, self._shapes.contexts, branches):
             yield self._signature(num_rows, context, branch)
         if self._state is not None:

@@ -1,4 +1,4 @@
-"""What is known, row by row, of a drafter that is a model: how far it has read, and the laws of its drafts."""
+"""How far a drafter that is a model has read, row by row."""
 
 from __future__ import annotations
 
@@ -12,27 +12,17 @@ from vllm_gaudi_spec.runner.batch import build_inputs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
-    from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import Drafts
     from vllm_gaudi_spec.runner.batch import Batch
     from vllm_gaudi_spec.runner.requests import Request, Requests
 
 
 class DrafterState:
-    @staticmethod
-    def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
-        """float32; zero rows where no law is kept."""
-        return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
-
-    def __init__(self, requests: Requests, speculation: Speculation, vocab_size: int) -> None:
-        device, num_rows = requests.backend.torch_device, requests.pad_row + 1
+    def __init__(self, requests: Requests, drafter_max_len: int) -> None:
         self._requests = requests
-        self._longest = speculation.drafter_max_len
-        self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._longest = drafter_max_len
+        self._reach_R = torch.zeros(requests.pad_row + 1, dtype=torch.int32, device=requests.backend.torch_device)
         """Positions up to here have the drafter's KV, as far as their drafts were accepted."""
-        shape = self.probs_shape(speculation, requests.pad_row, vocab_size)
-        self.probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
-        """The law of each draft that waits to be verified."""
 
     def admit(self, request: Request) -> None:
         """Blocks that it shares with others have their KV."""
@@ -44,7 +34,6 @@ class DrafterState:
         if batch.shape.phase != "prefill":
             return None
         longest = self._longest
-        assert longest is not None
         if batch.requests and all(request.num_computed >= longest for request in batch.requests):
             return None
         starts_B = batch.starts_B.clamp(max=longest)
@@ -73,9 +62,6 @@ class DrafterState:
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
-        if self.probs_RKV is not None:
-            assert drafts.probs_BKV is not None
-            self.probs_RKV.index_copy_(0, rows_B, drafts.probs_BKV)
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
         self._reach_R.index_copy_(0, rows_B, reach_B.int())

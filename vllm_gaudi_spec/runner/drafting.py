@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
+from vllm_gaudi_spec.config import SLEM, TLI, cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer, is_on_device
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.proposers.universal.coverage import Coverage
+from vllm_gaudi_spec.proposers.universal.translations import Pair, Texts
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
+from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.slab import Slab
+from vllm_gaudi_spec.runner.text_drafting import TextDrafting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,13 +108,40 @@ def load_drafting(
     model: LoadedModel | None,
 ) -> Drafting:
     """The drafter that the configuration names."""
-    target = vllm_config.model_config
+    target, device = vllm_config.model_config, requests.backend.torch_device
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
-    proposer = build_proposer(Setting(speculation, vllm_config, requests.backend.torch_device, model))
-    if not is_on_device(speculation):
-        if isinstance(proposer, CustomProposer):
-            proposer.load_model(target_model.model)
-        return HostDrafting(cast(HostProposer, proposer), split, requests, speculation.num_drafts)
-    vocab_size = target.get_vocab_size()
-    state = None if model is None else DrafterState(requests, speculation, vocab_size)
-    return DeviceDrafting(cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, state)
+    followed = Followed(split, requests, speculation.num_drafts)
+    laws = DraftLaws(speculation, requests.pad_row, target.get_vocab_size(), device)
+    pair = coverage = None
+    if speculation.universal:
+        pair = Pair.load(vllm_config, cache_folder())
+        coverage = Coverage(pair.map.target_to_draft) if speculation.match == TLI else None
+    if speculation.retokenizes:
+        assert pair is not None
+        assert model is not None
+        texts = Texts.load(pair)
+        rewrites = speculation.match == SLEM
+        return TextDrafting(
+            RetokenizedProposer(model, texts.own(device) if rewrites else pair.mapped(device)),
+            texts.reader(),
+            texts.rewriter() if rewrites else None,
+            Slab(model, requests.backend, requests.pad_row, speculation.slab, shapes.max_context),
+            followed,
+            requests,
+            recorder,
+            shapes,
+            DraftChoice(speculation),
+            laws,
+            speculation.num_drafts,
+            coverage,
+        )
+    proposer = build_proposer(Setting(speculation, vllm_config, device, model, pair))
+    if is_on_device(speculation):
+        longest = speculation.drafter_max_len
+        state = None if model is None or longest is None else DrafterState(requests, longest)
+        return DeviceDrafting(
+            cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, state, coverage
+        )
+    if isinstance(proposer, CustomProposer):
+        proposer.load_model(target_model.model)
+    return HostDrafting(cast(HostProposer, proposer), followed)

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 class LoadedModel:
     def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, prefix: str = "") -> None:
         self.vllm_config = vllm_config
+        others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         self.model = get_model(vllm_config=vllm_config, prefix=prefix)
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer wants to keep."""
         specs: dict[str, KVCacheSpec] = {}
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase).items():
+        for name, layer in self._layers.items():
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if spec is None:
                 raise UnsupportedConfigError(

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar, prompt_logprobs
 from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
-from vllm_gaudi_spec.runner.drafter_state import DrafterState
+from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
@@ -23,6 +23,7 @@ from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.slab import Slab
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 
@@ -56,15 +57,24 @@ class ModelRunner:
         self.target = LoadedModel(self.vllm_config, self.backend)
         self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend) if self.speculation else None
 
-    def draft_law_bytes(self) -> int:
-        """Memory for the laws of probabilistic drafts, float32."""
-        if self.drafter is None or self.speculation is None:
-            return 0
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return 4 * math.prod(DrafterState.probs_shape(self.speculation, self.max_rows, vocab_size))
+    def drafting_bytes(self) -> dict[str, int]:
+        """Memory that drafting takes besides weights and the KV cache, and what for."""
+        given = self.speculation
+        if self.drafter is None or given is None:
+            return {}
+        laws = 4 * math.prod(DraftLaws.shape(given, self.max_rows, self.vllm_config.model_config.get_vocab_size()))
+        slab = Slab.num_bytes(self.drafter.kv_cache_spec(), self.max_rows, given.slab) if given.retokenizes else 0
+        parts = {
+            "the float32 laws of drafts: sequences x drafts x vocabulary": laws,
+            f"the drafter's KV: sequences x {given.slab} tokens (universal_slab)": slab,
+        }
+        return {name: size for name, size in parts.items() if size}
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return self.target.kv_cache_spec()
+        specs = self.target.kv_cache_spec()
+        if self.drafter is not None and self.speculation is not None and not self.speculation.retokenizes:
+            specs |= self.drafter.kv_cache_spec()
+        return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         model = self.vllm_config.model_config

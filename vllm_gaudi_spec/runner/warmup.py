@@ -49,7 +49,9 @@ def warm_up(runner: ModelRunner, shapes: Shapes, max_tokens: int) -> None:
         runner.forward(make_batch(runner.requests, shape, [], [], [], starts_known=not decode))
         if decode:
             longest = max(shape.context - 1 - runner.num_drafts, 0)
-            runner.finish([], shape.queries, longest, {}, runner.num_drafts, num_rows=shape.rows)
+            step = runner.finish([], shape.queries, longest, {}, runner.num_drafts, num_rows=shape.rows)
+            if runner.drafting is not None:
+                runner.drafting.propose_behind(step, runner.num_drafts)
     runner.recorder.warm_up_done(runner.backend.num_host_reads)
     logger.info(
         "Warm-up ran %d of %d step shapes in %.1f s; %d step signatures are expected.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,17 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.proposers.translation import MappedTokens, SameTokens
-from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer, load_tokenizer
-from vllm_gaudi_spec.proposers.universal.vocab_map import vocab_map
+from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens, SameTokens
+from vllm_gaudi_spec.proposers.universal.encoder import Encoder
+from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
+from vllm_gaudi_spec.proposers.universal.timeline import Reader
+from vllm_gaudi_spec.proposers.universal.token_bytes import (
+    ModelTokenizer,
+    Vocabulary,
+    load_tokenizer,
+    read_vocabulary,
+)
+from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap, vocab_map
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -33,19 +42,57 @@ def same_tokens(vllm_config: VllmConfig) -> SameTokens:
     return SameTokens(target.get_vocab_size(), draft.get_vocab_size())
 
 
-def mapped_tokens(vllm_config: VllmConfig, cache: Path, device: torch.device) -> MappedTokens:
-    speculative = vllm_config.speculative_config
-    assert speculative is not None
-    target, draft = vllm_config.model_config, speculative.draft_model_config
-    drafter = _tokenizer(draft)
-    found = vocab_map(_tokenizer(target), drafter, target.get_vocab_size(), draft.get_vocab_size(), cache)
-    logger.info(
-        "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
-        found.num_matched,
-        100 * found.num_matched / len(found.target_to_draft),
-        100 * found.num_matched / len(found.draft_to_target),
-    )
-    return MappedTokens(found.target_to_draft, found.draftable, _stand_in(drafter), device)
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Two models with vocabularies of their own, as their tokenizers describe them."""
+
+    target: ModelTokenizer
+    drafter: ModelTokenizer
+    map: VocabMap
+
+    @classmethod
+    def load(cls, vllm_config: VllmConfig, cache: Path) -> Pair:
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        target, draft = vllm_config.model_config, speculative.draft_model_config
+        tokenizers = _tokenizer(target), _tokenizer(draft)
+        found = vocab_map(*tokenizers, target.get_vocab_size(), draft.get_vocab_size(), cache)
+        logger.info(
+            "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
+            found.num_matched,
+            100 * found.num_matched / len(found.target_to_draft),
+            100 * found.num_matched / len(found.draft_to_target),
+        )
+        return cls(*tokenizers, found)
+
+    def mapped(self, device: torch.device) -> MappedTokens:
+        return MappedTokens(self.map.target_to_draft, self.map.draftable, _stand_in(self.drafter), device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """What it takes to go through text from one vocabulary to the other."""
+
+    pair: Pair
+    target: Vocabulary
+    drafter: Vocabulary
+
+    @classmethod
+    def load(cls, pair: Pair) -> Texts:
+        return cls(pair, read_vocabulary(pair.target), read_vocabulary(pair.drafter))
+
+    def reader(self) -> Reader:
+        return Reader(self.target, self.drafter, Encoder(self.pair.drafter), self.pair.map.target_to_draft)
+
+    def rewriter(self) -> Rewriter:
+        return Rewriter(self.target, self.drafter, Encoder(self.pair.target), self.pair.map.draft_to_target)
+
+    def own(self, device: torch.device) -> OwnTokens:
+        """All that spells something, and what has a partner by its role."""
+        sayable = self.pair.map.draftable.copy()
+        spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(sayable)]) if piece is not None]
+        sayable[spelled] = True
+        return OwnTokens(sayable, device)
 
 
 def _tokenizer(model: ModelConfig) -> ModelTokenizer:

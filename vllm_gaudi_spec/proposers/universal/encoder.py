@@ -1,0 +1,88 @@
+"""From text to tokens, and where in the text each token ends: so that a growing text is not encoded anew each time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer
+
+# How many tokens are encoded again when a text goes on. What follows changes the last word, or the last few where a
+# tokenizer has no words; the first of a window may differ from what they are in the middle of a text.
+_WINDOW = 32
+_UNSURE = 8
+
+
+@dataclass(slots=True)
+class Encoded:
+    ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Where each token ends, in characters. Tokens that share a character all end behind it."""
+
+    def tokens_before(self, place: int) -> int | None:
+        """How many tokens stand before this place in the text; None if one stands across it."""
+        count = bisect_right(self.ends, place)
+        return count if place == (self.ends[count - 1] if count else 0) else None
+
+
+class Encoder:
+    """A fast tokenizer, without the tokens that it would put around a text."""
+
+    def __init__(self, model: ModelTokenizer) -> None:
+        from tokenizers import processors
+
+        backend: Any = getattr(model.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            name = getattr(model.tokenizer, "name_or_path", "") or type(model.tokenizer).__name__
+            raise UnsupportedConfigError(
+                f"Reading and writing text (universal_context retokenize, universal_match slem) needs a fast tokenizer "
+                f"(tokenizer.json), which {name} has not; leave both out of additional_config.gaudi_spec."
+            )
+        bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+        self.opening: list[int] = whole[: _index(whole, bare)]
+        """What the tokenizer puts in front of a text, such as bos."""
+        self._backend = type(backend).from_str(backend.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # A special token's name in a text is text: the target wrote it letter by letter.
+        self._backend.encode_special_tokens = True
+        # Some post-processors report tokens without the spaces around them.
+        self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    def encode(self, text: str) -> Encoded:
+        found = self._backend.encode(text, add_special_tokens=False)
+        return Encoded(found.ids, [end for _, end in found.offsets])
+
+    def extend(self, known: Encoded, text: str) -> int:
+        """Bring `known`, the tokens of a text that has grown to `text`, up to date. Returns how many tokens at its
+        beginning stayed as they were."""
+        before = max(len(known.ids) - _WINDOW, 0)
+        begin = known.ends[before - 1] if before else 0
+        before = bisect_right(known.ends, begin) if before else 0
+        window = self.encode(text[begin:])
+        window.ends = [begin + end for end in window.ends]
+        if before:
+            for place in known.ends[before + _UNSURE :]:
+                old, new = known.tokens_before(place), window.tokens_before(place)
+                if old is not None and new:
+                    return _splice(known, old, window, new)
+            window = self.encode(text)
+        return _splice(known, 0, window, 0)
+
+
+def _splice(known: Encoded, old: int, window: Encoded, new: int) -> int:
+    """Replace what stands from `old` on by what the window has from `new` on."""
+    tail, fresh = known.ids[old:], window.ids[new:]
+    same = next((i for i, (a, b) in enumerate(zip(tail, fresh, strict=False)) if a != b), min(len(tail), len(fresh)))
+    known.ids[old:] = fresh
+    known.ends[old:] = window.ends[new:]
+    return old + same
+
+
+def _index(whole: list[int], part: list[int]) -> int:
+    places = (i for i in range(len(whole) - len(part) + 1) if whole[i : i + len(part)] == part)
+    return next(places, 0)

@@ -1,0 +1,68 @@
+"""How drafts are chosen from a drafter's logits, and the laws that they were drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vllm_gaudi_spec.runner.sampling import Branch
+from vllm_gaudi_spec.runner.verification import restrict
+from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+
+Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
+
+
+class DraftChoice:
+    def __init__(self, speculation: Speculation) -> None:
+        self._mode = cast(Mode, speculation.drafting)
+        self._keeps_laws = speculation.keeps_laws
+
+    def branch(self, inputs: SamplingInputs) -> Branch:
+        return Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
+
+    def branches(self, sampling: Sampling) -> set[Branch]:
+        """All that can be."""
+        return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
+
+    def behind(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
+        """For rows of which so many tokens are known: from logits in the target's ids, which it may change, and
+        positions."""
+        branch = self.branch(inputs)
+
+        def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+            if branch.random:
+                restrict(logits_BV[:, None], inputs, branch)
+            temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
+            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
+            return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
+
+        return choose
+
+
+class DraftLaws:
+    """The law of each draft that waits to be verified, by row; nothing where no rule looks at laws."""
+
+    @staticmethod
+    def shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
+        """float32; zero rows where no law is kept."""
+        return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
+
+    def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        shape = self.shape(speculation, max_rows, vocab_size)
+        self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
+
+    def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
+        if self._probs_RKV is not None:
+            assert drafts.probs_BKV is not None
+            self._probs_RKV.index_copy_(0, rows_B, drafts.probs_BKV)
+
+    def of(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        """float32 [B, K, V]."""
+        return None if self._probs_RKV is None else self._probs_RKV.index_select(0, rows_B)

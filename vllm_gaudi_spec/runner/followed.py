@@ -1,0 +1,100 @@
+"""The token histories on the host, brought up to date by each step's read: for drafters that wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.proposers.base import Drafts
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_spec.proposers.length_split import LengthSplit
+    from vllm_gaudi_spec.runner.report import Step
+    from vllm_gaudi_spec.runner.requests import Request, Requests
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A row that may draft behind a step."""
+
+    request: Request
+    place: int
+    """In the step's batch."""
+    num_wanted: int
+    """At least 1."""
+
+
+class Followed:
+    def __init__(self, split: LengthSplit, requests: Requests, num_drafts: int) -> None:
+        self._split = split
+        self._requests = requests
+        self._num_drafts = num_drafts
+        self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
+        self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
+
+    def admit(self, request: Request) -> None:
+        self._split.admit(request.row, request.params, request.num_prompt)
+        self._history_np[request.row, : len(request.known)] = request.known
+        self._lengths_np[request.row] = len(request.known)
+
+    def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
+        """int32: a view that is valid until the next step."""
+        return self._history_np[row, begin : self._lengths_np[row]]
+
+    def append(self, step: Step) -> list[list[int]]:
+        """What each row of the step sampled."""
+        verdict = step.verdict
+        if verdict is None:
+            return []
+        rows_np = _rows_of(step)
+        counts_np = verdict.num_sampled_B.numpy()[: len(rows_np)]
+        tokens_np = verdict.tokens_BQ.numpy()[: len(rows_np)]
+        place = np.arange(tokens_np.shape[1])
+        new = place < counts_np[:, None]
+        target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
+        self._history_np.reshape(-1)[target[new]] = tokens_np[new]
+        self._lengths_np[rows_np] += counts_np
+        return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
+
+    def drafters(self, step: Step, new: list[list[int]], most: int) -> list[Drafter]:
+        """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
+        request."""
+        rows_np = _rows_of(step)
+        wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], most)
+        return [
+            Drafter(step.requests[place], place, int(wanted_np[place]))
+            for place in np.flatnonzero(wanted_np).tolist()
+            if not _stops(step.requests[place].params, new[place])
+        ]
+
+    def put(self, step: Step, drafts: dict[str, list[int]]) -> None:
+        """Upload, in the shape of all rows so that it is the same program in every step."""
+        num_rows = len(self._history_np)
+        all_rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
+        rows_np = _rows_of(step)
+        all_rows_np[: len(rows_np)] = rows_np
+        small = np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
+        small[: len(rows_np), 0] = self._lengths_np[rows_np]
+        for row, request in zip(small, step.requests, strict=False):
+            answer = drafts.get(request.req_id, ())
+            row[1] = len(answer)
+            row[2 : 2 + len(answer)] = answer
+        upload = self._requests.backend.upload
+        device = upload(torch.from_numpy(small))
+        self._requests.put_drafts(
+            upload(torch.from_numpy(all_rows_np)), device[:, 0], Drafts(device[:, 2:], device[:, 1])
+        )
+
+
+def _rows_of(step: Step) -> np.ndarray:
+    return np.array([request.row for request in step.requests], dtype=np.int64)
+
+
+def _stops(params: SamplingParams, tokens: list[int]) -> bool:
+    """Whether the scheduler ends a request at one of these. An end token that is to be ignored is no stop."""
+    return params.eos_token_id in tokens or not set(params.stop_token_ids or ()).isdisjoint(tokens)

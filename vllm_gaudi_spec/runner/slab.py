@@ -1,0 +1,75 @@
+"""KV of a drafter that counts positions of its own: each row has one stretch of blocks, for good.
+
+It can not stand in the target's blocks: those follow the target's tokens, and are shared by what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
+
+from vllm_gaudi_spec.attention.inputs import Blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+
+
+class Slab:
+    @staticmethod
+    def num_bytes(specs: dict[str, KVCacheSpec], num_rows: int, length: int) -> int:
+        num_blocks = _num_blocks(num_rows, length, _block_size(specs))
+        return num_blocks * sum(spec.page_size_bytes for spec in specs.values())
+
+    def __init__(
+        self, model: LoadedModel, backend: DeviceBackend, num_rows: int, length: int, max_context: int
+    ) -> None:
+        """`length` tokens a row; tables are as wide as `max_context`, where padding may point to."""
+        specs = model.kv_cache_spec()
+        self.length = length
+        self._size = _block_size(specs)
+        self._backend = backend
+        num_blocks = _num_blocks(num_rows, length, self._size)
+        self._allocate(model, specs, num_blocks)
+        width = -(-length // self._size)
+        self._table_np = np.zeros((num_rows + 1, -(-max_context // self._size)), dtype=np.int32)
+        # Block 0 is the pad block, and the last row belongs to nobody.
+        self._table_np[:num_rows, :width] = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+
+    def _allocate(self, model: LoadedModel, specs: dict[str, KVCacheSpec], num_blocks: int) -> None:
+        total, tensors = num_blocks * sum(spec.page_size_bytes for spec in specs.values()), []
+        offset = 0
+        for name, spec in specs.items():
+            page = spec.page_size_bytes
+            tensors.append(KVCacheTensor(total, [name], page * num_blocks, page, offset))
+            offset += page * num_blocks
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+        config = model.vllm_config
+        views = allocate_kv_cache(
+            KVCacheConfig(num_blocks, tensors, groups),
+            self._backend.torch_device,
+            config.cache_config.get_resolved_kv_cache_layout(),
+        )
+        bind_kv_cache_to_layers(views, config.compilation_config.static_forward_context)
+        model.bind_groups([list(specs)])
+
+    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
+        """Wide enough for `context` tokens."""
+        table_np = self._table_np[rows_np, : -(-context // self._size)]
+        return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,))
+
+
+def _num_blocks(num_rows: int, length: int, size: int) -> int:
+    return 1 + num_rows * -(-length // size)
+
+
+def _block_size(specs: dict[str, KVCacheSpec]) -> int:
+    sizes = {spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)}
+    assert len(sizes) == 1, "a drafter's layers have blocks of one size"
+    return sizes.pop()

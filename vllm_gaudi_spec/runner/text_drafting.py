@@ -1,0 +1,276 @@
+"""A drafter that is a model and reads the target's text in its own tokens, behind a step's one read.
+
+The host keeps every row's text in the drafter's tokens. What the drafter has not read of it, a first call of a round
+takes, if it is little; a longer rest, as a prompt's, is read before in the shapes of prompt chunks. So it makes no
+difference why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
+from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
+from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.proposers.universal.coverage import Coverage
+    from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
+    from vllm_gaudi_spec.proposers.universal.timeline import Reader
+    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
+    from vllm_gaudi_spec.runner.followed import Drafter, Followed
+    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.report import Step
+    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.runner.slab import Slab
+
+
+class _Sampled(NamedTuple):
+    """What the device knows of the rows that the step sampled."""
+
+    batch: SampleBatch
+    lengths_B: torch.Tensor
+    inputs: SamplingInputs
+
+
+class TextDrafting:
+    def __init__(
+        self,
+        proposer: RetokenizedProposer,
+        reader: Reader,
+        rewriter: Rewriter | None,
+        slab: Slab,
+        followed: Followed,
+        requests: Requests,
+        recorder: StepRecorder,
+        shapes: Shapes,
+        choice: DraftChoice,
+        laws: DraftLaws,
+        num_drafts: int,
+        coverage: Coverage | None = None,
+    ) -> None:
+        """With a `rewriter` drafts are the drafter's own tokens, to be written anew in the target's."""
+        self._proposer = proposer
+        self._reader = reader
+        self._rewriter = rewriter
+        self._slab = slab
+        self._followed = followed
+        self._requests = requests
+        self._recorder = recorder
+        self._shapes = shapes
+        self._choice = choice
+        self._laws = laws
+        self._num_drafts = num_drafts
+        self._coverage = coverage
+        self._widths = (NUM_NEWEST, NUM_NEWEST + num_drafts)
+        self._timelines: dict[int, Timeline] = {}
+        """By row."""
+        self._num_followed: dict[int, int] = {}
+        """By row: how many of the target's tokens its timeline holds."""
+        self._sampled: _Sampled | None = None
+        self._drafts: dict[str, list[int]] = {}
+        """Where the host knows them; else places for them, of which only the number counts."""
+        self._unread_drafts: Drafts | None = None
+
+    @property
+    def _backend(self) -> DeviceBackend:
+        return self._requests.backend
+
+    # --- what the runner tells ---
+
+    def apply(self, requests: Requests) -> None:
+        for row in requests.freed_rows:
+            self._timelines.pop(row, None)
+        for request in requests.admitted:
+            self._followed.admit(request)
+            self._timelines[request.row] = Timeline(self._reader)
+            self._num_followed[request.row] = 0
+            if self._coverage is not None:
+                self._coverage.saw(request.prompt)
+
+    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        return np.array(num_scheduled)
+
+    def follow(self, batch: Batch) -> None:
+        """It reads behind the step; here the shapes are warmed up."""
+        if not batch.requests and batch.shape.phase == "prefill":
+            self._read_chunks([], batch.shape.rows, batch.shape.queries, batch.shape.context)
+
+    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        return self._laws.of(rows_B)
+
+    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
+        self._sampled = _Sampled(batch, lengths_B, inputs)
+        return None
+
+    def drafts_of(self, step: Step) -> DraftTokenIds:
+        names = [request.req_id for request in step.requests]
+        if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
+            # A grammar looks at the drafts before they are verified.
+            tokens = self._backend.download(self._unread_drafts.tokens_BK).tolist()
+            for name, row in zip(names, tokens, strict=False):
+                self._drafts[name] = row[: len(self._drafts.get(name, ()))]
+        return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
+
+    # --- behind a step ---
+
+    def propose_behind(self, step: Step, most: int) -> None:
+        self._drafts, self._unread_drafts = {}, None
+        if self._sampled is None or step.verdict is None:
+            return
+        if not step.requests:  # the warm-up
+            for width in self._widths:
+                self._draft([], width)
+            return
+        new = self._followed.append(step)
+        for request, tokens in zip(step.requests, new, strict=True):
+            self._timelines[request.row].verified(tokens[:-1])
+        drafters = [
+            able for drafter in self._followed.drafters(step, new, most) if (able := self._able(drafter)) is not None
+        ]
+        if not drafters:
+            return
+        self._catch_up([drafter.request.row for drafter in drafters])
+        unread = max(self._num_unread(drafter.request.row) for drafter in drafters)
+        drafts = self._draft(drafters, next(width for width in self._widths if width >= unread))
+        if self._rewriter is None:
+            self._put(drafters, drafts)
+        else:
+            self._put_rewritten(step, drafters, drafts)
+
+    def _able(self, drafter: Drafter) -> Drafter | None:
+        """The drafter's own limit, in its own tokens."""
+        row = drafter.request.row
+        timeline = self._timelines[row]
+        news_np = self._followed.tokens_np(row, self._num_followed[row])
+        timeline.extend(news_np.tolist())
+        self._num_followed[row] += len(news_np)
+        if not timeline.is_complete or not len(timeline):
+            return None
+        if self._rewriter is not None and timeline.open_text is None:
+            return None
+        num_wanted = min(drafter.num_wanted, self._slab.length - len(timeline))
+        return replace(drafter, num_wanted=num_wanted) if num_wanted > 0 else None
+
+    def _num_unread(self, row: int) -> int:
+        """The last token is read in any case: what stands behind it is wanted."""
+        timeline = self._timelines[row]
+        return max(len(timeline) - timeline.num_read, 1)
+
+    def _catch_up(self, rows: list[int]) -> None:
+        """Until a round can read the rest."""
+        most = self._widths[-1]
+        while behind := sorted(
+            (row for row in rows if self._num_unread(row) > most), key=self._num_unread, reverse=True
+        ):
+            queries = min(self._num_unread(behind[0]) - 1, self._shapes.prefill_queries[-1])
+            group = behind[: self._shapes.prefill_rows_at(queries)]
+            counts = [min(self._num_unread(row) - 1, queries) for row in group]
+            end = max(self._timelines[row].num_read for row in group) + max(counts)
+            shape = self._shapes.prefill(len(group), max(counts), end)
+            self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
+
+    def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
+        """Rows and how many tokens each is to read."""
+        self._recorder.saw(("read", num_rows, width, context))
+        rows_np = self._padded([row for row, _ in members], num_rows)
+        unread = self._unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
+        blocks = self._slab.blocks(rows_np, context)
+        known = members[0][1] if num_rows == 1 and members else None
+        self._proposer.read(rectangle(unread.tokens_BN, unread.starts_B, unread.num_real_B, blocks, known))
+        for row, count in members:
+            self._timelines[row].read(self._timelines[row].num_read + count)
+
+    def _draft(self, drafters: list[Drafter], width: int) -> Drafts:
+        assert self._sampled is not None
+        batch, lengths_B, inputs = self._sampled
+        num_rows, rows = len(batch.rows_np), [drafter.request.row for drafter in drafters]
+        longest = max((len(self._timelines[row]) for row in rows), default=batch.longest)
+        # Padding reaches behind the longest row, as do its drafts.
+        context = self._shapes.fit_context(min(longest + self._widths[-1], self._shapes.max_context))
+        self._recorder.saw(self._signature(num_rows, width, context, self._choice.branch(inputs)))
+        members = [(drafter.place, row, self._num_unread(row)) for drafter, row in zip(drafters, rows, strict=True)]
+        wanted_np = np.zeros(num_rows, dtype=np.int32)
+        for drafter in drafters:
+            wanted_np[drafter.place] = drafter.num_wanted
+        request = DraftRequest(
+            rows_B=batch.rows_B,
+            history_RM=self._requests.history_RM,
+            lengths_B=lengths_B,
+            num_wanted_B=self._backend.upload(torch.from_numpy(wanted_np)),
+            num_drafts=self._num_drafts,
+            blocks=self._slab.blocks(batch.rows_np, context),
+            choose=self._choice.behind(lengths_B, inputs),
+        )
+        drafts = self._proposer.propose(request, self._unread(members, num_rows, width))
+        for row in rows:
+            self._timelines[row].read(len(self._timelines[row]))
+        return drafts
+
+    def _unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> Unread:
+        """Places in the batch, rows, and how many tokens each."""
+        small = np.zeros((num_rows, width + 2), dtype=np.int32)
+        for place, row, count in members:
+            timeline = self._timelines[row]
+            begin = min(timeline.num_read, len(timeline) - count)
+            small[place, :count] = timeline.tokens(begin, begin + count)
+            small[place, width:] = begin, count
+        device = self._backend.upload(torch.from_numpy(small))
+        return Unread(device[:, :width], device[:, width], device[:, width + 1])
+
+    def _padded(self, rows: list[int], num_rows: int) -> np.ndarray:
+        rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
+        rows_np[: len(rows)] = rows
+        return rows_np
+
+    # --- where drafts go ---
+
+    def _put(self, drafters: list[Drafter], drafts: Drafts) -> None:
+        assert self._sampled is not None
+        batch, lengths_B, _ = self._sampled
+        self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
+        self._laws.put(batch.rows_B, drafts)
+        self._unread_drafts = drafts
+        for drafter in drafters:
+            self._timelines[drafter.request.row].drafted(drafter.num_wanted)
+            self._drafts[drafter.request.req_id] = [0] * drafter.num_wanted
+
+    def _put_rewritten(self, step: Step, drafters: list[Drafter], drafts: Drafts) -> None:
+        assert self._rewriter is not None
+        said = self._backend.download(drafts.tokens_BK).tolist()
+        for drafter in drafters:
+            timeline = self._timelines[drafter.request.row]
+            own = said[drafter.place][: drafter.num_wanted]
+            known = timeline.open_text
+            assert known is not None
+            timeline.drafted(len(own), own)
+            if rewritten := self._rewriter.rewrite(own, known)[: drafter.num_wanted]:
+                self._drafts[drafter.request.req_id] = rewritten
+        self._followed.put(step, self._drafts)
+
+    # --- what can happen ---
+
+    def _signature(self, num_rows: int, width: int, context: int, branch: Branch) -> Hashable:
+        return ("draft", num_rows, width, context, branch)
+
+    def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
+        """Rounds of drafts, and what is read before them."""
+        shapes, branches = self._shapes, self._choice.branches(sampling)
+        for num_rows, width, context, branch in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
+            yield self._signature(num_rows, width, context, branch)
+        for shape in shapes.all():
+            if shape.phase == "prefill":
+                yield ("read", shape.rows, shape.queries, shape.context)
