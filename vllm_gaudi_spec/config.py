@@ -211,16 +211,17 @@ class Speculation:
         if given.method not in _WEIGHTLESS_METHODS:
             longest = given.draft_model_config.max_model_len
         options = Options.from_vllm(vllm_config)
+        universal, context = getattr(given, IS_UNIVERSAL, False), options.universal_context or MAP
         return cls(
             method=given.method,
             num_drafts=given.num_speculative_tokens,
             rule=rule,
             drafting=drafting,
             drafter_max_len=longest,
-            universal=getattr(given, IS_UNIVERSAL, False),
-            context=options.universal_context or MAP,
+            universal=universal,
+            context=context,
             match=options.universal_match or TLI,
-            slab=min(options.universal_slab or _DEFAULT_SLAB, longest or _DEFAULT_SLAB),
+            slab=min(options.universal_slab or _DEFAULT_SLAB, longest) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 

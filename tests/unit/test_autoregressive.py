@@ -32,16 +32,16 @@ VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # of a row
 
 
-def following(tokens: list[int]) -> int:
-    return sum((place + 1) * token for place, token in enumerate(tokens)) % VOCAB
+def following(tokens: list[int], vocab: int = VOCAB) -> int:
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % vocab
 
 
 class Remembers:
     """Keeps (position + 1) * token in the KV slots and answers with the sum over the context."""
 
-    def __init__(self, longest: int = LONGEST) -> None:
+    def __init__(self, longest: int = LONGEST, vocab: int = VOCAB) -> None:
         self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
-        self.longest = longest
+        self.longest, self.vocab = longest, vocab
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
@@ -52,7 +52,7 @@ class Remembers:
             blocks = call.block_table_BW[row].long()
             context = self.kv.view(-1, BLOCK)[blocks].flatten()
             for query in range(call.num_queries):
-                hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % VOCAB)
+                hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % self.vocab)
         return torch.stack(hidden)[:, None].float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

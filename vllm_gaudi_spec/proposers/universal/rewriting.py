@@ -44,9 +44,8 @@ class Rewriter:
     def _encode(self, text: str, known: str) -> list[int]:
         together = self._encoder.encode(known + text)
         begin = together.tokens_before(len(known))
-        if begin is not None:
-            return together.ids[begin:]
-        # A token would reach from the known text into the draft, but the known text ends in one of its own.
-        alone = self._encoder.encode(text).ids
-        spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in alone)
-        return alone if spelled == text.encode() else []
+        # If a token reaches from the known text into the draft: the known text ends in one of its own.
+        ids = self._encoder.encode(text).ids if begin is None else together.ids[begin:]
+        spelled = b"".join(self._target.bytes_by_id[token] or b"" for token in ids)
+        # Some tokenizers put a space in front, some write signs in another way.
+        return ids if spelled == text.encode() else []

@@ -1,0 +1,255 @@
+"""A drafter that reads the text in its own tokens, over a model whose next token depends on all that it has read."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.unit.fakes import HostBackend, new_request, step
+from tests.unit.test_autoregressive import BLOCK, Remembers, following
+from tests.unit.test_retokenizing import Languages
+from tests.unit.test_shapes import shapes
+from tests.unit.test_token_bytes import random_texts
+from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens, Translation
+from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.runner.followed import Followed
+from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.report import Step
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.runner.text_drafting import TextDrafting
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+NUM_ROWS, MAX_LEN = 4, 256
+
+
+class ClosestToken(Remembers):
+    """Of the tokens that may be drafted the one whose id is closest to what follows."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return -(torch.arange(self.vocab) - hidden).abs().float()
+
+
+class FixedSlab:
+    """Three rows' worth of the model's memory, in an order that no other table has."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        width = -(-length // BLOCK)
+        self.table = np.zeros((NUM_ROWS + 1, 64), dtype=np.int32)
+        self.table[:NUM_ROWS, :width] = 1 + np.arange(NUM_ROWS * width).reshape(NUM_ROWS, width)[::-1]
+
+    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
+        return Blocks((torch.from_numpy(self.table[rows_np, : -(-context // BLOCK)]),), (BLOCK,))
+
+
+class Host(HostBackend):
+    num_host_reads = 0
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_host_reads += 1
+        return tensor.clone()
+
+
+class Rows:
+    def __init__(self, num_drafts: int, *, match: str = "tli", length: int = 200) -> None:
+        self.languages = Languages("sentencepiece", "byte_level")
+        self.num_drafts = num_drafts
+        self.shapes = shapes(max_num_seqs=NUM_ROWS, max_tokens=32, max_len=MAX_LEN, drafts=num_drafts)
+        self.backend = Host()
+        self.speculation = Speculation(
+            method="draft_model",
+            num_drafts=num_drafts,
+            rule="strict",
+            drafting="greedy",
+            drafter_max_len=length,
+            universal=True,
+            context="retokenize",
+            match=match,
+        )
+        width = self.shapes.max_context + 1 + num_drafts
+        self.requests = Requests(self.backend, NUM_ROWS, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
+        vocab, own = (len(tokenizer) for tokenizer in self.languages.tokenizers)
+        self.sampling = Sampling(self.backend, NUM_ROWS, vocab, 5, "raw_logprobs")  # type: ignore[arg-type]
+        pairs, device = self.languages.map, torch.device("cpu")
+        spelled = np.array([(piece or b"\xff").isascii() for piece in self.languages.drafter.bytes_by_id])
+        self.mapped = MappedTokens(pairs.target_to_draft, pairs.draftable, 0, device)
+        self.translation: Translation = OwnTokens(spelled, device) if match == "slem" else self.mapped
+        self.model = ClosestToken(length, own)
+        self.recorder = StepRecorder()
+        split = LengthSplit(self.backend, NUM_ROWS, self.speculation, MAX_LEN)  # type: ignore[arg-type]
+        self.drafting = TextDrafting(
+            RetokenizedProposer(self.model, self.translation),
+            self.languages.reader,
+            self.languages.rewriter() if match == "slem" else None,
+            FixedSlab(length),  # type: ignore[arg-type]
+            Followed(split, self.requests, num_drafts),
+            self.requests,
+            self.recorder,
+            self.shapes,
+            DraftChoice(self.speculation),
+            DraftLaws(self.speculation, NUM_ROWS, vocab, device),
+            num_drafts,
+        )
+        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.tokens: dict[str, list[int]] = {}
+
+    def start(self, prompts: dict[str, list[int]], preempted: set[str] | None = None) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=500)
+        new = [new_request(name, prompt, [1], params=params) for name, prompt in prompts.items()]
+        counts = {name: len(prompt) for name, prompt in prompts.items()}
+        self.requests.apply(step(counts, new=new, preempted=preempted))
+        for request in self.requests.admitted:
+            self.sampling.admit(request)
+        self.drafting.apply(self.requests)
+        self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
+
+    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
+        members = [self.requests.by_id[name] for name in answers]
+        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, 100)
+        num_rows, width = len(batch.rows_np), max(map(len, answers.values()))
+        tokens, counts = torch.zeros(num_rows, width).int(), torch.ones(num_rows).int()
+        last = torch.zeros(num_rows).int()
+        for index, (name, answer) in enumerate(answers.items()):
+            tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
+            last[index] = len(self.tokens[name]) - 1
+            self.tokens[name] += answer
+        verdict = Verdict(tokens, counts)
+        self.requests.advance(batch.rows_B, last, verdict)
+        assert self.drafting.propose(batch, last + 1 + counts, self.sampling.prepare(batch, {}), 0) is None
+        done = Step(members, verdict)
+        self.drafting.propose_behind(done, self.num_drafts if most is None else most)
+        waiting = {name: self.waiting(name) for name in answers}
+        told = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
+        assert {name: len(drafts) for name, drafts in waiting.items()} == {name: len(told[name]) for name in told}
+        return waiting
+
+    def waiting(self, name: str) -> list[int]:
+        row, length = self.requests.by_id[name].row, len(self.tokens[name])
+        return self.requests.history_RM[row, length : length + int(self.requests.num_drafts_R[row])].tolist()
+
+    def read(self, name: str) -> list[int]:
+        timeline = Timeline(self.languages.reader)
+        timeline.extend(self.tokens[name])
+        return timeline.tokens(0)
+
+    def own_drafts(self, name: str) -> list[int]:
+        """What the drafter should say behind all of the text, as its translation has it."""
+        read, drafts = self.read(name), []
+        for _ in range(max(min(self.num_drafts, self.model.longest - len(read)), 0)):
+            hidden = torch.tensor([[following(read, self.model.vocab)]])
+            drafts.append(int(self.translation.to_target(self.model.logits(hidden)).argmax()))
+            read += self.translation.to_drafter(torch.tensor([drafts[-1]])).tolist()
+        return drafts
+
+    def expected(self, name: str) -> list[int]:
+        drafts = self.own_drafts(name)
+        if self.speculation.match == "tli":
+            return drafts
+        timeline = Timeline(self.languages.reader)
+        timeline.extend(self.tokens[name])
+        return self.languages.rewriter().rewrite(drafts, timeline.open_text or "")[: len(drafts)]
+
+
+TEXTS = random_texts(23, 40)
+
+
+def prompts(rows: Rows) -> dict[str, list[int]]:
+    """One of a single token, one that takes a chunk, one that takes several."""
+    said = [rows.languages.said(text) for text in (TEXTS[0][:1] or "a", " ".join(TEXTS[1:3]), " ".join(TEXTS[3:6]))]
+    return dict(zip("abc", (ids[:110] for ids in said), strict=True))
+
+
+@pytest.mark.parametrize("match", ["tli", "slem"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_draft_follows_from_the_whole_text(match: str, num_drafts: int, seed: int) -> None:
+    """Whatever is accepted and whoever is scheduled; rows that sat out some steps catch up."""
+    rng, drafted = random.Random(seed), 0
+    rows = Rows(num_drafts, match=match)
+    rows.start(prompts(rows))
+    drafts: dict[str, list[int]] = {name: [] for name in "abc"}
+    for _ in range(10):
+        answers = {}
+        for name in rng.sample("abc", rng.randint(1, 3)):
+            accepted = drafts[name][: rng.randint(0, num_drafts)]
+            answers[name] = [*accepted, rng.choice(rows.languages.said("a b cd e"))]
+        drafts |= rows.sample(answers, most=0 if rng.random() < 0.1 else None)
+        for name in answers:
+            if drafts[name]:
+                assert drafts[name] == rows.expected(name), name
+                drafted += 1
+    assert drafted > 5
+    assert not rows.recorder.unexpected
+
+
+def test_a_long_prompt_is_read_in_chunks_that_were_warmed_up() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start({"a": rows.languages.said(" ".join(TEXTS[:6]))[:150]})
+    assert rows.sample({"a": [5]})["a"] == rows.expected("a")
+    chunks = [signature for signature in rows.recorder._seen if signature[0] == "read"]  # type: ignore[index]
+    assert chunks
+    assert not rows.recorder.unexpected
+
+
+def test_a_row_that_did_not_draft_for_a_while_drafts_again() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    for token in (5, 6, 7, 8, 9, 10):
+        assert rows.sample({"b": [token]}, most=0)["b"] == []
+    assert rows.sample({"b": [11], "c": [12]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
+
+
+def test_a_preempted_row_reads_its_text_again() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    rows.sample({name: [7] for name in "abc"})
+    known = list(rows.tokens["b"])
+    rows.requests.apply(step({}, preempted={"b"}))
+    rows.start({"d": rows.languages.said(TEXTS[7])})  # takes the row
+    rows.start({"b": known})
+    assert rows.sample({"b": [8], "d": [9]}) == {"b": rows.expected("b"), "d": rows.expected("d")}
+
+
+def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
+    rows = Rows(num_drafts=4, length=40)
+    told = prompts(rows)
+    rows.start(told)
+    assert len(rows.read("c")) > 40
+    drafts = rows.sample({"a": [7], "c": [7]})
+    assert drafts == {"a": rows.expected("a"), "c": []}
+    assert len(drafts["a"]) == 4
+    while len(rows.read("a")) < 40:
+        assert rows.sample({"a": [7]})["a"] == rows.expected("a")
+    assert rows.sample({"a": [7]})["a"] == []
+
+
+def test_only_rewriting_reads_the_device() -> None:
+    """Drafts of tokens that both know stay there: the host needs their number alone."""
+    for match, num_reads in (("tli", 0), ("slem", 1)):
+        rows = Rows(num_drafts=3, match=match)
+        rows.start(prompts(rows))
+        rows.sample({"a": [7], "b": [8]})
+        assert rows.backend.num_host_reads == num_reads
+
+
+def test_a_grammar_sees_the_drafts() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    rows.requests.by_id["b"].params.structured_outputs = StructuredOutputsParams(regex="a*")
+    members = [rows.requests.by_id["b"]]
+    drafts = rows.sample({"b": [8]})["b"]
+    assert rows.drafting.drafts_of(Step(members)).draft_token_ids == [drafts]
