@@ -91,17 +91,25 @@ class Rows:
             self.shapes,
             speculation,
             DraftLaws(speculation, 4, VOCAB, backend.torch_device),
-            DrafterState(self.requests, drafter_max_len),
+            DrafterState(self.requests, self.shapes, drafter_max_len, num_drafts, 1 + 3 * MOST_BLOCKS),
         )
         self.recorder.expect(self.drafting.signatures(self.sampling))
         self.num_drafts = num_drafts
         self.tokens: dict[str, list[int]] = {}
 
-    def start(self, prompts: dict[str, list[int]], chunk: int = 24) -> None:
+    def start(
+        self, prompts: dict[str, list[int]], chunk: int = 24, num_computed: int = 0, blocks: list[int] | None = None
+    ) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=500)
-        computed, size = dict.fromkeys(prompts, 0), self.shapes.max_context // BLOCK
+        computed, size = dict.fromkeys(prompts, num_computed), self.shapes.max_context // BLOCK
         new = [
-            new_request(name, prompt, list(range(1 + size * i, 1 + size * (i + 1))), params=params)
+            new_request(
+                name,
+                prompt,
+                blocks or list(range(1 + size * i, 1 + size * (i + 1))),
+                params=params,
+                num_computed=num_computed,
+            )
             for i, (name, prompt) in enumerate(prompts.items())
         ]
         while any(computed[name] < len(prompt) for name, prompt in prompts.items()):
@@ -117,7 +125,7 @@ class Rows:
             for name, count in counts.items():
                 computed[name] += count
             new = []
-        self.tokens = {name: list(prompt) for name, prompt in prompts.items()}
+        self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
 
     def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns what is drafted behind them."""
@@ -181,17 +189,61 @@ def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
     assert rows.sample({"near": [4, 5]})["near"] == []
 
 
-@pytest.mark.parametrize("num_off", [1, 2, 4])
-def test_a_row_that_the_drafter_lost_sight_of_is_not_drafted_for(num_off: int) -> None:
-    """Speculation was off for some steps, of which the drafter has read nothing. A round takes the two newest tokens,
-    so it makes up for one step and no more."""
+@pytest.mark.parametrize("num_off", [1, 2, 4, 40])
+def test_a_row_that_did_not_draft_for_a_while_catches_up(num_off: int) -> None:
+    """Speculation was off for some steps, of which the drafter has read nothing."""
     rows = Rows(num_drafts=3)
     rows.start(PROMPTS)
     rows.sample({"a": [1], "b": [2]})
     for token in range(num_off):
         assert rows.sample({"a": [token]}, most=0)["a"] == []
-    drafted = rows.sample({"a": [6], "b": [7]})
-    assert drafted == {"a": rows.expected("a") if num_off == 1 else [], "b": rows.expected("b")}
+    for _ in range(2):
+        assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
+    assert not rows.recorder.unexpected
+
+
+def test_a_long_gap_is_read_in_several_chunks() -> None:
+    rows = Rows(num_drafts=2, drafter_max_len=400, max_len=400)
+    assert rows.shapes.prefill_queries[-1] < 100
+    rows.start(PROMPTS)
+    for token in range(150):
+        rows.sample({"a": [token % VOCAB], "b": [3]}, most=0)
+    assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
+    assert not rows.recorder.unexpected
+
+
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_shared_blocks_count_as_read_only_where_they_were(num_read: int) -> None:
+    """A request's answer is found in the prefix cache by another that begins with it; the drafter had read it up to
+    `num_read` tokens of the answer, then speculation was off."""
+    rows = Rows(num_drafts=3)
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=3 if token < num_read else 0)
+    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    told = [*rows.tokens["a"][: 2 * BLOCK], 9, 9]
+    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+    # Those of a request that drafted all the time are taken as they are.
+    rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
+    rows.recorder._seen.clear()
+    rows.start({"d": [*range(1, 33), 4]}, num_computed=2 * BLOCK, blocks=[120, 121, *range(140, 150)])
+    chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])  # type: ignore[operator]
+    assert rows.sample({"d": [8]}) == {"d": rows.expected("d")}
+    assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
+
+
+def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start({"a": list(range(1, 40))}, blocks=[1, 2, 3, 4, 5])
+    rows.sample({"a": [4]})
+    rows.requests.apply(step({}, finished={"a"}))
+    rows.start({"b": [7] * 8}, blocks=[1, 2, 3, 4, 5])
+    for token in range(40):
+        rows.sample({"b": [token]}, most=0)
+    told = [*rows.tokens["b"][: 2 * BLOCK], 9]
+    rows.start({"c": told}, num_computed=2 * BLOCK, blocks=[1, 2, 30, 31, 32])
+    assert rows.sample({"c": [8]}) == {"c": rows.expected("c")}
 
 
 def test_rounds_fit_the_context_on_devices_that_have_several() -> None:

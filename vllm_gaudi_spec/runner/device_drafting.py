@@ -54,10 +54,10 @@ class DeviceDrafting:
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
             self._split.admit(request.row, request.params, request.num_prompt)
-            if self._state is not None:
-                self._state.admit(request)
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
+        if self._state is not None:
+            self._state.apply()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
@@ -79,9 +79,14 @@ class DeviceDrafting:
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         wanted_B = self._split.wanted(batch.rows_np, lengths_B, most)
+        able_np = self._possible(batch.requests, most)
         if self._state is not None:
-            wanted_B = torch.where(self._state.settle(batch.rows_B, lengths_B), wanted_B, 0)
-        if not most or (batch.requests and not self._possible(batch.requests, most).any()):
+            self._state.settle(batch.rows_B, lengths_B)
+            for shape, chunk in self._state.catch_up(batch, lengths_B, able_np):
+                self._recorder.saw(("draft", *shape))
+                self._proposer.follow(chunk)
+            wanted_B = torch.where(self._state.reads_all(batch.rows_B, lengths_B), wanted_B, 0)
+        if not most or (batch.requests and not able_np.any()):
             return None
         # One token more than were known, and the drafts.
         context = self._shapes.fit_context(min(batch.longest + 1 + self._num_drafts, self._shapes.max_context))
@@ -100,7 +105,7 @@ class DeviceDrafting:
         self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
         self._laws.put(batch.rows_B, drafts)
         if self._state is not None:
-            self._state.drafted(batch.rows_B, lengths_B, drafts)
+            self._state.drafted(batch, lengths_B, drafts, able_np)
         return drafts
 
     def propose_behind(self, step: Step, most: int) -> None:

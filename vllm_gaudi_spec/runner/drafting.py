@@ -104,6 +104,7 @@ def load_drafting(
     requests: Requests,
     recorder: StepRecorder,
     shapes: Shapes,
+    num_blocks: int,
     target_model: LoadedModel,
     model: LoadedModel | None,
 ) -> Drafting:
@@ -137,8 +138,9 @@ def load_drafting(
         )
     proposer = build_proposer(Setting(speculation, vllm_config, device, model, pair))
     if is_on_device(speculation):
-        longest = speculation.drafter_max_len
-        state = None if model is None or longest is None else DrafterState(requests, longest)
+        longest, state = speculation.drafter_max_len, None
+        if model is not None and longest is not None:
+            state = DrafterState(requests, shapes, longest, speculation.num_drafts, num_blocks)
         return DeviceDrafting(
             cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, state, coverage
         )

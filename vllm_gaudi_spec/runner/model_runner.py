@@ -100,7 +100,14 @@ class ModelRunner:
         self.drafting: Drafting | None = None
         if self.speculation is not None:
             self.drafting = load_drafting(
-                self.speculation, self.vllm_config, self.requests, self.recorder, self.shapes, self.target, self.drafter
+                self.speculation,
+                self.vllm_config,
+                self.requests,
+                self.recorder,
+                self.shapes,
+                self.kv_cache.num_blocks,
+                self.target,
+                self.drafter,
             )
 
     def warm_up(self) -> None:

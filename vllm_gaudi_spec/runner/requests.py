@@ -74,7 +74,7 @@ class Requests:
         self._seed = seed
         self._num_seen = 0
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in block_sizes]
-        self._num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
+        self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
         self.history_RM = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=backend.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
@@ -140,7 +140,7 @@ class Requests:
         request.known, request.num_computed = known, num_computed
         request.outputs[:] = known[request.num_prompt :]
         request.prompt_logprobs.clear()
-        for table, counts in zip(self.tables_np, self._num_blocks, strict=True):
+        for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
         tokens_np = np.zeros((1, self.history_RM.shape[1]), dtype=np.int32)
@@ -158,7 +158,7 @@ class Requests:
             request.row = NO_ROW
 
     def _append_blocks(self, row: int, block_ids: tuple[list[int], ...]) -> None:
-        for table, counts, ids in zip(self.tables_np, self._num_blocks, block_ids, strict=True):
+        for table, counts, ids in zip(self.tables_np, self.num_blocks, block_ids, strict=True):
             begin = counts[row]
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)

@@ -1,0 +1,54 @@
+"""Which KV blocks a drafter has read.
+
+vLLM shares blocks between requests by what the target has written in them. The drafter's half of a block may be
+missing: its request had speculation switched off, or the load did. Nobody may take such a block for read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+class ReadBlocks:
+    def __init__(self, requests: Requests, num_blocks: int) -> None:
+        self._requests = requests
+        self._read_np = np.zeros(num_blocks, dtype=np.int32)
+        """How many tokens at the beginning of each block the drafter has read. Block 0 is padding, and stands for
+        blocks behind a sliding window."""
+        self._seen = [np.zeros_like(counts) for counts in requests.num_blocks]
+        """Blocks of each row that were cleared, or taken over, when they came."""
+
+    def admit(self, row: int, num_computed: int) -> None:
+        """The blocks of a row that are computed were another's; the rest are new."""
+        for seen, size in zip(self._seen, self._requests.block_sizes, strict=True):
+            seen[row] = num_computed // size
+        self.clear_new()
+
+    def clear_new(self) -> None:
+        """Blocks that rows got since the last call held something else before."""
+        for table, counts, seen in zip(self._requests.tables_np, self._requests.num_blocks, self._seen, strict=True):
+            for row in np.flatnonzero(counts > seen):
+                self._read_np[table[row, seen[row] : counts[row]]] = 0
+                seen[row] = counts[row]
+
+    def reach(self, row: int, num_computed: int) -> int:
+        """How much of what was computed for a row when it came the drafter has read."""
+        reach = num_computed
+        for table, size in zip(self._requests.tables_np, self._requests.block_sizes, strict=True):
+            blocks = table[row, : -(-num_computed // size)]
+            wanted = np.minimum(size, num_computed - size * np.arange(len(blocks)))
+            if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < wanted))).size:
+                reach = min(reach, int(short[0]) * size + int(self._read_np[blocks[short[0]]]))
+        return reach
+
+    def note(self, row: int, begin: int, end: int) -> None:
+        """The drafter has read a row up to `end`; up to `begin` that is known already."""
+        for table, size in zip(self._requests.tables_np, self._requests.block_sizes, strict=True):
+            first = begin // size
+            blocks = table[row, first : -(-end // size)]
+            self._read_np[blocks] = np.minimum(size, end - size * (first + np.arange(len(blocks))))
