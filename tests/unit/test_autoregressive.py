@@ -221,7 +221,7 @@ def test_shared_blocks_count_as_read_only_where_they_were(num_read: int) -> None
     for token in range(40):
         rows.sample({"a": [token]}, most=3 if token < num_read else 0)
     shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
-    told = [*rows.tokens["a"][: 2 * BLOCK], 9, 9]
+    told = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
     rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
     # Those of a request that drafted all the time are taken as they are.
@@ -238,7 +238,7 @@ def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
     rows.start({"a": list(range(1, 40))}, blocks=[1, 2, 3, 4, 5])
     rows.sample({"a": [4]})
     rows.requests.apply(step({}, finished={"a"}))
-    rows.start({"b": [7] * 8}, blocks=[1, 2, 3, 4, 5])
+    rows.start({"b": [7] * BLOCK}, blocks=[1, 2, 3, 4, 5])
     for token in range(40):
         rows.sample({"b": [token]}, most=0)
     told = [*rows.tokens["b"][: 2 * BLOCK], 9]
