@@ -1,20 +1,21 @@
 """Drafting with a model: lossless whatever the drafter is, and right whenever it agrees with the target."""
 
-from collections.abc import Callable
-from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import tiny_models
-from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.engines import counter, engine, generate, preemptions
 from tests.full_tests.prompts import random_prompts
-from tests.full_tests.speculation import accepted, account, speculating
+from tests.full_tests.speculation import accepted, speculating
+from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
 
-OTHER_VOCAB = 300
 STRICT = dict(rejection_sample_method="strict")
 COUPLED = STRICT | dict(draft_sample_method="coupled")
 PROBABILISTIC = dict(draft_sample_method="probabilistic")
@@ -22,7 +23,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "overlapping": {},
     "one by one": dict(async_scheduling=False),
     "chunked, cached, preempted": dict(
-        enable_chunked_prefill=True, max_num_batched_tokens=64, kv_cache_memory_bytes=3 << 20, block_size=32
+        enable_chunked_prefill=True, max_num_batched_tokens=64, kv_cache_memory_bytes=2 << 20, block_size=32
     ),
 }
 
@@ -42,32 +43,17 @@ def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
         return run_together(llm, requests)
 
 
-@pytest.fixture(scope="module")
-def cousin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Another model over the same vocabulary: often wrong."""
-    return tiny_models.save(tiny_models.looping_llama, tmp_path_factory.mktemp("cousin"), seed=7)
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with a vocabulary of its own."""
-
-    def build() -> Any:
-        return tiny_models.llama(vocab_size=OTHER_VOCAB)
-
-    return tiny_models.save(build, tmp_path_factory.mktemp("stranger"), vocab_size=OTHER_VOCAB, seed=3)
-
-
 CASES = [
     ("itself", 3, COUPLED, "overlapping"),
     ("cousin", 1, STRICT, "chunked, cached, preempted"),
     ("cousin", 5, COUPLED, "one by one"),
     ("stranger", 3, COUPLED, "overlapping"),
     ("stranger", 3, {}, "chunked, cached, preempted"),
+    ("twin", 3, COUPLED, "chunked, cached, preempted"),
 ]
 ALL = [
     (who, k, options, schedule)
-    for who in ("itself", "cousin", "stranger")
+    for who in ("itself", "cousin", "stranger", "twin")
     for k in (1, 3, 5)
     for options in ({}, STRICT, COUPLED)
     for schedule in SCHEDULES
@@ -97,12 +83,12 @@ def test_lossless(
     method, model = "draft_model", looping_llama
     if who != "itself":
         model = request.getfixturevalue(who)
-        method = "universal_draft" if who == "stranger" else method
+        method = "universal_draft" if who in ("stranger", "twin") else method
     with speculating(looping_llama, drafting(model, k, method, **options), **SCHEDULES[schedule]) as llm:
         different = differences(requests, run_together(llm, requests), expected)
         assert not different, f"{len(different)} of {len(requests)} differ\n" + "\n".join(different[:5])
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 200
-        if who == "itself":
+        if who in ("itself", "twin"):
             assert accepted(llm) > 200
         if "preempted" in schedule:
             assert preemptions(llm) > 0
@@ -139,36 +125,53 @@ def test_a_drafter_that_is_the_target_is_always_right(options: dict[str, Any], s
     assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
 
 
-def test_long_rows_do_not_draft(looping_llama: str, cousin: str) -> None:
-    """The drafter's context ends at 64: a row past it goes on without drafts, and changes nothing for the others."""
-    prompts = random_prompts([20, 60, 100, 200], VOCAB)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with engine(looping_llama) as llm:
-        plain = first_tokens(generate(llm, prompts, params))
-    config = drafting(cousin, 4, max_model_len=64)
-    with speculating(looping_llama, config, enable_prefix_caching=False) as llm:
-        together = generate(llm, prompts, params)
-        alone = [generate(llm, [prompt], params)[0] for prompt in prompts]
-    assert first_tokens(together) == first_tokens(alone) == plain
-    steps = [account(output) for output in together]
-    assert steps == [account(output) for output in alone]
-    assert sum(steps[0].drafted) > 40
-    assert 0 < sum(steps[1].drafted) <= 3 + 2 + 1
-    assert not any([*steps[2].drafted, *steps[3].drafted])
-
-
-def test_drafter_without_a_tokenizer_or_a_common_token(
-    looping_llama: str, tmp_path: Path, tiny: Callable[[str], str]
-) -> None:
-    """Said at start-up, with what to do."""
-    from vllm_gaudi_spec.config import UnsupportedConfigError
-
-    bare = tmp_path / "bare"
-    tiny_models.save(tiny_models.llama, bare)
-    for file in bare.glob("tokenizer*"):
+@pytest.fixture(scope="module")
+def bare(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare")
+    shutil.copytree(looping_llama, folder, dirs_exist_ok=True)
+    for file in folder.glob("tokenizer*"):
         file.unlink()
-    with (
-        pytest.raises(UnsupportedConfigError, match="tokenizer"),
-        speculating(looping_llama, drafting(str(bare), 3, "universal_draft")),
-    ):
-        raise AssertionError("it started")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def foreign(bare: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter of a script that the target can only spell byte by byte; the ends of text are called the same."""
+    folder = tmp_path_factory.mktemp("foreign")
+    shutil.copytree(bare, folder, dirs_exist_ok=True)
+    tokenizer = Tokenizer(models.BPE({"日": 0, "本": 1, "日本": 2}, [("日", "本")]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tiny_models.EOS).save_pretrained(folder)
+    return str(folder)
+
+
+MANY_LINES = pytest.mark.xfail(strict=True, reason="the error of transformers is passed on with its line breaks")
+
+
+@pytest.mark.parametrize(
+    ("who", "method", "remedy"),
+    [
+        pytest.param(
+            "bare", "universal_draft", "Give a model whose folder holds its tokenizer files", marks=MANY_LINES
+        ),
+        pytest.param("bare", "draft_model", "Give a model whose folder holds its tokenizer files", marks=MANY_LINES),
+        ("foreign", "universal_draft", "Give another model in speculative_config"),
+        ("stranger", "draft_model", "use method universal_draft"),
+    ],
+    ids=lambda value: value.partition(" ")[0],
+)
+def test_a_drafter_that_can_not_be_understood_is_refused_at_start_up(
+    who: str, method: str, remedy: str, looping_llama: str, request: pytest.FixtureRequest
+) -> None:
+    config = drafting(request.getfixturevalue(who), 3, method)
+    assert remedy in refusal(looping_llama, speculative_config=config)
+
+
+@pytest.mark.parametrize(("who", "method"), [("cousin", "draft_model"), ("stranger", "universal_draft")])
+def test_a_drafter_on_more_devices_than_the_target_is_refused_at_start_up(
+    who: str, method: str, looping_llama: str, request: pytest.FixtureRequest
+) -> None:
+    config = drafting(request.getfixturevalue(who), 3, method, draft_tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 cannot be other value than 1 or target"):
+        LLM(looping_llama, speculative_config=config)
