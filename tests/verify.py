@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".verify"
 # What the outcome of a test can depend on
-SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "calibration", "requirements", "pyproject.toml")
+SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "demo", "calibration", "requirements", "pyproject.toml")
 SECONDS_PER_TEST = 3600
 NO_TESTS_COLLECTED = 5
 

@@ -1,6 +1,11 @@
-"""Generate with one way of drafting and report what it gained; the script that users run.
+"""Generate with one way of drafting, or several, and report what each gained; the script that users run.
 
 PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task ngram --osl 512
+PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task compare --osl 64
+
+Several tasks run one after the other, and end in one table beside the baseline; `compare` stands for baseline, ngram,
+draft_model and universal. Without --model the target is the demo model, and --draft_model may be left out: its drafters
+are in demo/. With a model of your own and no --draft_model, `compare` leaves out what needs one.
 
 Exit status: 0 when the task ran and met what was asked of it, 1 when it failed (the last line says why), 2 for options
 that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
@@ -18,8 +23,8 @@ from typing import Any
 # The modules beside this one: a script's own folder comes first in the search path.
 from repetitive import repetitive_prompts
 from spec_accuracy import gsm8k_accuracy
-from spec_measure import Setup, compare, measure, stay_in_process
-from spec_report import show
+from spec_measure import Run, Setup, compare, measure, stay_in_process
+from spec_report import show, show_table
 
 from vllm_gaudi_spec.backends import describe_device
 from vllm_gaudi_spec.demo_model import demo_model_path
@@ -42,16 +47,24 @@ class Task:
     """vLLM's name for the way of drafting; none for the baseline."""
     options: tuple[str, ...] = ()
     """Options of this script that go to vLLM under the same name."""
-    needs_draft_model: bool = False
+    demo_drafter: str | None = None
+    """The folder under demo/ that drafts for the demo model; set for tasks that need a draft model."""
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.demo_drafter is not None
 
 
 TASKS = {
     "baseline": Task(None),
     "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
     "suffix": Task("suffix"),
-    "draft_model": Task("draft_model", needs_draft_model=True),
-    "universal": Task("universal_draft", needs_draft_model=True),
+    "draft_model": Task("draft_model", demo_drafter="draft-same-vocab"),
+    "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
 }
+COMPARE = "compare"
+COMPARED = ("baseline", "ngram", "draft_model", "universal")
+DEMO = Path(__file__).parents[2] / "demo"
 
 RULES = ("strict", "standard", "block", "synthetic")
 DRAFTING = ("greedy", "probabilistic", "coupled")
@@ -65,7 +78,7 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     config = {"method": task.method, "num_speculative_tokens": options.num_spec_tokens}
     config |= {name: getattr(options, name) for name in task.options}
     if task.needs_draft_model:
-        config["model"] = options.draft_model
+        config["model"] = draft_model(name, options)
     for word in options.acceptance or ():
         config["rejection_sample_method" if word in RULES else "draft_sample_method"] = word
     if options.synthetic_rates:
@@ -73,14 +86,39 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     return config
 
 
+def draft_model(name: str, options: argparse.Namespace) -> str | None:
+    """The one that was given, else the demo model's, if that is the target and the task needs one."""
+    if options.draft_model or options.model or not TASKS[name].needs_draft_model:
+        return options.draft_model
+    return str(DEMO / TASKS[name].demo_drafter)
+
+
+def tasks_of(options: argparse.Namespace) -> list[str]:
+    """Each task once; where there are several the baseline is one of them, and the first."""
+    asked = [name for word in options.task for name in (compared(options) if word == COMPARE else [word])]
+    return list(dict.fromkeys(asked if len(set(asked)) == 1 else ["baseline", *asked]))
+
+
+def compared(options: argparse.Namespace) -> list[str]:
+    return [name for name in COMPARED if draft_model(name, options) or not TASKS[name].needs_draft_model]
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--task", default="baseline", choices=list(TASKS), help="how to draft")
+    add(
+        "--task",
+        nargs="+",
+        default=["baseline"],
+        choices=[*TASKS, COMPARE],
+        metavar="TASK",
+        help=f"how to draft: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
+    )
     add("--model", help="Hugging Face id or folder (default: the demo model)")
-    add("--draft_model", help="Hugging Face id or folder, for tasks that need one")
+    add("--draft_model", help="Hugging Face id or folder (default: the one in demo/ for the demo model)")
     add("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
-    add("--batch_size", type=positive, default=8, help="requests at a time; without --prompts also how many there are")
+    add("--batch_size", type=positive, default=8, help="requests at a time")
+    add("--num_prompts", type=positive, metavar="N", help="how many of the fixed prompts (default: as --batch_size)")
     add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
     add("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
     add("--prompt_lookup_min", type=positive, default=2, help="ngram: the shortest match that counts")
@@ -112,6 +150,7 @@ def parse_options() -> argparse.Namespace:
     add("--accuracy_rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
     add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
     options = parser.parse_args()
+    options.tasks = tasks_of(options)
     if contradiction := contradiction_in(options):
         parser.error(contradiction)
     return options
@@ -125,21 +164,36 @@ def positive(text: str) -> int:
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:
-    task, words = TASKS[options.task], options.acceptance or []
-    if options.draft_model and not task.needs_draft_model:
-        return f"task {options.task} needs no draft model; leave out --draft_model"
-    if task.needs_draft_model and not options.draft_model:
-        return f"task {options.task} needs --draft_model"
+    return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
+
+
+def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
+    names = " and ".join(options.tasks)
+    drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
+    if options.draft_model and not drafting:
+        return f"task {names} needs no draft model; leave out --draft_model"
+    if lacking := [name for name in drafting if not draft_model(name, options)]:
+        return f"task {lacking[0]} needs --draft_model"
+    if all(TASKS[name].method is None for name in options.tasks):
+        if options.acceptance or options.assert_accept_rate is not None:
+            return f"task {names} drafts nothing; leave out --acceptance and --assert_accept_rate"
+    if options.prompts and options.num_prompts:
+        return "--num_prompts is for the fixed prompts; leave it out with --prompts"
+    if len(options.tasks) > 1 and options.accuracy_rate is not None:
+        return "--accuracy_rate is for one task at a time"
+    if options.limit and options.accuracy_rate is None:
+        return "--limit is for --accuracy_rate"
+    return None
+
+
+def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
+    words = options.acceptance or []
     if len([word for word in words if word in RULES]) > 1 or len([word for word in words if word in DRAFTING]) > 1:
         return "--acceptance takes one rule and one drafting mode at most"
     if ("synthetic" in words) != bool(options.synthetic_rates):
         return "--acceptance synthetic and --synthetic_rates need each other"
     if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
         return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"
-    if task.method is None and (words or options.assert_accept_rate is not None):
-        return f"task {options.task} drafts nothing; leave out --acceptance and --assert_accept_rate"
-    if options.limit and options.accuracy_rate is None:
-        return "--limit is for --accuracy_rate"
     return None
 
 
@@ -147,7 +201,7 @@ class Missed(Exception):
     """The task ran, but not as well as was asked."""
 
 
-def run_task(options: argparse.Namespace) -> None:
+def run_tasks(options: argparse.Namespace) -> None:
     device = describe_device()
     print(f"device {device['device']}, mode {device['mode']}", flush=True)
     check_what_is_there(options)
@@ -155,12 +209,19 @@ def run_task(options: argparse.Namespace) -> None:
         stay_in_process()
     setup = Setup(
         model=options.model or str(demo_model_path()),
-        prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options.batch_size),
+        prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options),
         dtype=options.dtype or ("float32" if device["device"] == "cpu" else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS},
     )
-    config = speculative_config(options.task, options)
-    run = measure(options.task, config, setup, trace=trace_file(options))
+    if len(options.tasks) == 1:
+        run_one(options.tasks[0], setup, device, options)
+    else:
+        run_several(setup, device, options)
+
+
+def run_one(name: str, setup: Setup, device: dict[str, str], options: argparse.Namespace) -> None:
+    config = speculative_config(name, options)
+    run = measure(name, config, setup, trace=trace_file(name, options))
     report = run.report | device
     if options.run_base:
         run.close()  # two engines at once would compete for the device
@@ -175,32 +236,71 @@ def run_task(options: argparse.Namespace) -> None:
         gc.collect()
         report["accuracy"] = gsm8k_accuracy(setup, config, options.limit)
         print(f"GSM8K accuracy       {report['accuracy']:.3f}", flush=True)
+    write_json(report, options)
+    check_what_was_asked(report, options)
+
+
+def run_several(setup: Setup, device: dict[str, str], options: argparse.Namespace) -> None:
+    """One after the other, since two engines at once would compete for the device."""
+    if left_out := [name for name in COMPARED if COMPARE in options.task and name not in options.tasks]:
+        print(f"left out, for want of --draft_model: {', '.join(left_out)}", flush=True)
+    runs, failures = measure_drafting(setup, options)
+    # The baseline comes last: its engine is asked about ties between candidates.
+    base = measure("baseline", None, setup, trace=trace_file("baseline", options))
+    for run in runs:
+        run.report["matches_baseline"] = compare(base, run, options.temperature)
+    base.close()
+    reports = {run.report["task"]: run.report | device for run in (base, *runs)}
+    show_table(reports)
+    write_json(reports, options)
+    if failures:
+        raise Missed("; ".join(failures))
+    for run in runs:
+        check_what_was_asked(run.report, options)
+
+
+def measure_drafting(setup: Setup, options: argparse.Namespace) -> tuple[list[Run], list[str]]:
+    """A task that fails is reported in the end; the others have their line in the table all the same."""
+    runs, failures = [], []
+    for name in options.tasks:
+        if TASKS[name].method is None:
+            continue
+        try:
+            runs.append(measure(name, speculative_config(name, options), setup, trace=trace_file(name, options)))
+            runs[-1].close()
+        except Exception as error:
+            failures.append(f"{name}: {in_one_line(error)}")
+            print(f"[{name}] failed: {in_one_line(error)}", flush=True)
+    return runs, failures
+
+
+def write_json(report: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
-    check_what_was_asked(report, options)
 
 
 def check_what_is_there(options: argparse.Namespace) -> None:
     """Before a model is loaded."""
-    if options.model and options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
-        raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
+    for model in (options.model, *(draft_model(name, options) for name in options.tasks)):
+        if model and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            raise ValueError(f"there is no model folder {model}; give a folder or a Hugging Face id")
     if options.accuracy_rate is not None and importlib.util.find_spec("lm_eval") is None:
         raise ValueError("--accuracy_rate needs lm-eval: pip install lm-eval, or leave it out")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
 
 
-def fixed_prompts(count: int) -> list[str]:
-    return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+def fixed_prompts(options: argparse.Namespace) -> list[str]:
+    return [PROMPTS[i % len(PROMPTS)] for i in range(options.num_prompts or options.batch_size)]
 
 
-def trace_file(options: argparse.Namespace) -> Path | None:
+def trace_file(name: str, options: argparse.Namespace) -> Path | None:
     if options.do_profile is None:
         return None
     beside = options.json.parent if options.json else Path()
     folder = beside if options.do_profile == Path() else options.do_profile
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"trace_{options.task}.json.gz"
+    return folder / f"trace_{name}.json.gz"
 
 
 def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) -> None:
@@ -214,13 +314,16 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
         raise Missed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
 
 
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def main() -> int:
     options = parse_options()
     try:
-        run_task(options)
+        run_tasks(options)
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        print(f"error: task {options.task} failed: {reason}", flush=True)
+        print(f"error: task {' '.join(options.task)} failed: {in_one_line(error)}", flush=True)
         return 1
     return 0
 

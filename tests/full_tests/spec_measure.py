@@ -49,12 +49,12 @@ class Setup:
             disable_log_stats=False,  # the draft counters are metrics
         )
 
-    def generate(self, llm: LLM, max_tokens: int) -> list[RequestOutput]:
+    def generate(self, llm: LLM, prompts: list[str], max_tokens: int) -> list[RequestOutput]:
         sampling = [
             SamplingParams(temperature=self.temperature, seed=self.seed + i, max_tokens=max_tokens, ignore_eos=True)
-            for i in range(len(self.prompts))
+            for i in range(len(prompts))
         ]
-        return llm.generate(self.prompts, sampling)
+        return llm.generate(prompts, sampling)
 
 
 @dataclass
@@ -76,12 +76,12 @@ def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path 
     llm = LLM(**setup.engine_options(config))
     for _ in range(setup.num_warmups):
         print(f"[{task}] warm-up run", flush=True)
-        setup.generate(llm, min(WARMUP_TOKENS, setup.osl))
+        setup.generate(llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
     print(f"[{task}] measured run: {len(setup.prompts)} x {setup.osl} tokens", flush=True)
     before = draft_counts(llm)
     started = time.perf_counter()
     with profiled(trace):
-        outputs = setup.generate(llm, setup.osl)
+        outputs = setup.generate(llm, setup.prompts, setup.osl)
         latency = time.perf_counter() - started
     counts = {name: count - before[name] for name, count in draft_counts(llm).items()}
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -94,6 +94,7 @@ def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path 
         "latency_s": latency,
         "tokens_per_s": num_tokens / latency,
         **acceptance(counts, k),
+        "tokens_per_step": tokens_per_step(num_tokens - len(outputs), counts["num_accepted_tokens"]),
         "graphs": steps["graphs"],
         "host_syncs_per_step": steps["host_syncs_per_step"],
         "matches_baseline": None,
@@ -129,6 +130,12 @@ def acceptance(counts: dict[str, int], k: int) -> dict[str, Any]:
         "acc_rate": accepted / drafted if drafted else None,
         "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
     }
+
+
+def tokens_per_step(num_tokens: int, accepted: int) -> float:
+    """What a row gains per step of the target, steps without a draft included: the accepted drafts and one token more.
+    `num_tokens` is without each row's first, which is the prompt's."""
+    return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
 
 
 # ---- profiling -----------------------------------------------------------------------------------------

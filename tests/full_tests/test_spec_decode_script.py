@@ -20,6 +20,7 @@ REPORTED = {
     "acc_counts",
     "acc_rate",
     "mean_accepted_length",
+    "tokens_per_step",
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
@@ -45,6 +46,8 @@ def check_report(report: dict[str, Any], k: int) -> None:
     assert sum(report["acc_counts"]) == report["num_accepted_tokens"] > 0
     assert report["num_drafts"] <= report["num_draft_tokens"] <= k * report["num_drafts"]
     assert report["acc_rate"] == pytest.approx(report["num_accepted_tokens"] / report["num_draft_tokens"])
+    # A step without a draft yields one token, so counting those as well lowers the mean.
+    assert 1 < report["tokens_per_step"] <= report["mean_accepted_length"]
     assert report["graphs"]["warmup"] > 0
     assert report["graphs"]["after_warmup"] == 0
     assert 0 < report["host_syncs_per_step"] <= 1
@@ -69,6 +72,65 @@ def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     assert Path(report["trace"]).stat().st_size > 1000
     assert report["baseline"]["k"] == 0
     assert all(prompt in said for prompt in ("Hello, my name is", "The capital of France is"))
+
+
+def test_compare(demo_model: str, tmp_path: Path) -> None:
+    """The demo: all ways of drafting on the demo model with the drafters in demo/, and one table at the end."""
+    file = tmp_path / "reports.json"
+    status, said = script(
+        *("--task", "compare", "--osl", "24", "--batch_size", "2", "--num_spec_tokens", "3", "--num_warmups", "0"),
+        *("--prompt_lookup_min", "1", "--json", str(file)),
+    )
+    assert status == 0, said
+    reports = json.loads(file.read_text())
+    assert list(reports) == ["baseline", "ngram", "draft_model", "universal"]
+    base = reports.pop("baseline")
+    assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
+    table = table_in(said)
+    assert table["baseline"] == ["1.00", "1.00", "-", "-"]
+    for name, report in reports.items():
+        check_report(report, 3)
+        assert report["matches_baseline"]["different"] == 0
+        ratio = report["tokens_per_s"] / base["tokens_per_s"]
+        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in report["matches_baseline"].items())
+        assert table[name] == [
+            f"{ratio:.2f}",
+            f"{report['tokens_per_step']:.2f}",
+            f"{report['acc_rate']:.3f}",
+            verdicts,
+        ]
+    assert all(reports[name]["tokens_per_step"] > 1.5 for name in ("draft_model", "universal"))
+
+
+def table_in(said: str) -> dict[str, list[str]]:
+    """By task, the columns behind its speed."""
+    lines = said.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["task", "tokens/s"])
+    rows = [line.split(maxsplit=5) for line in lines[header + 1 : lines.index("", header)]]
+    return {row[0]: row[2:] for row in rows}
+
+
+@pytest.mark.slow
+def test_compare_without_a_drafter(tiny_llama: str) -> None:
+    """On a model that has no drafter in demo/."""
+    status, said = script("--task", "compare", "--osl", "16", "--batch_size", "2", "--model", tiny_llama)
+    assert status == 0, said
+    assert "left out, for want of --draft_model: draft_model, universal" in said
+    assert list(table_in(said)) == ["baseline", "ngram"]
+
+
+@pytest.mark.slow
+def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
+    """The others have their lines all the same."""
+    file = tmp_path / "reports.json"
+    drafter = SCRIPT.parents[2] / "demo" / "draft-other-vocab"
+    status, said = script(
+        *("--task", "draft_model", "ngram", "--osl", "16", "--batch_size", "2", "--model", tiny_llama),
+        *("--draft_model", str(drafter), "--json", str(file)),
+    )
+    assert status == 1, said
+    assert said.splitlines()[-1].startswith("error: task draft_model ngram failed: draft_model: ")
+    assert list(table_in(said)) == list(json.loads(file.read_text())) == ["baseline", "ngram"]
 
 
 @pytest.mark.slow
@@ -111,6 +173,9 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
+        (["--task", "universal", "--model", "some/model"], 2, "needs --draft_model"),
+        pytest.param(["--task", "compare", "--accuracy_rate", "0.5"], 2, "one task", marks=pytest.mark.slow),
+        pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic_rates", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
         pytest.param(["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts", marks=pytest.mark.slow),
