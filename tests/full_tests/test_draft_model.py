@@ -146,16 +146,11 @@ def foreign(bare: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-MANY_LINES = pytest.mark.xfail(strict=True, reason="the error of transformers is passed on with its line breaks")
-
-
 @pytest.mark.parametrize(
     ("who", "method", "remedy"),
     [
-        pytest.param(
-            "bare", "universal_draft", "Give a model whose folder holds its tokenizer files", marks=MANY_LINES
-        ),
-        pytest.param("bare", "draft_model", "Give a model whose folder holds its tokenizer files", marks=MANY_LINES),
+        ("bare", "universal_draft", "Give a model whose folder holds its tokenizer files"),
+        ("bare", "draft_model", "Give a model whose folder holds its tokenizer files"),
         ("foreign", "universal_draft", "Give another model in speculative_config"),
         ("stranger", "draft_model", "use method universal_draft"),
     ],

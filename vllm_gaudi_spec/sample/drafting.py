@@ -45,4 +45,6 @@ def draft(
     random_B1 = (temperature_B > 0)[:, None]
     tokens_B = noise_BV.mul_(random_B1).add_(logits_BV).argmax(-1).int()
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()
-    return Drafted(tokens_B, torch.where(random_B1, logits_BV.softmax(-1), one_hot_BV))
+    # Where nothing may be drafted there is no law, and whatever was chosen is what is proposed.
+    has_law_B1 = random_B1 & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
+    return Drafted(tokens_B, torch.where(has_law_B1, logits_BV.softmax(-1), one_hot_BV))

@@ -79,8 +79,9 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # what is raised depends on which file is missing or odd, and on remote code
+        reason = " ".join(str(error).split())
         raise UnsupportedConfigError(
-            f"Universal drafting needs the tokenizers of both models, and that of {path} can not be loaded: {error}. "
+            f"A draft model needs a tokenizer of its own, and that of {path} can not be loaded: {reason}. "
             f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json)."
         ) from error
     ends: list[int] = []
