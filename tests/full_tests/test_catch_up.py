@@ -1,5 +1,5 @@
-"""A drafter that is the target is always right, unless it has not read all of the context: after steps without drafts, or
-where the prefix cache shares blocks that only the target has written."""
+"""A drafter that is the target is always right, unless it has not read all of the context: after steps without drafts,
+or where the prefix cache shares blocks that only the target has written."""
 
 import pytest
 from vllm import LLM, SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import counter, engine, generate, preemptions
+from tests.full_tests.engines import counter, engine, preemptions
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
@@ -91,9 +91,9 @@ def test_on_a_real_pair_text_reads_better_than_ids(demo_model: str) -> None:
     ):
         with speculating(demo_model, drafting(OTHER_VOCAB, 3), max_model_len=256, **options) as llm:
             prompts = PROMPTS[:8]
-            texts[name] = [output.outputs[0].token_ids for output in generate(llm, prompts, params)]
+            texts[name] = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             first = acceptance(llm)
-            generate(llm, prompts, params)
+            llm.generate(prompts, params, use_tqdm=False)
             lengths[name] = acceptance(llm)
             assert abs(lengths[name] - first) < 0.05, "a prefix-cache hit changes what is drafted"
     print(lengths)
@@ -111,7 +111,7 @@ def test_structured_answers_draft_too(demo_model: str) -> None:
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
     ]
     with engine(demo_model, max_model_len=256) as llm:
-        plain = [output.outputs[0].text for output in generate(llm, PROMPTS[:2], params)]
+        plain = [output.outputs[0].text for output in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
     with speculating(demo_model, drafting(OTHER_VOCAB, 3), max_model_len=256, **reading("retokenize")) as llm:
-        assert [output.outputs[0].text for output in generate(llm, PROMPTS[:2], params)] == plain
+        assert [output.outputs[0].text for output in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == plain
         assert accepted(llm) > 0
