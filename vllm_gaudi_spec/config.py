@@ -221,9 +221,17 @@ class Speculation:
             universal=universal,
             context=context,
             match=options.universal_match or TLI,
-            slab=min(options.universal_slab or _DEFAULT_SLAB, longest) if universal and context == RETOKENIZE else 0,
+            slab=_slab(given, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
+
+
+def _slab(given: SpeculativeConfig, options: Options) -> int:
+    """A text may have more of the drafter's tokens than of the target's, to whose context vLLM cuts the drafter's."""
+    model = given.draft_model_config
+    own = given.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
+    default = min(_DEFAULT_SLAB, 2 * given.target_model_config.max_model_len)
+    return int(min(options.universal_slab or default, own))
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:

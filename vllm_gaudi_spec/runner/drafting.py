@@ -122,15 +122,16 @@ def load_drafting(
         assert model is not None
         texts = Texts.load(pair)
         rewrites = speculation.match == SLEM
+        own_shapes = shapes.of_length(speculation.slab, requests.backend)
         return TextDrafting(
             RetokenizedProposer(model, texts.own(device) if rewrites else pair.mapped(device)),
             texts.reader(),
             texts.rewriter() if rewrites else None,
-            Slab(model, requests.backend, requests.pad_row, speculation.slab, shapes.max_context),
+            Slab(model, requests.backend, requests.pad_row, speculation.slab, own_shapes.max_context),
             followed,
             requests,
             recorder,
-            shapes,
+            own_shapes,
             DraftChoice(speculation),
             laws,
             speculation.num_drafts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
@@ -55,9 +55,7 @@ class Shapes:
         rows = options.prefill_rows or backend.prefill_rows
         if 1 not in rows:
             raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
-        # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
-        reach = _round_up(vllm_config.model_config.max_model_len + max(prefill[-1], 1 + num_drafts), 128)
-        contexts = (reach,) if backend.exact_context_width else _geometric(512, reach, 2.0)
+        contexts = _contexts(vllm_config.model_config.max_model_len, max(prefill[-1], 1 + num_drafts), backend)
         return cls(
             decode_rows=decode,
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
@@ -65,6 +63,12 @@ class Shapes:
             prefill_queries=prefill,
             contexts=contexts,
         )
+
+    def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
+        """The same batches, of rows that are as long as that."""
+        # A drafter's round may read one token more than a verify step has.
+        widest = max(self.prefill_queries[-1], self.decode_queries[-1] + 1)
+        return replace(self, contexts=_contexts(max_len, widest, backend))
 
     @property
     def max_context(self) -> int:
@@ -111,6 +115,12 @@ class Shapes:
             for context in self.contexts
         ]
         return sorted(shapes, key=lambda shape: (shape.tokens, shape.context), reverse=True)
+
+
+def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
+    # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
+    reach = _round_up(max_len + widest, 128)
+    return (reach,) if backend.exact_context_width else _geometric(512, reach, 2.0)
 
 
 def _fit(buckets: tuple[int, ...], size: int) -> int:

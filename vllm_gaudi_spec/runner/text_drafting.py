@@ -62,7 +62,8 @@ class TextDrafting:
         num_drafts: int,
         coverage: Coverage | None = None,
     ) -> None:
-        """With a `rewriter` drafts are the drafter's own tokens, to be written anew in the target's."""
+        """`shapes`: for rows as long as the slab. With a `rewriter` drafts are the drafter's own tokens, to be written
+        anew in the target's."""
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
@@ -107,7 +108,8 @@ class TextDrafting:
     def follow(self, batch: Batch) -> None:
         """It reads behind the step; here the shapes are warmed up."""
         if not batch.requests and batch.shape.phase == "prefill":
-            self._read_chunks([], batch.shape.rows, batch.shape.queries, batch.shape.context)
+            for context in self._shapes.contexts:
+                self._read_chunks([], batch.shape.rows, batch.shape.queries, context)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
@@ -132,8 +134,8 @@ class TextDrafting:
         if self._sampled is None or step.verdict is None:
             return
         if not step.requests:  # the warm-up
-            for width in self._widths:
-                self._draft([], width)
+            for width, context in product(self._widths, self._shapes.contexts):
+                self._draft([], width, context)
             return
         new = self._followed.append(step)
         for request, tokens in zip(step.requests, new, strict=True):
@@ -145,7 +147,10 @@ class TextDrafting:
             return
         self._catch_up([drafter.request.row for drafter in drafters])
         unread = max(self._num_unread(drafter.request.row) for drafter in drafters)
-        drafts = self._draft(drafters, next(width for width in self._widths if width >= unread))
+        longest = max(len(self._timelines[drafter.request.row]) for drafter in drafters)
+        # Padding reaches behind the longest row, as do its drafts.
+        context = self._shapes.fit_context(longest + self._widths[-1])
+        drafts = self._draft(drafters, next(width for width in self._widths if width >= unread), context)
         if self._rewriter is None:
             self._put(drafters, drafts)
         else:
@@ -194,13 +199,10 @@ class TextDrafting:
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
-    def _draft(self, drafters: list[Drafter], width: int) -> Drafts:
+    def _draft(self, drafters: list[Drafter], width: int, context: int) -> Drafts:
         assert self._sampled is not None
         batch, lengths_B, inputs = self._sampled
         num_rows, rows = len(batch.rows_np), [drafter.request.row for drafter in drafters]
-        longest = max((len(self._timelines[row]) for row in rows), default=batch.longest)
-        # Padding reaches behind the longest row, as do its drafts.
-        context = self._shapes.fit_context(min(longest + self._widths[-1], self._shapes.max_context))
         self._recorder.saw(self._signature(num_rows, width, context, self._choice.branch(inputs)))
         members = [(drafter.place, row, self._num_unread(row)) for drafter, row in zip(drafters, rows, strict=True)]
         wanted_np = np.zeros(num_rows, dtype=np.int32)
