@@ -30,6 +30,8 @@ def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, 
     The child gets `--result FILE` and `--started TIME` and writes its answer there as JSON (see `hand_back`).
     Its output goes to .bench/LOG.log; when it fails, the end of that is shown and RuntimeError raised.
     """
+    # Else a parent that is told to stop would leave its child running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     LOGS.mkdir(exist_ok=True)
     log_path = LOGS / f"{log}.log"
     with tempfile.TemporaryDirectory() as folder, log_path.open("w") as log_file:

@@ -43,11 +43,8 @@ def parse_options() -> argparse.Namespace:
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     """Start-up seconds, from the start of this process, then speed and step time at each batch size."""
     from vllm import LLM
-    from vllm.platforms import current_platform
 
-    expected = "vllm_gaudi_spec" if options.part == "ours" else "vllm."
-    if not type(current_platform).__module__.startswith(expected):
-        raise RuntimeError(f"wanted the platform {options.part}, vLLM chose {type(current_platform).__qualname__}")
+    check_platform(options.part)
     engine_options: dict[str, Any] = {} if options.max_num_seqs is None else {"max_num_seqs": options.max_num_seqs}
     llm = LLM(
         model=options.model,
@@ -62,6 +59,14 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     generate_seconds(llm, 1, 16)
     batches = {str(batch): measure_batch(llm, batch) for batch in BATCHES}
     return {"startup_s": startup, "batches": batches}
+
+
+def check_platform(wanted: str) -> None:
+    from vllm.platforms import current_platform
+
+    expected = "vllm_gaudi_spec" if wanted == "ours" else "vllm."
+    if not type(current_platform).__module__.startswith(expected):
+        raise RuntimeError(f"wanted the platform {wanted}, vLLM chose {type(current_platform).__qualname__}")
 
 
 def measure_batch(llm: Any, batch: int) -> dict[str, float]:

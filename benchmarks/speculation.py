@@ -1,0 +1,129 @@
+"""Tokens per target step for each way of drafting and each rule of acceptance, k = 3, by temperature.
+
+python benchmarks/speculation.py --json .bench/speculation.json
+
+What a user reads to choose: one table in markdown, with 95 % intervals from a bootstrap over the prompts, 24 repetitive
+ones and eight fixed openings (which the demo drafters were trained on). Left out is what is the same: at temperature 0
+all drafting is greedy, and greedy or coupled drafts are judged by the strict rule whatever was asked for. Each case is
+an engine in a process of its own; what the report has already is not measured again, so an interrupted run goes on.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import speculation_common as shared
+
+from vllm_gaudi_spec.demo_model import demo_model_path
+
+NUM_DRAFTS = 3
+TEMPERATURES = (0.0, 0.7, 1.0)
+SETTINGS = ("tokens", "prompts", "batch_size")
+
+
+class Drafter(NamedTuple):
+    label: str
+    config: dict[str, Any]
+    is_model: bool = True
+    learns: bool = False
+    """From the answers that it has seen, so each temperature gets a fresh one."""
+
+
+class Way(NamedTuple):
+    drafting: str
+    rule: str
+    config: dict[str, str]
+    same_tokens: bool
+    """Whether a seeded request says what it says without speculation; if not, it has the same law."""
+
+
+DRAFTERS = {
+    "same-vocab": Drafter("draft model, same tokenizer", shared.SAME_VOCAB),
+    "other-vocab": Drafter("draft model, other tokenizer", shared.OTHER_VOCAB),
+    "ngram": Drafter("ngram", shared.NGRAM, is_model=False),
+    "suffix": Drafter("suffix", shared.SUFFIX, is_model=False, learns=True),
+}
+PROBABILISTIC = {"draft_sample_method": "probabilistic"}
+WAYS = {
+    "greedy": Way("greedy", "any", {}, True),
+    "coupled": Way("coupled", "any", {"draft_sample_method": "coupled", "rejection_sample_method": "strict"}, True),
+    **{
+        f"probabilistic-{rule}": Way(
+            "probabilistic", rule, PROBABILISTIC | {"rejection_sample_method": rule}, rule == "strict"
+        )
+        for rule in ("strict", "standard", "block")
+    },
+}
+CASES = [f"{drafter}/{way}" for drafter, facts in DRAFTERS.items() for way in (WAYS if facts.is_model else ["greedy"])]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = shared.parser_of(__doc__)
+    shared.add_acceptance_options(parser, "speculation.json")
+    return parser.parse_args()
+
+
+def temperatures(way: str) -> list[float]:
+    return [temperature for temperature in TEMPERATURES if temperature or way == "greedy"]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """In a child process: one case, by temperature."""
+    name, way = options.part.split("/")
+    drafter, model = DRAFTERS[name], demo_model_path()
+    from vllm.tokenizers import get_tokenizer
+
+    texts = [text for texts in shared.prompt_sets(options.prompts).values() for text in texts]
+    prompts = shared.encode(get_tokenizer(model), texts, bos=False)
+    groups = [[value] for value in temperatures(way)] if drafter.learns else [temperatures(way)]
+    asked = {}
+    for group in groups:
+        with shared.engine(
+            model,
+            {**drafter.config, **WAYS[way].config, "num_speculative_tokens": NUM_DRAFTS},
+            max_model_len=max(map(len, prompts)) + options.tokens,
+            max_num_seqs=options.batch_size,
+            per_request_spec_decode_metrics="detailed",
+        ) as llm:
+            for temperature in group:
+                asked[f"{temperature:g}"] = shared.ask(llm, prompts, temperature, options.tokens, NUM_DRAFTS)
+    return asked
+
+
+def show(cases: dict[str, Any]) -> None:
+    header = ["drafter", "drafting", "rule", "a seed says the same", *(f"T = {value:g}" for value in TEMPERATURES)]
+    rows = []
+    for name in CASES:
+        if name not in cases:
+            continue
+        drafter, way = name.split("/")
+        facts = WAYS[way]
+        cells = [cell(cases[name], f"{temperature:g}") for temperature in TEMPERATURES]
+        rows.append([DRAFTERS[drafter].label, facts.drafting, facts.rule, "yes" if facts.same_tokens else "no", *cells])
+    common.say(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
+
+
+def cell(asked: dict[str, Any], temperature: str) -> str:
+    if temperature not in asked:
+        return "as greedy"
+    return str(shared.Rates(asked[temperature]["requests"], NUM_DRAFTS).tokens_per_step())
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    kept = shared.Kept.open(options.json, {name: getattr(options, name) for name in SETTINGS}, options.fresh)
+    part = shared.cli(options, *SETTINGS)
+    failures = shared.measure_missing(Path(__file__), shared.chosen(CASES, options.only), kept, part)
+    show(kept.cases)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def main() -> int:
+    options = parse_options()
+    return shared.run_main(options, lambda: measure(options), lambda: measure_all(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

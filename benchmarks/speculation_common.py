@@ -1,0 +1,256 @@
+"""What the benchmarks of speculation share: prompts, an engine, counts per request, intervals, kept results."""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+from upstream import PLATFORMS, QUIET
+
+TESTS = common.ROOT / "tests" / "full_tests"
+DEMO = common.ROOT / "demo"
+SAME_VOCAB = {"method": "draft_model", "model": str(DEMO / "draft-same-vocab")}
+OTHER_VOCAB = {"method": "universal_draft", "model": str(DEMO / "draft-other-vocab")}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+SUFFIX = {"method": "suffix"}
+
+# The engine in the child's own process, where a benchmark can reach it.
+IN_PROCESS = {**QUIET, **PLATFORMS["ours"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+RESAMPLES = 2000
+
+
+# ---- options -------------------------------------------------------------------------------------------
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """With the options by which `common.run_part` starts a script again."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    return parser
+
+
+def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None:
+    """For scripts that measure cases one by one and keep them."""
+    parser.add_argument("--tokens", type=int, default=64, help="per prompt, past any end token")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all, 24 and 8)")
+    parser.add_argument("--batch_size", type=int, default=16, help="requests at a time")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases with one of these texts in their names")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / report, help="the report")
+
+
+def cli(options: argparse.Namespace, *names: str) -> list[str]:
+    """These options for a part; those that were not given are left out."""
+    words: list[str] = []
+    for name in names:
+        value = getattr(options, name)
+        if value is not None:
+            words += [f"--{name}", *(str(word) for word in (value if isinstance(value, list) else [value]))]
+    return words
+
+
+def run_main(options: argparse.Namespace, part: Callable[[], Any], whole: Callable[[], None]) -> int:
+    if options.part:
+        common.hand_back(options.result, part())
+        return 0
+    try:
+        whole()
+    except RuntimeError as error:
+        common.say(f"error: {error}")
+        return 1
+    return 0
+
+
+# ---- prompts -------------------------------------------------------------------------------------------
+
+
+def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
+    """The repetitive texts of the full tests, and the eight fixed openings of their spec_decode.py."""
+    sys.path.append(str(TESTS))
+    from repetitive import repetitive_prompts
+    from spec_decode import PROMPTS
+
+    return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
+
+
+def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
+    """Some models are lost without their beginning of text, others were trained without one."""
+    before = [tokenizer.bos_token_id] if bos else []
+    return [before + tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+# ---- the engine ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
+    from vllm import LLM
+
+    defaults: dict[str, Any] = dict(
+        dtype="float32",
+        kv_cache_memory_bytes=512 << 20,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    llm = LLM(model, speculative_config=speculative_config, **(defaults | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None = None) -> Any:
+    """`num_drafts`: what the request asks for, 0 for a plain one; None is the engine's own."""
+    from vllm import SamplingParams
+
+    wanted = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, extra_args=wanted)
+
+
+def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num_drafts: int) -> dict[str, Any]:
+    """What each request counted, and the seconds that all took together."""
+    params = [sampling(temperature, tokens, 1000 * num_drafts + i, num_drafts) for i in range(len(prompts))]
+    started = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "requests": [counts(output.outputs[0]) for output in outputs]}
+
+
+def counts(completion: Any) -> dict[str, Any]:
+    """Of one request, behind its first token, which is the prompt's: tokens, target steps, and for each step that had
+    drafts how many were accepted. No step goes past the end, so each token that was not drafted is one step's.
+    """
+    metrics = completion.spec_decode_metrics
+    accepted = [] if metrics is None else list(metrics.per_step_accepted)
+    tokens = len(completion.token_ids) - 1
+    return {
+        "tokens": tokens,
+        "steps": tokens - sum(accepted),
+        "drafted": 0 if metrics is None else metrics.num_draft_tokens,
+        "accepted": accepted,
+    }
+
+
+# ---- rates and their intervals -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+class Rates:
+    """Tokens per target step and acceptance by position, with 95 % intervals: a bootstrap over the requests.
+
+    The resamples are the same for equal numbers of requests, so two methods on the same prompts compare in pairs.
+    """
+
+    def __init__(self, requests: list[dict[str, Any]], num_drafts: int) -> None:
+        self._tokens_N = np.array([request["tokens"] for request in requests], dtype=float)
+        self._steps_N = np.array([request["steps"] for request in requests], dtype=float)
+        self._at_KN = np.array(
+            [[sum(n > place for n in request["accepted"]) for request in requests] for place in range(num_drafts)],
+            dtype=float,
+        )
+        num = len(requests)
+        self._weights_SN = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), RESAMPLES)
+
+    def tokens_per_step(self) -> Estimate:
+        return _estimate(self._tokens_N.sum() / self._steps_N.sum(), self._resampled())
+
+    def against(self, other: "Rates") -> Estimate:
+        """The ratio of tokens per step."""
+        value = self.tokens_per_step().value / other.tokens_per_step().value
+        return _estimate(value, self._resampled() / other._resampled())
+
+    def positions(self) -> list[Estimate]:
+        """The share of target steps in which so many drafts, or more, were accepted. A request's last steps, where it
+        has less room than k, count as well."""
+        steps_S = self._weights_SN @ self._steps_N
+        return [_estimate(at_N.sum() / self._steps_N.sum(), self._weights_SN @ at_N / steps_S) for at_N in self._at_KN]
+
+    def _resampled(self) -> np.ndarray:
+        return (self._weights_SN @ self._tokens_N) / (self._weights_SN @ self._steps_N)
+
+
+def _estimate(value: float, resampled_S: np.ndarray) -> Estimate:
+    low, high = np.percentile(resampled_S, [2.5, 97.5])
+    return Estimate(float(value), float(low), float(high))
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- cases, measured once ------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """The cases that a report has, under the settings that it was made with. Written after each case."""
+
+    path: Path
+    settings: dict[str, Any]
+    cases: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> "Kept":
+        if fresh or not path.exists():
+            return cls(path, settings, {})
+        report = json.loads(path.read_text())
+        if report["settings"] != settings:
+            raise RuntimeError(
+                f"{path} was made with {report['settings']}, not {settings}: give --fresh, or another --json"
+            )
+        return cls(path, settings, report["cases"])
+
+    def add(self, name: str, answer: Any) -> None:
+        self.cases[name] = answer
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_suffix(".part")
+        scratch.write_text(json.dumps({"settings": self.settings, "cases": self.cases}, indent=1) + "\n")
+        os.replace(scratch, self.path)
+
+
+def measure_missing(script: Path, names: list[str], kept: Kept, part: list[str], seconds: float = 1800) -> list[str]:
+    """Each case in a process of its own; returns why some could not be measured."""
+    failures = []
+    wanted = [name for name in names if name not in kept.cases]
+    for place, name in enumerate(wanted, 1):
+        common.say(f"[{place}/{len(wanted)}] {name} ...")
+        log = f"{script.stem}-{name.replace('/', '-')}"
+        started = time.perf_counter()
+        try:
+            answer = common.run_part(script, ["--part", name, *part], log=log, environment=IN_PROCESS, seconds=seconds)
+        except RuntimeError as error:
+            failures.append(f"{name}: {error}")
+            continue
+        kept.add(name, answer)
+        common.say(f"      {time.perf_counter() - started:.0f} s")
+    return failures
+
+
+def chosen(names: list[str], only: list[str] | None) -> list[str]:
+    found = [name for name in names if only is None or any(text in name for text in only)]
+    if not found:
+        raise RuntimeError(f"no case has {' or '.join(only or [])} in its name; there are {', '.join(names)}")
+    return found

@@ -1,0 +1,182 @@
+"""How often a target accepts what a drafter with another tokenizer says: four ways of understanding each other, greedy
+and sampled, k = 1 to 5.
+
+python benchmarks/universal.py --json .bench/universal.json --gemma FOLDER
+
+One table, with 95 % intervals from a bootstrap over the prompts: 24 repetitive ones and eight fixed openings (which the
+demo drafters were trained on). Each case is an engine in a process of its own, in which requests ask for k drafts a
+step. What the report has already is not measured again, so an interrupted run goes on.
+
+"strings" is upstream's matching of vocabularies, on this engine; "transformers" is that library's own assisted
+generation, which takes long and is left out unless --outside is given. FOLDER is Gemma 3 270M, as
+tests/full_tests/gemma.py makes it, with the demo model as its drafter; without --gemma that part is left out.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import speculation_common as shared
+from speculation_common import Rates
+
+from vllm_gaudi_spec.demo_model import demo_model_path
+
+BASE = "bytes"
+GEMMA = "gemma"
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: str
+    drafter: str
+    bos: bool
+    """Whether prompts begin with the target's beginning of text."""
+
+
+@dataclass(frozen=True)
+class Method:
+    label: str
+    options: dict[str, str] = field(default_factory=dict)
+    """Under gaudi_spec in additional_config."""
+    greedy_drafts_only: bool = False
+
+
+METHODS = {
+    "strings": Method("strings, as upstream"),
+    BASE: Method("bytes"),
+    "retokenize": Method("bytes, re-tokenized", {"universal_context": "retokenize"}),
+    "slem": Method("SLEM", {"universal_context": "retokenize", "universal_match": "slem"}, greedy_drafts_only=True),
+    "transformers": Method("transformers"),
+}
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+SETTINGS = ("tokens", "prompts", "batch_size", "drafts")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = shared.parser_of(__doc__)
+    shared.add_acceptance_options(parser, "universal.json")
+    parser.add_argument("--gemma", metavar="FOLDER", help="Gemma 3 270M, to measure that pair as well")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
+    parser.add_argument("--outside", action="store_true", help="with transformers' assisted generation")
+    return parser.parse_args()
+
+
+def pairs(options: argparse.Namespace) -> dict[str, Pair]:
+    demo = demo_model_path()
+    found = {"smollm2": Pair(demo, shared.OTHER_VOCAB["model"], bos=False)}
+    if options.gemma:
+        found[GEMMA] = Pair(options.gemma, demo, bos=True)
+    return found
+
+
+# ---- in the child processes ----------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One case, by the number of drafts."""
+    name, method, mode = options.part.split("/")
+    pair, temperature = pairs(options)[name], TEMPERATURES[mode]
+    from vllm.tokenizers import get_tokenizer
+
+    sets = shared.prompt_sets(options.prompts)
+    texts = [text for texts in sets.values() for text in texts]
+    prompts = shared.encode(get_tokenizer(pair.target), texts, pair.bos)
+    kinds = [kind for kind, texts in sets.items() for _ in texts]
+    if method == "transformers":
+        from universal_transformers import Assisted
+
+        asked = Assisted(pair.target, pair.drafter)
+        by_k = {str(k): asked.ask(prompts, temperature, options.tokens, k) for k in options.drafts}
+    else:
+        by_k = ask_engine(pair, METHODS[method], method, prompts, temperature, options)
+    return {"kinds": kinds, "drafts": by_k}
+
+
+def ask_engine(
+    pair: Pair, how: Method, method: str, prompts: list[list[int]], temperature: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    if method == "strings":
+        from universal_strings import match_strings
+
+        match_strings()
+    config = {"method": "universal_draft", "model": pair.drafter, "num_speculative_tokens": max(options.drafts)}
+    if temperature and not how.greedy_drafts_only:
+        config |= {"rejection_sample_method": "standard", "draft_sample_method": "probabilistic"}
+    with shared.engine(
+        pair.target,
+        config,
+        additional_config={"gaudi_spec": how.options},
+        # A drafter that reads in its own tokens may need more of them than the target, and no more than this are kept.
+        max_model_len=2 * (max(map(len, prompts)) + options.tokens),
+        max_num_seqs=options.batch_size,
+        per_request_spec_decode_metrics="detailed",
+    ) as llm:
+        return {str(k): shared.ask(llm, prompts, temperature, options.tokens, k) for k in options.drafts}
+
+
+# ---- in the parent -------------------------------------------------------------------------------------
+
+
+def case_names(options: argparse.Namespace) -> list[str]:
+    methods = [method for method in METHODS if method != "transformers" or options.outside]
+    return [f"{pair}/{method}/{mode}" for pair in pairs(options) for mode in TEMPERATURES for method in methods]
+
+
+def show(kept: shared.Kept, names: list[str], drafts: list[int]) -> None:
+    most = max(drafts)
+    header = ["target", "T", "method", "k", *(f"pos {place}" for place in range(1, most + 1))]
+    header += ["tokens per step", f"against {BASE}", "repetitive", "openings"]
+    rows = [row_of(kept.cases, name, k, most) for name in names if name in kept.cases for k in drafts]
+    common.say("\n" + shared.markdown(header, rows) + "\n")
+    common.say("tokens per step, and by kind of prompt: what a request gains per step of the target.")
+    common.say(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
+
+
+def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
+    pair, method, mode = name.split("/")
+    requests, kinds = cases[name]["drafts"][str(k)]["requests"], cases[name]["kinds"]
+    rates = Rates(requests, k)
+    base = cases.get(f"{pair}/{BASE}/{mode}")
+    compared = (
+        "" if base is None or method == BASE else str(rates.against(Rates(base["drafts"][str(k)]["requests"], k)))
+    )
+    places = [f"{place.value:.3f}" for place in rates.positions()]
+    by_kind = [
+        Rates([request for request, own in zip(requests, kinds, strict=True) if own == kind], k).tokens_per_step()
+        for kind in dict.fromkeys(kinds)
+    ]
+    return [
+        pair,
+        f"{TEMPERATURES[mode]:g}",
+        METHODS[method].label,
+        str(k),
+        *places,
+        *[""] * (most - k),
+        str(rates.tokens_per_step()),
+        compared,
+        *(f"{estimate.value:.2f}" for estimate in by_kind),
+    ]
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    kept = shared.Kept.open(options.json, {name: getattr(options, name) for name in SETTINGS}, options.fresh)
+    if not options.gemma:
+        common.say("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
+    names = case_names(options)
+    part = shared.cli(options, *SETTINGS, "gemma")
+    failures = shared.measure_missing(Path(__file__), shared.chosen(names, options.only), kept, part)
+    show(kept, names, options.drafts)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def main() -> int:
+    options = parse_options()
+    return shared.run_main(options, lambda: measure(options), lambda: measure_all(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
