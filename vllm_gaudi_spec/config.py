@@ -336,6 +336,7 @@ _SUFFIX_OPTIONS = "suffix_decoding_"
 def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     given = vllm_config.speculative_config
     if given is None:
+        yield from _useless_universal_options(vllm_config, "no speculation")
         return
     if given.method not in _METHODS:
         yield (
@@ -371,12 +372,7 @@ def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     speculation, options = Speculation.from_vllm(vllm_config), Options.from_vllm(vllm_config)
     assert speculation is not None
     if not speculation.universal:
-        for name in ("universal_context", "universal_match", "universal_slab"):
-            if getattr(options, name) is not None:
-                yield (
-                    f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} is for method {UNIVERSAL_DRAFT}, not "
-                    f"{speculation.method}; leave it out."
-                )
+        yield from _useless_universal_options(vllm_config, f"method {speculation.method}")
         return
     if speculation.match == SLEM and not speculation.retokenizes:
         yield (
@@ -385,11 +381,21 @@ def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if speculation.match == SLEM and speculation.drafting != "greedy":
         yield (
-            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method out of "
-            f"--speculative-config, or use universal_match {TLI}."
+            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
+            f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
         )
     if options.universal_slab is not None and not speculation.retokenizes:
         yield f"universal_slab is for universal_context {RETOKENIZE}; leave it out."
+
+
+def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[str]:
+    options = Options.from_vllm(vllm_config)
+    for name in ("universal_context", "universal_match", "universal_slab"):
+        if getattr(options, name) is not None:
+            yield (
+                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} has no effect with {used}; leave it out, or use "
+                f"method {UNIVERSAL_DRAFT} in --speculative-config."
+            )
 
 
 def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:

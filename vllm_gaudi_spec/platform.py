@@ -61,6 +61,7 @@ class SpecPlatform(Platform):
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
             if speculation is not None and speculation.retokenizes:
                 # It drafts behind the host's read of each step.
+                logger.info("Steps do not overlap: universal_context retokenize drafts behind each step's read.")
                 vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER

@@ -1,10 +1,12 @@
 """A drafter that is the target is always right, unless it has not read all of the context: after steps without drafts,
 or where the prefix cache shares blocks that only the target has written."""
 
+from collections.abc import Callable
+
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import counter, first_tokens, generate
+from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, account, speculating
 from tests.full_tests.tiny_models import VOCAB
@@ -51,3 +53,24 @@ def test_drafting_comes_back_with_the_load(overlapping: bool, tiny_llama: str) -
         drafted, right = (sum(numbers) for numbers in account(output))
         assert drafted > 30
         assert right > 0.97 * drafted, f"{right} of {drafted}"
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_drafter_with_sliding_windows_writes_where_it_may(overlapping: bool, tiny: Callable[[str], str]) -> None:
+    """vLLM hands blocks behind a window to others, and the worker is not told: a drafter that catches up would write
+    into a neighbour's."""
+    target, drafter = tiny("llama"), tiny("gemma3")
+    prompts = random_prompts([20, 45, 70], VOCAB, seed=2)
+    params = [greedy(length) for length in (440, 440, 200)]
+    config = dict(
+        method="draft_model",
+        model=drafter,
+        num_speculative_tokens=4,
+        num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 64, 0]],
+    )
+    with engine(target, block_size=32) as llm:
+        plain = first_tokens(generate(llm, prompts, params))
+    with speculating(target, config, block_size=32, async_scheduling=overlapping) as llm:
+        outputs = generate(llm, prompts, params)
+    assert first_tokens(outputs) == plain
+    assert sum(account(outputs[0]).drafted) > 100

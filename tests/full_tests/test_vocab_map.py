@@ -191,4 +191,4 @@ def test_any_text_can_be_written_with_matched_tokens(gemma: Side, smollm: Side, 
 @pytest.mark.parametrize("text", PROMPTS)
 def test_gemmas_own_tokens_are_mostly_matched(text: str, gemma: Side, found: VocabMap) -> None:
     ids = gemma.model.tokenizer.encode(text, add_special_tokens=False)
-    assert found.coverage(np.array(ids)) > 0.5
+    assert (found.target_to_draft[ids] >= 0).mean() > 0.5

@@ -22,6 +22,7 @@ from vllm_gaudi_spec.runner.batch import SampleBatch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
+from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
@@ -91,7 +92,13 @@ class Rows:
             self.shapes,
             speculation,
             DraftLaws(speculation, 4, VOCAB, backend.torch_device),
-            DrafterState(self.requests, self.shapes, drafter_max_len, num_drafts, 1 + 3 * MOST_BLOCKS),
+            DrafterState(
+                self.requests,
+                self.shapes,
+                drafter_max_len,
+                num_drafts,
+                ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0]),
+            ),
         )
         self.recorder.expect(self.drafting.signatures(self.sampling))
         self.num_drafts = num_drafts
@@ -237,6 +244,22 @@ def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlap
     chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])  # type: ignore[operator]
     assert rows.sample({"d": [8]}) == {"d": rows.expected("d")}
     assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
+
+
+def test_requests_that_come_together_share_what_was_read() -> None:
+    rows = Rows(num_drafts=3)
+    told = list(range(1, 40))
+    rows.start({"a": told}, blocks=list(range(1, 10)))
+    rows.requests.apply(step({}, finished={"a"}))
+    both = {"b": [*told[: 2 * BLOCK], 4], "c": [*told[: 2 * BLOCK], 5, 6]}
+    new = [
+        new_request(name, prompt, [1, 2, *range(10 * i, 10 * i + 8)], num_computed=2 * BLOCK)
+        for i, (name, prompt) in enumerate(both.items(), start=2)
+    ]
+    rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
+    rows.drafting.apply(rows.requests)
+    blocks = rows.drafting._state._blocks  # type: ignore[union-attr]
+    assert [blocks.reach(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
 
 
 def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:

@@ -41,7 +41,9 @@ class Languages:
         self.models = [ModelTokenizer(tokenizer) for tokenizer in self.tokenizers]
         self.target, self.drafter = (read_vocabulary(model) for model in self.models)
         self.map = match(self.target, self.drafter, *map(len, self.tokenizers))
-        self.reader = Reader(self.target, self.drafter, Encoder(self.models[1]), self.map.target_to_draft)
+        self.reader = Reader(
+            self.target, self.drafter, Encoder(self.models[1], len(self.tokenizers[1])), self.map.target_to_draft
+        )
 
     def said(self, text: str) -> list[int]:
         """By the target."""
@@ -53,7 +55,9 @@ class Languages:
         return b"".join(self.drafter.bytes_by_id[token] or b"" for token in ids)
 
     def rewriter(self) -> Rewriter:
-        return Rewriter(self.target, self.drafter, Encoder(self.models[0]), self.map.draft_to_target)
+        return Rewriter(
+            self.target, self.drafter, Encoder(self.models[0], len(self.tokenizers[0])), self.map.draft_to_target
+        )
 
 
 EVERY_PAIR = [(target, drafter) for target in TOKENIZERS for drafter in TOKENIZERS if "word_piece" not in target]
@@ -98,7 +102,7 @@ def test_what_the_drafter_reads_spells_the_text() -> None:
 
 
 def test_only_the_end_of_a_long_text_is_encoded_again() -> None:
-    encoder = Encoder(ModelTokenizer(TOKENIZERS["byte_level"]()))
+    encoder = Encoder(ModelTokenizer(TOKENIZERS["byte_level"]()), 1000)
     text, known, lengths = "", Encoded(), []
     original = encoder.encode
 
@@ -166,7 +170,9 @@ def test_bos_stands_once() -> None:
     languages.tokenizers[1].backend_tokenizer.post_processor = TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", bos)]
     )
-    reader = Reader(languages.target, languages.drafter, Encoder(languages.models[1]), languages.map.target_to_draft)
+    reader = Reader(
+        languages.target, languages.drafter, Encoder(languages.models[1], 1000), languages.map.target_to_draft
+    )
     for start in ([], [languages.target.roles.bos]):
         timeline = Timeline(reader)
         timeline.extend([*start, *languages.said("one")])  # type: ignore[list-item]
@@ -175,7 +181,17 @@ def test_bos_stands_once() -> None:
 
 def test_a_slow_tokenizer_is_refused() -> None:
     with pytest.raises(UnsupportedConfigError, match="fast tokenizer"):
-        Encoder(ModelTokenizer(object()))
+        Encoder(ModelTokenizer(object()), 1000)
+
+
+def test_tokens_that_the_model_has_not_are_left_out() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    languages.tokenizers[1].add_tokens(["lovely"])
+    size = len(languages.tokenizers[1]) - 1
+    assert size in languages.tokenizers[1].encode("a lovely day")
+    found = Encoder(languages.models[1], size).encode("a lovely day")
+    assert max(found.ids) < size
+    assert len(found.ids) == len(found.ends)
 
 
 # ---- what has been read --------------------------------------------------------------------------------

@@ -177,13 +177,6 @@ def test_special_tokens_beyond_a_model_have_no_partner() -> None:
         assert match(vocabulary, vocabulary, *sizes).num_matched == 2
 
 
-def test_coverage() -> None:
-    made = VocabMap.of_pairs(np.array([[0, 1], [2, 0]], dtype=np.int32), np.array([True, True]), 4, 2)
-    assert made.coverage(np.array([0, 1, 2, 2])) == 0.75
-    assert made.coverage(np.array([1, 3])) == 0.0
-    assert made.coverage(np.array([], dtype=np.int32)) == 1.0
-
-
 def test_arrays_can_not_be_changed(pair: Pair) -> None:
     with pytest.raises(ValueError):
         pair.map.target_to_draft[0] = 1

@@ -16,12 +16,12 @@ import torch
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
 from vllm_gaudi_spec.runner.batch import build_inputs
-from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.proposers.base import Drafts
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shape, Shapes
 
@@ -40,7 +40,7 @@ class _Behind:
 
 class DrafterState:
     def __init__(
-        self, requests: Requests, shapes: Shapes, drafter_max_len: int, num_drafts: int, num_blocks: int
+        self, requests: Requests, shapes: Shapes, drafter_max_len: int, num_drafts: int, blocks: ReadBlocks
     ) -> None:
         self._requests = requests
         self._shapes = shapes
@@ -55,7 +55,7 @@ class DrafterState:
         """Rows of which the drafter has read all but the newest tokens, as far as the host knows."""
         self._arrived: set[int] = set()
         """Rows whose first forward is still to come."""
-        self._blocks = ReadBlocks(requests, num_blocks)
+        self._blocks = blocks
 
     # --- what the host tells ---
 
@@ -73,19 +73,21 @@ class DrafterState:
         longest = self._longest
         if batch.requests and all(request.num_computed >= longest for request in batch.requests):
             return None
-        for request, count in zip(batch.requests, batch.counts, strict=True):
-            if self._reach_np[request.row] >= request.num_computed:
+        follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
+        if batch.requests and not any(follows):
+            return None
+        for request, count, follow in zip(batch.requests, batch.counts, follows, strict=True):
+            if follow:
                 self._note(request.row, min(request.num_computed + count, longest))
+        reach_B = self._reach_R.index_select(0, batch.rows_B)
         starts_B = batch.starts_B.clamp(max=longest)
-        num_real_B = torch.minimum(batch.num_real_B, longest - starts_B)
+        # A row with a gap before its chunk reads both when it catches up.
+        num_real_B = torch.where(reach_B >= starts_B, torch.minimum(batch.num_real_B, longest - starts_B), 0)
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         known = batch.single_row_real
         if known is not None:
             known = min(known, longest - batch.requests[0].num_computed)
-        reach_B = self._reach_R.index_select(0, batch.rows_B)
-        self._put(
-            batch.rows_B, torch.where(reach_B >= starts_B, torch.maximum(reach_B, starts_B + num_real_B), reach_B)
-        )
+        self._put(batch.rows_B, torch.maximum(reach_B, starts_B + num_real_B))
         return build_inputs(
             replace(batch, starts_B=starts_B, num_real_B=num_real_B, single_row_real=known), self._requests
         )

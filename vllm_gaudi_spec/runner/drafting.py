@@ -25,6 +25,7 @@ from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.slab import Slab
 from vllm_gaudi_spec.runner.text_drafting import TextDrafting
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -104,7 +106,7 @@ def load_drafting(
     requests: Requests,
     recorder: StepRecorder,
     shapes: Shapes,
-    num_blocks: int,
+    kv_cache: KVCache,
     target_model: LoadedModel,
     model: LoadedModel | None,
 ) -> Drafting:
@@ -141,7 +143,9 @@ def load_drafting(
     if is_on_device(speculation):
         longest, state = speculation.drafter_max_len, None
         if model is not None and longest is not None:
-            state = DrafterState(requests, shapes, longest, speculation.num_drafts, num_blocks)
+            groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & set(model.layer_names)]
+            blocks = ReadBlocks(requests, kv_cache.num_blocks, groups)
+            state = DrafterState(requests, shapes, min(longest, target.max_model_len), speculation.num_drafts, blocks)
         return DeviceDrafting(
             cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, state, coverage
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
+    if not isinstance(spec, SlidingWindowSpec):
+        return spec
+    common = {field.name for field in fields(FullAttentionSpec) if field.init} - {"sliding_window"}
+    return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
 
 
 class LoadedModel:
@@ -41,6 +50,16 @@ class LoadedModel:
                 )
             specs[name] = layer.get_attn_backend().customize_spec(spec)
         return specs
+
+    def kv_cache_spec_of_drafter(self) -> dict[str, KVCacheSpec]:
+        """The same, with every block kept. vLLM frees blocks behind a sliding window and hands them to others, and the
+        worker is not told; a drafter that catches up would write there."""
+        return {name: _keeping_all(spec) for name, spec in self.kv_cache_spec().items()}
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Attention layers with KV."""
+        return list(self._layers)
 
     def bind_groups(self, layer_names: list[list[str]]) -> None:
         """The layers of each KV cache group."""

@@ -73,7 +73,7 @@ class ModelRunner:
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()
         if self.drafter is not None and self.speculation is not None and not self.speculation.retokenizes:
-            specs |= self.drafter.kv_cache_spec()
+            specs |= self.drafter.kv_cache_spec_of_drafter()
         return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
@@ -105,7 +105,7 @@ class ModelRunner:
                 self.requests,
                 self.recorder,
                 self.shapes,
-                self.kv_cache.num_blocks,
+                self.kv_cache,
                 self.target,
                 self.drafter,
             )

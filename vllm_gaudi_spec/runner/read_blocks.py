@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
 
 class ReadBlocks:
-    def __init__(self, requests: Requests, num_blocks: int) -> None:
-        self._requests = requests
+    def __init__(self, requests: Requests, num_blocks: int, groups: list[int]) -> None:
+        """`groups`: the KV cache groups that hold layers of the drafter."""
+        self._tables = [requests.tables_np[group] for group in groups]
+        self._sizes = [requests.block_sizes[group] for group in groups]
+        self._counts = [requests.num_blocks[group] for group in groups]
         self._read_np = np.zeros(num_blocks, dtype=np.int32)
-        """How many tokens at the beginning of each block the drafter has read. Block 0 is padding, and stands for
-        blocks behind a sliding window."""
-        self._seen = [np.zeros_like(counts) for counts in requests.num_blocks]
+        """How many tokens at the beginning of each block the drafter has read. Block 0 is padding."""
+        self._seen = [np.zeros_like(counts) for counts in self._counts]
         """Blocks of each row that were cleared, or taken over, when they came."""
 
     def admit(self, row: int, num_computed: int) -> None:
-        """The blocks of a row that are computed were another's; the rest are new."""
-        for seen, size in zip(self._seen, self._requests.block_sizes, strict=True):
+        """The blocks of a row that are computed were another's; the rest are new. `clear_new` follows, when all rows of
+        a step are known."""
+        for seen, size in zip(self._seen, self._sizes, strict=True):
             seen[row] = num_computed // size
-        self.clear_new()
 
     def clear_new(self) -> None:
         """Blocks that rows got since the last call held something else before."""
-        for table, counts, seen in zip(self._requests.tables_np, self._requests.num_blocks, self._seen, strict=True):
+        for table, counts, seen in zip(self._tables, self._counts, self._seen, strict=True):
             for row in np.flatnonzero(counts > seen):
                 self._read_np[table[row, seen[row] : counts[row]]] = 0
                 seen[row] = counts[row]
@@ -39,7 +41,7 @@ class ReadBlocks:
     def reach(self, row: int, num_computed: int) -> int:
         """How much of what was computed for a row when it came the drafter has read."""
         reach = num_computed
-        for table, size in zip(self._requests.tables_np, self._requests.block_sizes, strict=True):
+        for table, size in zip(self._tables, self._sizes, strict=True):
             blocks = table[row, : -(-num_computed // size)]
             wanted = np.minimum(size, num_computed - size * np.arange(len(blocks)))
             if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < wanted))).size:
@@ -48,7 +50,7 @@ class ReadBlocks:
 
     def note(self, row: int, begin: int, end: int) -> None:
         """The drafter has read a row up to `end`; up to `begin` that is known already."""
-        for table, size in zip(self._requests.tables_np, self._requests.block_sizes, strict=True):
+        for table, size in zip(self._tables, self._sizes, strict=True):
             first = begin // size
             blocks = table[row, first : -(-end // size)]
             self._read_np[blocks] = np.minimum(size, end - size * (first + np.arange(len(blocks))))

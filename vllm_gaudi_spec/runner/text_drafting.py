@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.slab import Slab
 
 
+# By so many tokens a text may shrink when its end is encoded again.
+_SLACK = 64
+
+
 class _Sampled(NamedTuple):
     """What the device knows of the rows that the step sampled."""
 
@@ -139,7 +143,8 @@ class TextDrafting:
             return
         new = self._followed.append(step)
         for request, tokens in zip(step.requests, new, strict=True):
-            self._timelines[request.row].verified(tokens[:-1])
+            if (timeline := self._timelines.get(request.row)) is not None:
+                timeline.verified(tokens[:-1])
         drafters = [
             able for drafter in self._followed.drafters(step, new, most) if (able := self._able(drafter)) is not None
         ]
@@ -155,14 +160,20 @@ class TextDrafting:
             self._put(drafters, drafts)
         else:
             self._put_rewritten(step, drafters, drafts)
+        self._sampled = None
 
     def _able(self, drafter: Drafter) -> Drafter | None:
         """The drafter's own limit, in its own tokens."""
         row = drafter.request.row
-        timeline = self._timelines[row]
+        timeline = self._timelines.get(row)
+        if timeline is None:
+            return None
         news_np = self._followed.tokens_np(row, self._num_followed[row])
         timeline.extend(news_np.tolist())
         self._num_followed[row] += len(news_np)
+        if len(timeline) > self._slab.length + _SLACK:
+            del self._timelines[row]  # it never comes back
+            return None
         if not timeline.is_complete or not len(timeline):
             return None
         if self._rewriter is not None and timeline.open_text is None:

@@ -27,7 +27,7 @@ class Coverage:
         if self._judged:
             return
         self._num_seen += len(prompt)
-        self._num_matched += int(self._matched_V[np.asarray(prompt)].sum())
+        self._num_matched += int(self._matched_V[np.asarray(prompt, dtype=np.int64)].sum())
         if self._num_seen < _NUM_SEEN:
             return
         self._judged = True

@@ -32,7 +32,8 @@ class Encoded:
 class Encoder:
     """A fast tokenizer, without the tokens that it would put around a text."""
 
-    def __init__(self, model: ModelTokenizer) -> None:
+    def __init__(self, model: ModelTokenizer, size: int) -> None:
+        """`size`: of the model's vocabulary. A tokenizer may have tokens that its model has not."""
         from tokenizers import processors
 
         backend: Any = getattr(model.tokenizer, "backend_tokenizer", None)
@@ -42,12 +43,13 @@ class Encoder:
                 f"Reading and writing text (universal_context retokenize, universal_match slem) needs a fast tokenizer "
                 f"(tokenizer.json), which {name} has not; leave both out of additional_config.gaudi_spec."
             )
-        bare, whole = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
-        self.opening: list[int] = whole[: _index(whole, bare)]
-        """What the tokenizer puts in front of a text, such as bos."""
+        self._size = size
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
+        bare, whole = self._backend.encode("a", add_special_tokens=False).ids, self._backend.encode("a").ids
+        self.opening: list[int] = [token for token in whole[: _index(whole, bare)] if token < size]
+        """What the tokenizer puts in front of a text, such as bos."""
         # A special token's name in a text is text: the target wrote it letter by letter.
         self._backend.encode_special_tokens = True
         # Some post-processors report tokens without the spaces around them.
@@ -55,7 +57,8 @@ class Encoder:
 
     def encode(self, text: str) -> Encoded:
         found = self._backend.encode(text, add_special_tokens=False)
-        return Encoded(found.ids, [end for _, end in found.offsets])
+        known = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
+        return Encoded([token for token, _ in known], [end for _, end in known])
 
     def extend(self, known: Encoded, text: str) -> int:
         """Bring `known`, the tokens of a text that has grown to `text`, up to date. Returns how many tokens at its

@@ -56,8 +56,12 @@ class Timeline:
 
     def tokens(self, begin: int, end: int | None = None) -> list[int]:
         end = len(self) if end is None else end
-        unsettled = [*self._open.ids[max(begin - len(self._settled), 0) :], *self._tail]
-        return [*self._settled[begin:end], *unsettled][: end - begin]
+        settled, whole = len(self._settled), len(self._settled) + len(self._open.ids)
+        return [
+            *self._settled[begin:end],
+            *self._open.ids[max(begin - settled, 0) : max(end - settled, 0)],
+            *self._tail[max(begin - whole, 0) : max(end - whole, 0)],
+        ]
 
     @property
     def num_read(self) -> int:
@@ -97,20 +101,21 @@ class Timeline:
         self._tail = [token for token in found if token is not None]
         self.is_complete = len(self._tail) == len(loose)
         same = min(same, len(self._kv))
-        self._kv = self._kv[: same + _num_equal(self._kv[same:], self.tokens(same))]
+        ahead = self._kv[same:]
+        del self._kv[same + _num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _stretches(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Text, each with the special token behind it."""
-        text = b""
+        pieces: list[bytes] = []
         for token in tokens:
             piece = self._reader.text_of(token)
             if piece is None:
-                yield text, token
-                text = b""
+                yield b"".join(pieces), token
+                pieces = []
             else:
-                text += piece
-        if text:
-            yield text, None
+                pieces.append(piece)
+        if pieces:
+            yield b"".join(pieces), None
 
     def _write(self, stretch: bytes) -> int:
         """Returns how many tokens of the open stretch stayed as they were."""

@@ -82,10 +82,20 @@ class Texts:
         return cls(pair, read_vocabulary(pair.target), read_vocabulary(pair.drafter))
 
     def reader(self) -> Reader:
-        return Reader(self.target, self.drafter, Encoder(self.pair.drafter), self.pair.map.target_to_draft)
+        return Reader(
+            self.target,
+            self.drafter,
+            Encoder(self.pair.drafter, len(self.pair.map.draft_to_target)),
+            self.pair.map.target_to_draft,
+        )
 
     def rewriter(self) -> Rewriter:
-        return Rewriter(self.target, self.drafter, Encoder(self.pair.target), self.pair.map.draft_to_target)
+        return Rewriter(
+            self.target,
+            self.drafter,
+            Encoder(self.pair.target, len(self.pair.map.target_to_draft)),
+            self.pair.map.draft_to_target,
+        )
 
     def own(self, device: torch.device) -> OwnTokens:
         """All that spells something, and what has a partner by its role."""

@@ -68,11 +68,6 @@ class VocabMap:
             array.setflags(write=False)
         return cls(target_to_draft, draft_to_target, may_draft, len(pairs))
 
-    def coverage(self, target_ids: np.ndarray) -> float:
-        """The share of these tokens, such as those of the prompts seen, that have a partner; 1 if there are none."""
-        ids = np.asarray(target_ids)
-        return float((self.target_to_draft[ids] >= 0).mean()) if ids.size else 1.0
-
 
 def vocab_map(
     target: ModelTokenizer, draft: ModelTokenizer, target_size: int, draft_size: int, cache: Path | None = None
