@@ -103,6 +103,8 @@ class Rows:
         self.recorder.expect(self.drafting.signatures(self.sampling))
         self.num_drafts = num_drafts
         self.overlapping = True
+        self.drafted: dict[str, int] = {}
+        self.rejected: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
 
     def start(
@@ -146,18 +148,20 @@ class Rows:
         for index, (name, answer) in enumerate(answers.items()):
             tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
             last[index] = len(self.tokens[name]) - 1
+            if name in self.rejected:  # else its prompt ends here
+                # The scheduler counted the drafts of the step before as accepted, if it could not wait for it.
+                members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
+            self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
-            if self.overlapping:  # the scheduler has counted this step's tokens already
-                members[index].num_computed = len(self.tokens[name]) - 1
         self.requests.advance(batch.rows_B, last, Verdict(tokens, counts))
         inputs = self.sampling.prepare(batch, {})
         drafts = self.drafting.propose(batch, last + 1 + counts, inputs, self.num_drafts if most is None else most)
-        for name, member in zip(answers, members, strict=True):
-            member.num_computed = len(self.tokens[name]) - 1
-        if drafts is None:
-            return {name: [] for name in answers}
-        rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
-        return {name: row[:count] for name, row, count in rows}
+        found: dict[str, list[int]] = {name: [] for name in answers}
+        if drafts is not None:
+            rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
+            found = {name: row[:count] for name, row, count in rows}
+        self.drafted |= {name: len(row) for name, row in found.items()}
+        return found
 
     def expected(self, name: str) -> list[int]:
         tokens, room = list(self.tokens[name]), min(self.model.longest, self.max_len - 1) - len(self.tokens[name])
