@@ -6,6 +6,7 @@ So one slot, position or token that is off by one gives another draft.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ def test_a_long_gap_is_read_in_several_chunks() -> None:
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-@pytest.mark.parametrize("num_read", [0, 2])
+@pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
 def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlapping: bool) -> None:
     """A request's answer is found in the prefix cache by another that begins with it; the drafter had read it up to
     `num_read` tokens of the answer, then speculation was off."""
@@ -248,6 +249,31 @@ def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlap
     chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])  # type: ignore[operator]
     assert rows.sample({"d": [8]}) == {"d": rows.expected("d")}
     assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
+
+
+def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
+    """With one that has none, and is read at once."""
+    rows = Rows(num_drafts=3)
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=0)
+    shared = rows.tokens["a"][: 2 * BLOCK]
+    rows.start({"r": list(range(1, 34))}, blocks=list(range(70, 80)))
+    told = {"b": [*shared, 9, 9, 9], "c": [*range(1, 33), 8, 8]}
+    first = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    new = [
+        new_request("b", told["b"], [*first, *range(40, 48)], num_computed=2 * BLOCK),
+        new_request("c", told["c"], [70, 71, *range(50, 58)], num_computed=2 * BLOCK),
+    ]
+    scheduled = step({"b": 3, "c": 2}, new=new)
+    rows.requests.apply(scheduled)
+    for request in rows.requests.admitted:
+        rows.sampling.admit(request)
+    rows.drafting.apply(rows.requests)
+    (batch,) = plan_batches(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    rows.drafting.follow(batch)
+    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
 
 def test_requests_that_come_together_share_what_was_read() -> None:
