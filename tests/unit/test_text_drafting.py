@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,16 +63,28 @@ class Host(HostBackend):
 
 
 class Rows:
-    def __init__(self, num_drafts: int, *, match: str = "tli", length: int = 200) -> None:
+    def __init__(
+        self,
+        num_drafts: int,
+        *,
+        match: str = "tli",
+        length: int = 200,
+        drafting: str = "greedy",
+        temperature: float = 0,
+        contexts: tuple[int, ...] = (),
+    ) -> None:
+        self.temperature = temperature
         self.languages = Languages("sentencepiece", "byte_level")
         self.num_drafts = num_drafts
         self.shapes = shapes(max_num_seqs=NUM_ROWS, max_tokens=32, max_len=MAX_LEN, drafts=num_drafts)
+        if contexts:
+            self.shapes = replace(self.shapes, contexts=contexts)
         self.backend = Host()
         self.speculation = Speculation(
             method="draft_model",
             num_drafts=num_drafts,
-            rule="strict",
-            drafting="greedy",
+            rule="standard",
+            drafting=drafting,
             drafter_max_len=length,
             universal=True,
             context="retokenize",
@@ -105,7 +118,7 @@ class Rows:
         self.tokens: dict[str, list[int]] = {}
 
     def start(self, prompts: dict[str, list[int]], preempted: set[str] | None = None) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=500)
+        params = SamplingParams(temperature=self.temperature, seed=1, max_tokens=500)
         new = [new_request(name, prompt, [1], params=params) for name, prompt in prompts.items()]
         counts = {name: len(prompt) for name, prompt in prompts.items()}
         self.requests.apply(step(counts, new=new, preempted=preempted))
@@ -253,3 +266,52 @@ def test_a_grammar_sees_the_drafts() -> None:
     members = [rows.requests.by_id["b"]]
     drafts = rows.sample({"b": [8]})["b"]
     assert rows.drafting.drafts_of(Step(members)).draft_token_ids == [drafts]
+
+
+def test_the_law_of_a_sampled_draft_is_kept() -> None:
+    rows = Rows(num_drafts=2, drafting="probabilistic", temperature=0.7)
+    rows.start(prompts(rows))
+    drafts = rows.sample({"a": [7], "b": [8]})
+    for name in "ab":
+        laws = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
+        assert laws is not None
+        read = rows.read(name)
+        for law, draft in zip(laws[0], drafts[name], strict=True):
+            hidden = torch.tensor([[following(read, rows.model.vocab)]])
+            expected = (rows.translation.to_target(rows.model.logits(hidden)) / 0.7).softmax(-1)
+            torch.testing.assert_close(law[None], expected)
+            read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
+
+
+def test_within_a_character_nothing_is_rewritten() -> None:
+    rows = Rows(num_drafts=3, match="slem")
+    rows.start(prompts(rows))
+    first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
+    assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
+    assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
+
+
+def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
+    del rows.languages.drafter.id_by_bytes["é".encode()[:1]]
+    assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
+    assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
+
+
+def test_warm_up_runs_every_shape_that_can_come() -> None:
+    """On a device with several contexts as well."""
+    from vllm_gaudi_spec.runner.batch import make_batch
+
+    rows = Rows(num_drafts=3, contexts=(64, 128, 384))
+    for shape in rows.shapes.all():
+        batch = make_batch(rows.requests, shape, [], [], [], starts_known=shape.phase == "prefill")
+        rows.drafting.follow(batch)
+        if shape.phase == "decode":
+            sampled = make_sample_batch(rows.requests, shape.rows, shape.queries, [], 0)
+            lengths_B = torch.zeros(shape.rows).int()
+            rows.drafting.propose(sampled, lengths_B, rows.sampling.prepare(sampled, {}), 3)
+            verdict = Verdict(torch.zeros(shape.rows, 1).int(), torch.ones(shape.rows).int())
+            rows.drafting.propose_behind(Step([], verdict), 3)
+    assert rows.recorder._seen == rows.recorder.manifest
