@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
-from vllm_gaudi_spec.proposers.universal import translations
+from vllm_gaudi_spec.proposers.universal import pairs
 from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer
 from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
 
@@ -13,10 +13,8 @@ from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
 def match_strings() -> None:
     """From now on, this process maps as upstream does; a token without a partner is read as the drafter's unk or end
     of text."""
-    translations.vocab_map = string_map
-    translations._stand_in = lambda drafter: (
-        VocabMapping(drafter.tokenizer, drafter.tokenizer, 1, 1, "cpu").draft_unk_token_id
-    )
+    pairs.vocab_map = string_map
+    pairs._stand_in = lambda drafter: VocabMapping(drafter.tokenizer, drafter.tokenizer, 1, 1, "cpu").draft_unk_token_id
 
 
 def string_map(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
     from vllm_gaudi_spec.proposers.translation import Translation
-    from vllm_gaudi_spec.proposers.universal.translations import Pair
+    from vllm_gaudi_spec.proposers.universal.pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _custom(setting: Setting) -> dict[str, Any]:
 
 
 def _draft_model(setting: Setting) -> dict[str, Any]:
-    from vllm_gaudi_spec.proposers.universal.translations import same_tokens
+    from vllm_gaudi_spec.proposers.universal.pairs import same_tokens
 
     if setting.pair is not None:
         translation: Translation = setting.pair.mapped(setting.device)

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.proposers.universal.coverage import Coverage
-from vllm_gaudi_spec.proposers.universal.translations import Pair, Texts
+from vllm_gaudi_spec.proposers.universal.pairs import Pair, Texts
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
@@ -113,7 +113,6 @@ def load_drafting(
     """The drafter that the configuration names."""
     target, device = vllm_config.model_config, requests.backend.torch_device
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
-    followed = Followed(split, requests, speculation.num_drafts)
     laws = DraftLaws(speculation, requests.pad_row, target.get_vocab_size(), device)
     pair = coverage = None
     if speculation.universal:
@@ -130,7 +129,7 @@ def load_drafting(
             texts.reader(),
             texts.rewriter() if rewrites else None,
             Slab(model, requests.backend, requests.pad_row, speculation.slab, own_shapes.max_context),
-            followed,
+            Followed(split, requests, speculation.num_drafts),
             requests,
             recorder,
             own_shapes,
@@ -151,4 +150,4 @@ def load_drafting(
         )
     if isinstance(proposer, CustomProposer):
         proposer.load_model(target_model.model)
-    return HostDrafting(cast(HostProposer, proposer), followed)
+    return HostDrafting(cast(HostProposer, proposer), Followed(split, requests, speculation.num_drafts))
