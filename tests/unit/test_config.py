@@ -39,6 +39,9 @@ def test_defaults_and_lists() -> None:
         ({"batch_buckets": 4}, "batch_buckets must be a list of positive integers, got 4"),
         ({"prefill_buckets": [0]}, "prefill_buckets must be a list of positive integers"),
         ({"warmup_tokens": "all"}, "warmup_tokens must be an integer"),
+        ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
+        ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
+        ({"universal_slab": 0}, "universal_slab must be 1 or more, got 0"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
@@ -89,14 +92,15 @@ def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.Monke
 TARGET_MAX_LEN = 512
 
 
-def engine_config(folder: Path, speculative: dict[str, Any], **options: Any) -> VllmConfig:
+def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: Any) -> VllmConfig:
     """What the front end makes of a speculative configuration. No weights: none are looked for."""
     made = LlamaConfig(**common())
     made.architectures = ["LlamaForCausalLM"]
     made.save_pretrained(folder)
     defaults: dict[str, Any] = dict(dtype="float32", max_model_len=TARGET_MAX_LEN, skip_tokenizer_init=True)
-    given = {"num_speculative_tokens": 3} | speculative
-    speculative = {name: value for name, value in given.items() if value is not None}
+    if speculative is not None:
+        given = {"num_speculative_tokens": 3} | speculative
+        speculative = {name: value for name, value in given.items() if value is not None}
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
@@ -219,6 +223,61 @@ def test_the_lists_of_options_are_upstreams() -> None:
     ours = {*config._NO_EFFECT, *config._DRAFTER_MODEL_OPTIONS, *config._NGRAM_OPTIONS}
     names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(config._SUFFIX_OPTIONS)}
     assert names == refused_upstream | filled_in | used | ours
+
+
+UNIVERSAL = DRAFT | dict(method="universal_draft")
+RETOKENIZE = dict(universal_context="retokenize")
+
+
+@pytest.mark.parametrize(
+    ("speculative", "options", "message"),
+    [
+        (
+            None,
+            RETOKENIZE,
+            "universal_context has no effect with no speculation; leave it out, or use method universal",
+        ),
+        (NGRAM, dict(universal_match="tli"), "universal_match has no effect with method ngram; leave it out"),
+        (DRAFT, RETOKENIZE, "universal_context has no effect with method draft_model; leave it out"),
+        (UNIVERSAL, dict(universal_match="slem"), "set universal_context in .*gaudi_spec to retokenize"),
+        (UNIVERSAL, dict(universal_slab=64), "universal_slab is for universal_context retokenize; leave it out"),
+        (
+            UNIVERSAL | dict(draft_sample_method="coupled"),
+            RETOKENIZE | dict(universal_match="slem"),
+            "leave draft_sample_method and rejection_sample_method out",
+        ),
+        (
+            UNIVERSAL | dict(rejection_sample_method="probabilistic"),
+            RETOKENIZE | dict(universal_match="slem"),
+            "leave draft_sample_method and rejection_sample_method out",
+        ),
+    ],
+    ids=str,
+)
+def test_universal_options_that_would_not_work_are_refused(
+    speculative: dict[str, Any] | None, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = None if speculative is None else here(speculative, tmp_path)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        engine_config(tmp_path, given, additional_config=dict(gaudi_spec=options))
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "slab"),
+    [
+        ({}, RETOKENIZE, 2 * TARGET_MAX_LEN),
+        ({}, RETOKENIZE | dict(universal_slab=100), 100),
+        (dict(max_model_len=64), RETOKENIZE, 64),
+        ({}, {}, 0),
+    ],
+)
+def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], slab: int, tmp_path: Path) -> None:
+    made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
+    speculation = Speculation.from_vllm(made)
+    assert speculation is not None
+    assert speculation.slab == slab
+    if speculation.retokenizes:
+        assert made.scheduler_config.async_scheduling is False
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
