@@ -111,18 +111,13 @@ def cell(asked: dict[str, Any], temperature: str) -> str:
     return str(shared.Rates(asked[temperature]["requests"], NUM_DRAFTS).tokens_per_step())
 
 
-def measure_all(options: argparse.Namespace) -> None:
-    kept = shared.Kept.open(options.json, {name: getattr(options, name) for name in SETTINGS}, options.fresh)
-    part = shared.cli(options, *SETTINGS)
-    failures = shared.measure_missing(Path(__file__), shared.chosen(CASES, options.only), kept, part)
-    show(kept.cases)
-    if failures:
-        raise RuntimeError("; ".join(failures))
-
-
 def main() -> int:
     options = parse_options()
-    return shared.run_main(options, lambda: measure(options), lambda: measure_all(options))
+    return shared.run_main(
+        options,
+        lambda: measure(options),
+        lambda: shared.measure_kept(Path(__file__), options, CASES, SETTINGS, show),
+    )
 
 
 if __name__ == "__main__":

@@ -249,6 +249,23 @@ def measure_missing(script: Path, names: list[str], kept: Kept, part: list[str],
     return failures
 
 
+def measure_kept(
+    script: Path,
+    options: argparse.Namespace,
+    names: list[str],
+    settings: tuple[str, ...],
+    show: Callable[[dict[str, Any]], None],
+    more: tuple[str, ...] = (),
+) -> None:
+    """Measure the cases that the report lacks, then show all. `settings` are the options that a report is made with;
+    `more` are others that a part needs to know."""
+    kept = Kept.open(options.json, {name: getattr(options, name) for name in settings}, options.fresh)
+    failures = measure_missing(script, chosen(names, options.only), kept, cli(options, *settings, *more))
+    show(kept.cases)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
 def chosen(names: list[str], only: list[str] | None) -> list[str]:
     found = [name for name in names if only is None or any(text in name for text in only)]
     if not found:

@@ -125,11 +125,11 @@ def case_names(options: argparse.Namespace) -> list[str]:
     return [f"{pair}/{method}/{mode}" for pair in pairs(options) for mode in TEMPERATURES for method in methods]
 
 
-def show(kept: shared.Kept, names: list[str], drafts: list[int]) -> None:
+def show(cases: dict[str, Any], names: list[str], drafts: list[int]) -> None:
     most = max(drafts)
     header = ["target", "T", "method", "k", *(f"pos {place}" for place in range(1, most + 1))]
     header += ["tokens per step", f"against {BASE}", "repetitive", "openings"]
-    rows = [row_of(kept.cases, name, k, most) for name in names if name in kept.cases for k in drafts]
+    rows = [row_of(cases, name, k, most) for name in names if name in cases for k in drafts]
     common.say("\n" + shared.markdown(header, rows) + "\n")
     common.say("tokens per step, and by kind of prompt: what a request gains per step of the target.")
     common.say(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
@@ -162,15 +162,12 @@ def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    kept = shared.Kept.open(options.json, {name: getattr(options, name) for name in SETTINGS}, options.fresh)
     if not options.gemma:
         common.say("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
     names = case_names(options)
-    part = shared.cli(options, *SETTINGS, "gemma")
-    failures = shared.measure_missing(Path(__file__), shared.chosen(names, options.only), kept, part)
-    show(kept, names, options.drafts)
-    if failures:
-        raise RuntimeError("; ".join(failures))
+    shared.measure_kept(
+        Path(__file__), options, names, SETTINGS, lambda cases: show(cases, names, options.drafts), more=("gemma",)
+    )
 
 
 def main() -> int:

@@ -6,15 +6,13 @@ Nobody else in the package reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
-    from vllm.sampling_params import SamplingParams
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 
@@ -153,6 +151,16 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_slab": _positive,
 }
 
+MAX_DRAFTS = 16
+"""The most drafts of a request in one step."""
+
+# Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
+WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+METHODS = (*WEIGHTLESS_METHODS, "draft_model")
+
+REQUEST_OPTION = "num_speculative_tokens"
+"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
+
 UNIVERSAL_DRAFT = "universal_draft"
 """A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
 _DEFAULT_SLAB = 2048
@@ -175,11 +183,11 @@ class Speculation:
     """No drafter sees a position at or past this."""
     universal: bool = False
     """The drafter has a vocabulary of its own."""
-    context: str = MAP
+    universal_context: str = MAP
     """How it reads then: `map` or `retokenize`."""
-    match: str = TLI
+    universal_match: str = TLI
     """How its drafts become the target's tokens: `tli` or `slem`."""
-    slab: int = 0
+    universal_slab: int = 0
     """For `retokenize`: how many tokens it keeps of each request."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
@@ -187,12 +195,12 @@ class Speculation:
     @property
     def has_model(self) -> bool:
         """Whether the drafter is a model, to be loaded beside the target."""
-        return self.method not in _WEIGHTLESS_METHODS
+        return self.method not in WEIGHTLESS_METHODS
 
     @property
     def retokenizes(self) -> bool:
         """Whether the drafter reads the text in its own tokens, which the host keeps."""
-        return self.universal and self.context == RETOKENIZE
+        return self.universal and self.universal_context == RETOKENIZE
 
     @property
     def keeps_laws(self) -> bool:
@@ -208,7 +216,7 @@ class Speculation:
         if rule == "probabilistic":
             rule, drafting = "standard", "probabilistic"
         longest = given.max_model_len
-        if given.method not in _WEIGHTLESS_METHODS:
+        if given.method not in WEIGHTLESS_METHODS:
             longest = given.draft_model_config.max_model_len
         options = Options.from_vllm(vllm_config)
         universal, context = getattr(given, IS_UNIVERSAL, False), options.universal_context or MAP
@@ -219,9 +227,9 @@ class Speculation:
             drafting=drafting,
             drafter_max_len=longest,
             universal=universal,
-            context=context,
-            match=options.universal_match or TLI,
-            slab=_slab(given, options) if universal and context == RETOKENIZE else 0,
+            universal_context=context,
+            universal_match=options.universal_match or TLI,
+            universal_slab=_slab(given, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 
@@ -232,238 +240,3 @@ def _slab(given: SpeculativeConfig, options: Options) -> int:
     own = given.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
     default = min(_DEFAULT_SLAB, 2 * given.target_model_config.max_model_len)
     return int(min(options.universal_slab or default, own))
-
-
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise at start-up, with the option to change, for every combination that would not work later."""
-    if vllm_config.model_config is None:
-        return
-    for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
-        for reason in refusals(vllm_config):
-            raise UnsupportedConfigError(reason)
-
-
-def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    model = vllm_config.model_config
-    if model.runner_type not in ("generate", "draft"):
-        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
-    if model.is_multimodal_model:
-        yield f"{model.model} takes images, audio or video; use a text-only model."
-    if model.is_hybrid or model.has_inner_state:
-        yield f"{model.model} keeps recurrent state; use a model with attention only."
-    if model.is_encoder_decoder:
-        yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
-    if model.use_mla:
-        yield f"{model.model} uses MLA attention, which is not supported yet; use a model without it."
-    if model.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
-        yield "Mixture-of-experts models do not run data parallel yet; use --data-parallel-size 1."
-
-
-def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.lora_config is not None:
-        yield "LoRA is not supported yet; leave out --enable-lora."
-    if parallel.pipeline_parallel_size > 1:
-        yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
-    if parallel.enable_dbo:
-        yield "Dual-batch overlap is not supported; leave out --enable-dbo."
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV transfer is not supported; leave out --kv-transfer-config."
-    if model.enable_prompt_embeds:
-        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
-    if vllm_config.cache_config.cache_dtype != "auto":
-        yield "The KV cache has the model's dtype; use --kv-cache-dtype auto."
-    if vllm_config.attention_config.backend is not None:
-        yield "The platform brings its own attention; leave out --attention-backend."
-    if vllm_config.cache_config.kv_sharing_fast_prefill:
-        yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
-    if vllm_config.ec_transfer_config is not None:
-        yield "Encoder cache transfer is not supported; leave out --ec-transfer-config."
-    if vllm_config.weight_transfer_config is not None:
-        yield "Weight transfer is not supported; leave out --weight-transfer-config."
-    if vllm_config.profiler_config.profiler is not None:
-        yield "Profiling through the server is not supported; leave out --profiler-config."
-    if vllm_config.watermark_config is not None:
-        yield "Watermarking is not supported; leave its configuration out."
-    if model.return_sampling_mask:
-        yield "Sampling masks are not reported; leave out --return-sampling-mask."
-    if model.enable_trace_replay:
-        yield "Trace replay is not supported; leave out --enable-trace-replay."
-
-
-MAX_DRAFTS = 16
-"""The most drafts of a request in one step."""
-
-# Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
-_WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
-_METHODS = (*_WEIGHTLESS_METHODS, "draft_model")
-
-# What nothing here listens to, whatever the method.
-_NO_EFFECT = (
-    "disable_padded_drafter_batch",
-    "enable_adaptive_verification",
-    "parallel_drafting",
-    "use_local_argmax_reduction",
-)
-# What says how a drafter's model is loaded and run.
-_DRAFTER_MODEL_OPTIONS = (
-    "attention_backend",
-    "code_revision",
-    "disable_eagle_block_drop",
-    "draft_load_config",
-    "draft_tensor_parallel_size",
-    "dspark_draft_topk",
-    "enforce_eager",
-    "kv_cache_dtype",
-    "moe_backend",
-    "quantization",
-    "revision",
-)
-# Of these, what the platform's own layers do not listen to.
-_DRAFTER_LAYER_OPTIONS = (
-    "attention_backend",
-    "disable_eagle_block_drop",
-    "dspark_draft_topk",
-    "kv_cache_dtype",
-    "moe_backend",
-)
-_NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
-_SUFFIX_OPTIONS = "suffix_decoding_"
-
-
-def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    given = vllm_config.speculative_config
-    if given is None:
-        yield from _useless_universal_options(vllm_config, "no speculation")
-        return
-    if given.method not in _METHODS:
-        yield (
-            f"Speculative method {given.method} is not supported yet; "
-            f"use one of {', '.join(_METHODS)} in --speculative-config."
-        )
-    if given.num_speculative_tokens > MAX_DRAFTS:
-        yield (
-            f"{given.num_speculative_tokens} drafts a step are too many; "
-            f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
-        )
-    longest = given.target_model_config.max_model_len
-    if given.max_model_len is not None and given.max_model_len > longest:
-        yield (
-            f"max_model_len {given.max_model_len} in --speculative-config is more than the target's {longest}; "
-            "use less, or leave it out."
-        )
-    for name in _set_options(given, _NO_EFFECT):
-        yield f"{name} is not supported; leave it out of --speculative-config."
-    yield from _universal_refusals(vllm_config)
-    if given.method in _WEIGHTLESS_METHODS:
-        yield from _weightless_refusals(given)
-    elif given.method in _METHODS:
-        yield from _drafter_model_refusals(given)
-    if brings_logits_processors(vllm_config.model_config):
-        yield (
-            "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
-            "uninstall the packages that bring some, or leave out --speculative-config."
-        )
-
-
-def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    speculation, options = Speculation.from_vllm(vllm_config), Options.from_vllm(vllm_config)
-    assert speculation is not None
-    if not speculation.universal:
-        yield from _useless_universal_options(vllm_config, f"method {speculation.method}")
-        return
-    if speculation.match == SLEM and not speculation.retokenizes:
-        yield (
-            f"universal_match {SLEM} drafts in the drafter's own tokens, so the drafter has to read them too; "
-            f"set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
-        )
-    if speculation.match == SLEM and speculation.drafting != "greedy":
-        yield (
-            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
-            f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
-        )
-    if options.universal_slab is not None and not speculation.retokenizes:
-        yield f"universal_slab is for universal_context {RETOKENIZE}; leave it out."
-
-
-def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[str]:
-    options = Options.from_vllm(vllm_config)
-    for name in ("universal_context", "universal_match", "universal_slab"):
-        if getattr(options, name) is not None:
-            yield (
-                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} has no effect with {used}; leave it out, or use "
-                f"method {UNIVERSAL_DRAFT} in --speculative-config."
-            )
-
-
-def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
-    method = given.method
-    if given.draft_sample_method != "greedy":
-        yield (
-            f"draft_sample_method {given.draft_sample_method} needs a drafter that is a model, and method {method} has "
-            "none; use greedy in --speculative-config."
-        )
-    if given.rejection_sample_method == "probabilistic":
-        yield (
-            f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
-            "use strict, standard or block in --speculative-config."
-        )
-    useless = list(_set_options(given, _DRAFTER_MODEL_OPTIONS))
-    useless += _set_options(given, _NGRAM_OPTIONS) if method == "suffix" else _changed_suffix_options(given)
-    if method != "custom_class" and given.model not in (None, method, f"[{method}]"):
-        useless.append("model")
-    yield from _refuse_useless(given, useless)
-
-
-def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
-    own = given.draft_parallel_config.tensor_parallel_size
-    target = given.target_parallel_config.tensor_parallel_size
-    if own != target:
-        yield f"draft_tensor_parallel_size {own} is not the target's {target}; leave it out of --speculative-config."
-    if given.rejection_sample_method == "probabilistic" and given.draft_sample_method == "coupled":
-        yield (
-            "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
-            "not; use strict with coupled in --speculative-config."
-        )
-    useless = [*_set_options(given, _DRAFTER_LAYER_OPTIONS), *_set_options(given, _NGRAM_OPTIONS)]
-    yield from _refuse_useless(given, [*useless, *_changed_suffix_options(given)])
-
-
-def _refuse_useless(given: SpeculativeConfig, names: list[str]) -> Iterator[str]:
-    for name in names:
-        yield f"{name} has no effect with method {given.method}; leave it out of --speculative-config."
-
-
-def _set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
-    """Those of `names` that the user set: left alone, each is None, False or 0."""
-    return (name for name in names if getattr(given, name) not in (None, False, 0))
-
-
-def _changed_suffix_options(given: SpeculativeConfig) -> Iterator[str]:
-    own = (option for option in fields(given) if option.name.startswith(_SUFFIX_OPTIONS))
-    return (option.name for option in own if getattr(given, option.name) != option.default)
-
-
-def brings_logits_processors(model: ModelConfig) -> bool:
-    """Whether the user or an installed package adds code of its own to the sampler."""
-    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
-
-    return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
-
-
-REQUEST_OPTION = "num_speculative_tokens"
-"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
-
-
-def unsupported_request(params: SamplingParams) -> str | None:
-    """Why a request can not be served, or None."""
-    if params.thinking_token_budget is not None:
-        return "thinking_token_budget is not supported by this platform; leave it out."
-    if params.prompt_logprob_token_ids is not None:
-        return "prompt_logprob_token_ids is not supported by this platform; use prompt_logprobs."
-    wanted = (params.extra_args or {}).get(REQUEST_OPTION, 0)
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-        return f"{REQUEST_OPTION} in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted!r}."
-    return None

@@ -14,12 +14,10 @@ from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
     Options,
     Speculation,
-    brings_logits_processors,
     choose_start_method,
     kv_cache_space_gib,
-    refuse_unsupported,
-    unsupported_request,
 )
+from vllm_gaudi_spec.refusals import brings_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 if TYPE_CHECKING:

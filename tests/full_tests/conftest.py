@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.full_tests import tiny_models
+from tests.full_tests.engines import engine
 from tests.full_tests.server import Server
+from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +43,18 @@ def tiny_llama(tiny: Callable[[str], str]) -> str:
 def looping_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny Llama whose text runs in circles."""
     return tiny_models.save(tiny_models.looping_llama, tmp_path_factory.mktemp("looping"))
+
+
+@pytest.fixture(scope="session")
+def mixed() -> list[Request]:
+    return mixed_requests()
+
+
+@pytest.fixture(scope="session")
+def mixed_answers(looping_llama: str, mixed: list[Request]) -> list[list[Answer]]:
+    """What the looping Llama says to them without speculation."""
+    with engine(looping_llama) as llm:
+        return run_together(llm, mixed)
 
 
 @pytest.fixture(scope="session")

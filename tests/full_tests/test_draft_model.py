@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import tiny_models
-from tests.full_tests.engines import counter, engine, generate, preemptions
+from tests.full_tests.engines import counter, generate, preemptions
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
+from tests.full_tests.workload import Answer, Request, differences, run_together
 
 STRICT = dict(rejection_sample_method="strict")
 COUPLED = STRICT | dict(draft_sample_method="coupled")
@@ -30,17 +30,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def drafting(model: str, k: int, method: str = "draft_model", **options: Any) -> dict[str, Any]:
     return dict(method=method, model=model, num_speculative_tokens=k, **options)
-
-
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
-    with engine(looping_llama) as llm:
-        return run_together(llm, requests)
 
 
 CASES = [
@@ -76,8 +65,8 @@ def test_lossless(
     schedule: str,
     looping_llama: str,
     request: pytest.FixtureRequest,
-    requests: list[Request],
-    expected: list[list[Answer]],
+    mixed: list[Request],
+    mixed_answers: list[list[Answer]],
 ) -> None:
     """64 mixed requests, greedy and seeded, in every kind of company."""
     method, model = "draft_model", looping_llama
@@ -85,8 +74,8 @@ def test_lossless(
         model = request.getfixturevalue(who)
         method = "universal_draft" if who in ("stranger", "twin") else method
     with speculating(looping_llama, drafting(model, k, method, **options), **SCHEDULES[schedule]) as llm:
-        different = differences(requests, run_together(llm, requests), expected)
-        assert not different, f"{len(different)} of {len(requests)} differ\n" + "\n".join(different[:5])
+        different = differences(mixed, run_together(llm, mixed), mixed_answers)
+        assert not different, f"{len(different)} of {len(mixed)} differ\n" + "\n".join(different[:5])
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 200
         if who in ("itself", "twin"):
             assert accepted(llm) > 200

@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from tests.full_tests.engines import counter, engine, preemptions
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.speculation import accepted, speculating
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
+from tests.full_tests.workload import Answer, Request, differences, run_together
 
 OTHER_VOCAB = str(Path(__file__).parents[2] / "demo" / "draft-other-vocab")
 GREEDY = dict(rejection_sample_method="strict")
@@ -28,17 +28,6 @@ def reading(context: str, match: str = "tli", **more: Any) -> dict[str, Any]:
 
 def drafting(model: str, k: int, **options: Any) -> dict[str, Any]:
     return dict(method="universal_draft", model=model, num_speculative_tokens=k, **options)
-
-
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return mixed_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
-    with engine(looping_llama) as llm:
-        return run_together(llm, requests)
 
 
 CASES = [("tli", 3, COUPLED, "chunked, cached, preempted"), ("slem", 5, GREEDY, "roomy")]
@@ -63,14 +52,14 @@ def test_lossless(
     schedule: str,
     looping_llama: str,
     stranger: str,
-    requests: list[Request],
-    expected: list[list[Answer]],
+    mixed: list[Request],
+    mixed_answers: list[list[Answer]],
 ) -> None:
     """64 mixed requests over random bytes, which are mostly no text at all."""
     engine_options = reading("retokenize", match) | SCHEDULES[schedule]
     with speculating(looping_llama, drafting(stranger, k, **options), **engine_options) as llm:
-        different = differences(requests, run_together(llm, requests), expected)
-        assert not different, f"{len(different)} of {len(requests)} differ\n" + "\n".join(different[:5])
+        different = differences(mixed, run_together(llm, mixed), mixed_answers)
+        assert not different, f"{len(different)} of {len(mixed)} differ\n" + "\n".join(different[:5])
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
         if "preempted" in schedule:
             assert preemptions(llm) > 0

@@ -6,6 +6,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from vllm_gaudi_spec.sample.verdict import Verdict
+
 
 class HostBackend:
     """Just enough of a device for the runner's bookkeeping."""
@@ -14,6 +16,15 @@ class HostBackend:
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
+
+
+def sampled(answers: list[list[int]], num_rows: int) -> Verdict:
+    """Each row got these tokens; rows behind them are padding."""
+    tokens = torch.zeros(num_rows, max(map(len, answers)), dtype=torch.int32)
+    counts = torch.ones(num_rows, dtype=torch.int32)
+    for index, answer in enumerate(answers):
+        tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
+    return Verdict(tokens, counts)
 
 
 def new_request(

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Folder or module -> what of ours it may import. What is not listed is not done.
 MAY_IMPORT = {
     "__init__": {"compat", "backends", "platform"},
-    "platform": {"backends", "config", "compat", "runner.shapes"},
+    "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
     "worker": {"backends", "config", "runner"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
+    "refusals": {"config"},
     "compat": {"config"},
     "demo_model": {"config"},
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.unit.fakes import HostBackend, cached, new_request, step
+from tests.unit.fakes import HostBackend, cached, new_request, sampled, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
@@ -28,7 +28,6 @@ from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.schedule import plan_batches
-from vllm_gaudi_spec.sample.verdict import Verdict
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # of a row
@@ -143,20 +142,18 @@ class Rows:
         members = [self.requests.by_id[name] for name in answers]
         longest = max(len(self.tokens[name]) for name in answers) + self.num_drafts  # as the scheduler counts
         batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, longest)
-        num_rows, width = len(batch.rows_np), max(map(len, answers.values()))
-        tokens, counts = torch.zeros(num_rows, width).int(), torch.ones(num_rows).int()
-        last = torch.zeros(num_rows).int()
+        verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
-            tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
             last[index] = len(self.tokens[name]) - 1
             if name in self.rejected:  # else its prompt ends here
                 # The scheduler counted the drafts of the step before as accepted, if it could not wait for it.
                 members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
             self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
-        self.requests.advance(batch.rows_B, last, Verdict(tokens, counts))
+        self.requests.advance(batch.rows_B, last, verdict)
         inputs = self.sampling.prepare(batch, {})
-        drafts = self.drafting.propose(batch, last + 1 + counts, inputs, self.num_drafts if most is None else most)
+        lengths = last + 1 + verdict.num_sampled_B
+        drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
         found: dict[str, list[int]] = {name: [] for name in answers}
         if drafts is not None:
             rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)

@@ -18,8 +18,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, config
-from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, unsupported_request
+from vllm_gaudi_spec import backends, config, refusals
+from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.refusals import unsupported_request
 
 
 def vllm_config(options: dict[str, Any] | None) -> Any:
@@ -220,8 +221,8 @@ def test_the_lists_of_options_are_upstreams() -> None:
     used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}
     used |= {"rejection_sample_method", "draft_sample_method"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
-    ours = {*config._NO_EFFECT, *config._DRAFTER_MODEL_OPTIONS, *config._NGRAM_OPTIONS}
-    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(config._SUFFIX_OPTIONS)}
+    ours = {*refusals._NO_EFFECT, *refusals._DRAFTER_MODEL_OPTIONS, *refusals._NGRAM_OPTIONS}
+    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(refusals._SUFFIX_OPTIONS)}
     assert names == refused_upstream | filled_in | used | ours
 
 
@@ -275,7 +276,7 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
-    assert speculation.slab == slab
+    assert speculation.universal_slab == slab
     if speculation.retokenizes:
         assert made.scheduler_config.async_scheduling is False
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.unit.fakes import HostBackend, new_request, step
+from tests.unit.fakes import HostBackend, new_request, sampled, step
 from tests.unit.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.test_retokenizing import Languages
 from tests.unit.test_shapes import shapes
@@ -87,8 +87,8 @@ class Rows:
             drafting=drafting,
             drafter_max_len=length,
             universal=True,
-            context="retokenize",
-            match=match,
+            universal_context="retokenize",
+            universal_match=match,
         )
         width = self.shapes.max_context + 1 + num_drafts
         self.requests = Requests(self.backend, NUM_ROWS, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
@@ -131,16 +131,13 @@ class Rows:
         """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
         members = [self.requests.by_id[name] for name in answers]
         batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, 100)
-        num_rows, width = len(batch.rows_np), max(map(len, answers.values()))
-        tokens, counts = torch.zeros(num_rows, width).int(), torch.ones(num_rows).int()
-        last = torch.zeros(num_rows).int()
+        verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
-            tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
             last[index] = len(self.tokens[name]) - 1
             self.tokens[name] += answer
-        verdict = Verdict(tokens, counts)
         self.requests.advance(batch.rows_B, last, verdict)
-        assert self.drafting.propose(batch, last + 1 + counts, self.sampling.prepare(batch, {}), 0) is None
+        inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verdict.num_sampled_B
+        assert self.drafting.propose(batch, lengths, inputs, 0) is None
         done = Step(members, verdict)
         self.drafting.propose_behind(done, self.num_drafts if most is None else most)
         waiting = {name: self.waiting(name) for name in answers}
@@ -168,7 +165,7 @@ class Rows:
 
     def expected(self, name: str) -> list[int]:
         drafts = self.own_drafts(name)
-        if self.speculation.match == "tli":
+        if self.speculation.universal_match == "tli":
             return drafts
         timeline = Timeline(self.languages.reader)
         timeline.extend(self.tokens[name])
@@ -309,9 +306,9 @@ def test_warm_up_runs_every_shape_that_can_come() -> None:
         batch = make_batch(rows.requests, shape, [], [], [], starts_known=shape.phase == "prefill")
         rows.drafting.follow(batch)
         if shape.phase == "decode":
-            sampled = make_sample_batch(rows.requests, shape.rows, shape.queries, [], 0)
+            finished = make_sample_batch(rows.requests, shape.rows, shape.queries, [], 0)
             lengths_B = torch.zeros(shape.rows).int()
-            rows.drafting.propose(sampled, lengths_B, rows.sampling.prepare(sampled, {}), 3)
+            rows.drafting.propose(finished, lengths_B, rows.sampling.prepare(finished, {}), 3)
             verdict = Verdict(torch.zeros(shape.rows, 1).int(), torch.ones(shape.rows).int())
             rows.drafting.propose_behind(Step([], verdict), 3)
     assert rows.recorder._seen == rows.recorder.manifest

@@ -117,18 +117,18 @@ def load_drafting(
     pair = coverage = None
     if speculation.universal:
         pair = Pair.load(vllm_config, cache_folder())
-        coverage = Coverage(pair.map.target_to_draft) if speculation.match == TLI else None
+        coverage = Coverage(pair.map.target_to_draft) if speculation.universal_match == TLI else None
     if speculation.retokenizes:
         assert pair is not None
         assert model is not None
         texts = Texts.load(pair)
-        rewrites = speculation.match == SLEM
-        own_shapes = shapes.of_length(speculation.slab, requests.backend)
+        rewrites = speculation.universal_match == SLEM
+        own_shapes = shapes.of_length(speculation.universal_slab, requests.backend)
         return TextDrafting(
             RetokenizedProposer(model, texts.own(device) if rewrites else pair.mapped(device)),
             texts.reader(),
             texts.rewriter() if rewrites else None,
-            Slab(model, requests.backend, requests.pad_row, speculation.slab, own_shapes.max_context),
+            Slab(model, requests.backend, requests.pad_row, speculation.universal_slab, own_shapes.max_context),
             Followed(split, requests, speculation.num_drafts),
             requests,
             recorder,

@@ -63,10 +63,14 @@ class ModelRunner:
         if self.drafter is None or given is None:
             return {}
         laws = 4 * math.prod(DraftLaws.shape(given, self.max_rows, self.vllm_config.model_config.get_vocab_size()))
-        slab = Slab.num_bytes(self.drafter.kv_cache_spec(), self.max_rows, given.slab) if given.retokenizes else 0
+        slab = (
+            Slab.num_bytes(self.drafter.kv_cache_spec(), self.max_rows, given.universal_slab)
+            if given.retokenizes
+            else 0
+        )
         parts = {
             "the float32 laws of drafts: sequences x drafts x vocabulary": laws,
-            f"the drafter's KV: sequences x {given.slab} tokens (universal_slab)": slab,
+            f"the drafter's KV: sequences x {given.universal_slab} tokens (universal_slab)": slab,
         }
         return {name: size for name, size in parts.items() if size}
 
