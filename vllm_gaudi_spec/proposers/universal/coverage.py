@@ -35,8 +35,9 @@ class Coverage:
         if share < ENOUGH:
             logger.warning(
                 "The drafter has only %.0f%% of the tokens in the prompts seen (%d of %d), so most of its drafts can "
-                "not be what the target says. universal_match slem in additional_config.gaudi_spec drafts with the "
-                "drafter's whole vocabulary; another drafter, or method ngram, may serve better.",
+                "not be what the target says. universal_context retokenize with universal_match slem, in "
+                "additional_config.gaudi_spec, drafts with the drafter's whole vocabulary; another drafter, or method "
+                "ngram, may serve better.",
                 100 * share,
                 self._num_matched,
                 self._num_seen,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,17 @@ class Encoder:
 
 def _splice(known: Encoded, old: int, window: Encoded, new: int) -> int:
     """Replace what stands from `old` on by what the window has from `new` on."""
-    tail, fresh = known.ids[old:], window.ids[new:]
-    same = next((i for i, (a, b) in enumerate(zip(tail, fresh, strict=False)) if a != b), min(len(tail), len(fresh)))
+    fresh = window.ids[new:]
+    same = old + num_equal(known.ids[old:], fresh)
     known.ids[old:] = fresh
     known.ends[old:] = window.ends[new:]
-    return old + same
+    return same
+
+
+def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many at the beginning of both are the same."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
 def _index(whole: list[int], part: list[int]) -> int:

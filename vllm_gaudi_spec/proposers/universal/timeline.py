@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_gaudi_spec.proposers.universal.encoder import Encoded, Encoder
+from vllm_gaudi_spec.proposers.universal.encoder import Encoded, Encoder, num_equal
 from vllm_gaudi_spec.proposers.universal.token_bytes import Vocabulary
 
 
@@ -102,7 +102,7 @@ class Timeline:
         self.is_complete = len(self._tail) == len(loose)
         same = min(same, len(self._kv))
         ahead = self._kv[same:]
-        del self._kv[same + _num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
+        del self._kv[same + num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
     def _stretches(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Text, each with the special token behind it."""
@@ -138,8 +138,3 @@ class Timeline:
 
     def _loose_bytes(self) -> bytes:
         return self._decoder.getstate()[0]
-
-
-def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
