@@ -77,9 +77,10 @@ class RectangleAttentionImpl(AttentionImpl):
         self._spec: AttentionLayerSpec | None = None
         self._ops: Any = None
 
-    def _resolve(self, query: torch.Tensor, kv_cache: torch.Tensor) -> AttentionLayerSpec:
+    def _resolve(self, query: torch.Tensor, kv_cache: Any) -> AttentionLayerSpec:
         """Once the KV cache is bound, block size and dtype are known and the kernel can be chosen."""
         if self._spec is None:
+            backend = load_backend()
             self._spec = AttentionLayerSpec(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
@@ -88,9 +89,8 @@ class RectangleAttentionImpl(AttentionImpl):
                 sliding_window=self.sliding_window,
                 logits_soft_cap=self.logits_soft_cap,
                 dtype=query.dtype,
-                block_size=kv_cache.shape[2],
+                block_size=backend.kv_block_size(kv_cache),
             )
-            backend = load_backend()
             self._ops = backend if backend.supports_attention(self._spec) else torch_ops
         return self._spec
 
@@ -99,7 +99,7 @@ class RectangleAttentionImpl(AttentionImpl):
         layer: torch.nn.Module,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         slot_mapping: torch.Tensor,
     ) -> None:
         spec = self._resolve(key, kv_cache)
@@ -111,7 +111,7 @@ class RectangleAttentionImpl(AttentionImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         attn_metadata: AttentionCall | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,

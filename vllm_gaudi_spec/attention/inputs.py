@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.attention.metadata import AttentionCall, FlatBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,15 @@ class Inputs:
     calls: tuple[AttentionCall, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The KV blocks of a batch's rows, for each KV cache group."""
 
     tables: tuple[torch.Tensor, ...]
     """int32 [B, W]."""
     sizes: tuple[int, ...]
     """Tokens in a block."""
+    flat: tuple[torch.Tensor, ...] = ()
+    """int32 [3, N]: the same blocks in one list, as `FlatBlocks` has them; for devices that decode over such lists."""
 
 
 def rectangle(
@@ -48,7 +50,7 @@ def rectangle(
     positions_BQ = starts_B[:, None] + place_Q
     real_BQ = place_Q < num_real_B[:, None]
     slots, calls = [], []
-    for table, size in zip(blocks.tables, blocks.sizes, strict=True):
+    for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
         block_BQ = table.gather(1, (positions_BQ // size).long())
         slots.append((torch.where(real_BQ, block_BQ, 0) * size + positions_BQ % size).flatten().long())
         calls.append(
@@ -58,6 +60,7 @@ def rectangle(
                 starts_B=starts_B,
                 block_table_BW=table,
                 num_real_queries=single_row_real,
+                flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
             )
         )
     tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)

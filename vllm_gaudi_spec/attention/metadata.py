@@ -23,6 +23,21 @@ class AttentionLayerSpec:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBlocks:
+    """The blocks of all rows in one list, so that a step's work follows the blocks that rows have, not the longest row.
+
+    Entries may stand in any order. A row's blocks that no query of it can read any more need not be listed.
+    """
+
+    ids_N: torch.Tensor
+    """int32 block ids; padding is block 0."""
+    rows_N: torch.Tensor
+    """int32: the row of the batch that owns the entry; padding belongs to row B, nobody."""
+    places_N: torch.Tensor
+    """int32: the entry's place in its row: its first key stands at place * block_size."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
@@ -39,6 +54,8 @@ class AttentionCall:
     """int32: the row's blocks; block 0 is the pad block."""
     num_real_queries: int | None = None
     """Known on the host for a single row: how many of its queries are real."""
+    flat: FlatBlocks | None = None
+    """The same blocks as a list, for backends that attend over one."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:

@@ -26,3 +26,26 @@ def attend_one(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         out.append(scores.softmax(0) @ values[:, head // group])
     return torch.stack(out)
+
+
+def attend_row(
+    query_QHD: torch.Tensor,
+    keys_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor,
+    blocks: dict[int, int],
+    start: int,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float,
+) -> torch.Tensor:
+    """float64 [Q, H, D] of queries from `start` on. `blocks`: place in the row -> block; one missing holds nan."""
+    missing = torch.full_like(keys_NSKD[0], torch.nan)
+    keys, values = (
+        torch.cat([stored[blocks[place]] if place in blocks else missing for place in range(max(blocks) + 1)]).double()
+        for stored in (keys_NSKD, values_NSKD)
+    )
+    out = []
+    for q, query_HD in enumerate(query_QHD):
+        out.append(attend_one(query_HD, keys, values, start + q, scale=scale, window=window, soft_cap=soft_cap))
+    return torch.stack(out)

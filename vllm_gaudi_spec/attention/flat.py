@@ -1,0 +1,122 @@
+"""Paged attention over a flat list of blocks: each is read once, whatever the row's queries and the longest row.
+
+The letters are padded.py's; N here also counts the list's entries. Every entry is attended to for itself, by all
+queries of the row that owns it. A row's entries then agree on their maximum, are rescaled to it, and added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.padded import (
+    LOWEST,
+    group_queries,
+    in_reach,
+    matmul_form,
+    query_positions,
+    score,
+    write_out,
+)
+
+BlockSoftmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(scores [N, K, G, Q, S], bias [N, 1, 1, Q, S], owners int32 [N]) -> exp(scores - max), max, sums.
+
+Maximum and sums are per query and block, flattened to [N, K * G * Q] and maybe followed by unused lanes. Of an entry
+with owner -1 the first result is zero or finite, the others may be anything.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a call's layers of one window share."""
+
+    bias: torch.Tensor
+    """float32 [N, 1, 1, Q, S]: 0 where a query sees the key, LOWEST where not."""
+    readers_N: torch.Tensor
+    """The row whose queries read the entry. Padding is read by the last row, and counted for none."""
+    owners_N: torch.Tensor
+    """int32: the owning row, -1 for padding."""
+    owned_N1: torch.Tensor
+
+
+def attend(
+    query_THD: torch.Tensor,
+    keys_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    out_THD: torch.Tensor,
+    block_softmax: BlockSoftmax | None = None,
+) -> None:
+    """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
+
+    A query that sees no key of the listed blocks comes out zero.
+    """
+    flat = call.flat
+    assert flat is not None, "the call lists no blocks"
+    plan = call.plan(("flat", spec.sliding_window, spec.block_size), lambda: _plan(call, spec))
+    # [N, S, K, D] -> [N, K, S, D]
+    keys = keys_NSKD.index_select(0, flat.ids_N).transpose(1, 2)
+    values = matmul_form(values_NSKD.index_select(0, flat.ids_N).transpose(1, 2))
+    query = group_queries(query_THD, call, spec).index_select(0, plan.readers_N)
+    scores = score(query, keys, call, spec)
+    softmax = block_softmax or torch_block_softmax
+    exp, max_NL, sums_NL = softmax(scores, plan.bias, plan.owners_N)
+
+    # L = K * G * Q lanes, one a query of a head. A kernel may return more of them, and leaves padding entries unset.
+    lanes = spec.num_heads * call.num_queries
+    max_NL = torch.where(plan.owned_N1, max_NL.narrow(1, 0, lanes), LOWEST)
+    sums_NL = torch.where(plan.owned_N1, sums_NL.narrow(1, 0, lanes), 0.0)
+    # A row's maximum starts above LOWEST, so that an entry of which a query sees nothing is rescaled to 0, not to 1,
+    # even where the query sees nothing in the row's other entries either.
+    row_max = torch.full((call.num_rows + 1, lanes), LOWEST / 2, dtype=torch.float32, device=scores.device)
+    row_max = row_max.index_reduce_(0, flat.rows_N, max_NL, "amax")
+    rescale_NL = torch.exp(max_NL - row_max.index_select(0, flat.rows_N))
+
+    weights = (exp * rescale_NL.view(*scores.shape[:-1], 1)).to(values.dtype)
+    parts = (weights.flatten(2, 3) @ values).reshape(scores.shape[0], lanes * spec.head_size)
+    total = _one_hot(call, values.dtype) @ parts
+    sums_BL = _one_hot(call, torch.float32) @ (sums_NL * rescale_NL)
+    shape = (call.num_rows, *scores.shape[1:-1])
+    # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
+    result = total.view(*shape, spec.head_size).float() / sums_BL.clamp(min=1.0).view(*shape, 1)
+    write_out(result, out_THD)
+
+
+def torch_block_softmax(
+    scores: torch.Tensor, bias: torch.Tensor, owners_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`BlockSoftmax` in plain torch."""
+    # Not added: what the pad block and the unused end of a block hold may be too large for that.
+    scores = torch.where(bias < 0, bias, scores)
+    block_max = scores.amax(-1, keepdim=True)
+    exp = torch.exp(scores - block_max)
+    return exp, block_max.flatten(1), exp.sum(-1).flatten(1)
+
+
+def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
+    flat = call.flat
+    assert flat is not None
+    owned_N = flat.rows_N < call.num_rows
+    readers_N = flat.rows_N.clamp(max=call.num_rows - 1)
+    inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
+    key_pos_NS = flat.places_N[:, None] * spec.block_size + inside_S
+    query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
+    seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec.sliding_window) & owned_N[:, None, None]
+    bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)
+    return _Plan(bias[:, None, None], readers_N, torch.where(owned_N, flat.rows_N, -1), owned_N[:, None])
+
+
+def _one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
+    """[B, N]: as a matrix, adds up what belongs to each row. Padding has no row to be added to."""
+
+    def build() -> torch.Tensor:
+        assert call.flat is not None
+        rows_B = torch.arange(call.num_rows, dtype=torch.int32, device=call.flat.rows_N.device)
+        return (call.flat.rows_N == rows_B[:, None]).to(dtype)
+
+    return call.plan(("one hot", dtype), build)

@@ -1,0 +1,101 @@
+"""Paged attention over block tables: every row is gathered as wide as the widest, one softmax a query.
+
+B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; N blocks of S keys. Shapes are static,
+and nothing here reads a value on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+
+# The score of a key that a query may not read. Finite, since inf - inf is nan where a query sees no key at all.
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attend(
+    query_THD: torch.Tensor,
+    keys_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    out_THD: torch.Tensor,
+) -> None:
+    """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
+
+    A query that sees no key of its table comes out zero.
+    """
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        seen_BQ = visible(call, spec)
+        return seen_BQ[:, None, None], seen_BQ.any(-1)[:, None, None, :, None]
+
+    seen, sees_any = call.plan(("padded", spec.sliding_window, spec.block_size), build)
+    keys = gather_rows(keys_NSKD, call.block_table_BW)
+    values = matmul_form(gather_rows(values_NSKD, call.block_table_BW))
+    scores = score(group_queries(query_THD, call, spec), keys, call, spec)
+    weights = torch.where(seen, scores, LOWEST).softmax(-1).to(values.dtype)
+    result = (weights.flatten(2, 3) @ values).view(*scores.shape[:-1], spec.head_size)
+    write_out(torch.where(sees_any, result, 0), out_THD)
+
+
+def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor) -> torch.Tensor:
+    """The rows' blocks side by side: a view [B, K, W * S, D] of gathered memory."""
+    rows, width = table_BW.shape
+    _, block_size, num_kv_heads, head_size = blocks_NSKD.shape
+    gathered = blocks_NSKD.index_select(0, table_BW.flatten())
+    return gathered.view(rows, width * block_size, num_kv_heads, head_size).transpose(1, 2)
+
+
+def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """bool [B, Q, W * S]: which keys of its table a query may read."""
+    device = call.starts_B.device
+    key_pos = torch.arange(call.block_table_BW.shape[1] * spec.block_size, dtype=torch.int32, device=device)
+    return in_reach(key_pos, query_positions(call.starts_B, call.num_queries), spec.sliding_window)
+
+
+# --- what the flat form shares ---
+
+
+def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """[..., Q, 1]: where the queries of each row stand, to be compared with positions of keys."""
+    places_Q = torch.arange(num_queries, dtype=torch.int32, device=starts.device)
+    return (starts[:, None] + places_Q)[..., None]
+
+
+def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, window: int | None) -> torch.Tensor:
+    """A query sees itself and what stands before it, and of that, under a window, the last `window`."""
+    seen = key_pos <= query_pos
+    if window is not None:
+        seen = seen & (key_pos > query_pos - window)
+    return seen
+
+
+def group_queries(query_THD: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """[B, K, G * Q, D]: the queries that share a KV head meet its keys in one matmul."""
+    group = spec.num_heads // spec.num_kv_heads
+    query = query_THD.view(call.num_rows, call.num_queries, spec.num_kv_heads, group, spec.head_size)
+    shape = (call.num_rows, spec.num_kv_heads, group * call.num_queries, spec.head_size)
+    return query.permute(0, 2, 3, 1, 4).reshape(shape)
+
+
+def score(query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """float32 [..., K, G, Q, keys] of queries [..., K, G * Q, D] and keys [..., K, keys, D]."""
+    products = (matmul_form(query) @ matmul_form(keys).transpose(-1, -2)).float()
+    # Scaled behind the matmul: before it, bfloat16 would round each query once more.
+    if spec.logits_soft_cap:
+        products = torch.tanh(products * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap
+    else:
+        products = products * spec.scale
+    group = spec.num_heads // spec.num_kv_heads
+    return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
+
+
+def matmul_form(tensor: torch.Tensor) -> torch.Tensor:
+    """bfloat16 is what matrix engines take, with sums kept in float32; float16 would overflow in the products."""
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
+
+
+def write_out(result_BKGQD: torch.Tensor, out_THD: torch.Tensor) -> None:
+    out_THD.copy_(result_BKGQD.permute(0, 3, 1, 2, 4).reshape(out_THD.shape))
