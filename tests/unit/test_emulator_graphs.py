@@ -1,0 +1,347 @@
+"""Emulated HPU graphs: what is baked in at capture, what is replayed, and what a capture refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_gaudi_spec import emulator
+
+THIS_FILE = os.path.basename(__file__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    emulator.install(generation="gaudi2", lazy=True)
+
+
+@pytest.fixture
+def card() -> Iterator[Any]:
+    card = emulator.device()
+    card.reset()
+    with torch.inference_mode():
+        yield card
+    card.reset()
+
+
+class Program(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = run
+
+
+def graph(run: Callable[..., Any], disable_tensor_cache: bool = True, **kwargs: Any) -> Any:
+    import habana_frameworks.torch as htorch
+
+    return htorch.hpu.wrap_in_hpu_graph(Program(run), disable_tensor_cache=disable_tensor_cache, **kwargs)
+
+
+def compile_only() -> Any:
+    from habana_frameworks.torch.internal.bridge_config import env_setting
+
+    return env_setting("PT_COMPILE_ONLY_MODE", True)
+
+
+def hpu(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).to("hpu")
+
+
+def test_replay_takes_new_inputs(card: Any) -> None:
+    run = graph(lambda x, y: (x + y, {"product": x * y}))
+    for a, b in ((1.0, 2.0), (3.0, 4.0)):
+        total, rest = run(hpu(a), hpu(b))
+        assert (total.item(), rest["product"].item()) == (a + b, a * b)
+    assert (card.counters.graph_captures, card.counters.graph_replays) == (1, 1)
+
+
+def test_python_values_are_baked(card: Any) -> None:
+    factor = [2.0]
+    run = graph(lambda x: x * factor[0])
+    assert run(hpu(1)).item() == 2.0
+    factor[0] = 3.0
+    assert run(hpu(1)).item() == 2.0
+
+
+def test_outputs_are_overwritten_by_the_next_replay(card: Any) -> None:
+    run = graph(lambda x: x + 1)
+    first = run(hpu(1))
+    view = first[:1]
+    second = run(hpu(5))
+    assert first is second
+    assert (first.item(), view.item()) == (6.0, 6.0)
+    run(hpu(7))
+    assert view.item() == 8.0
+
+
+def test_a_new_geometry_or_value_is_a_new_graph(card: Any) -> None:
+    run = graph(lambda x, flag, *rest: x + 1 if flag else x - 1)
+    x = torch.zeros(4, 4, device="hpu")
+    for args in ((x, True), (x[:2], True), (x.t(), True), (x[1:3], True), (x.bfloat16(), True), (x, False), (x, 1)):
+        run(*args)
+    run(x, True, x)
+    run(x, True, x.clone())  # one tensor twice is another wiring
+    assert card.counters.graph_captures == 9
+    run(x, True)
+    assert card.counters.graph_captures == 9
+
+
+def test_structures_of_arguments(card: Any) -> None:
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: torch.Tensor | None
+
+    @dataclasses.dataclass
+    class Metadata:
+        pair: Pair
+        sizes: list[int]
+
+    def forward(meta: Metadata, extra: dict[str, torch.Tensor]) -> torch.Tensor:
+        return meta.pair.left * meta.sizes[0] + extra["x"]
+
+    run = graph(forward)
+    for number, size in ((1.0, 2), (3.0, 2), (3.0, 4)):
+        out = run(Metadata(Pair(hpu(number), None), [size]), {"x": hpu(1)})
+        assert out.item() == number * size + 1
+    assert card.counters.graph_captures == 2
+    with pytest.raises(TypeError, match="hash"):
+        run(Metadata(Pair(hpu(1), None), [1]), {"x": bytearray()})
+
+
+def test_state_is_kept_by_reference_and_updated_in_place(card: Any) -> None:
+    state = torch.zeros(4, device="hpu")
+
+    def forward(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        state.index_copy_(0, slot, value)
+        return state.sum(0, keepdim=True)
+
+    run = graph(forward)
+    assert run(hpu(1).long(), hpu(5)).item() == 5.0
+    assert run(hpu(2).long(), hpu(7)).item() == 12.0
+    state.fill_(1)
+    assert run(hpu(0).long(), hpu(2)).item() == 5.0
+    assert state.tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_an_input_changed_inside(card: Any) -> None:
+    for cached in (False, True):
+        run = graph(lambda x: x.add_(1), disable_tensor_cache=not cached)
+        for _ in range(2):
+            x = hpu(1)
+            assert run(x).item() == 2.0
+            assert x.item() == (1.0 if cached else 2.0)
+
+
+def test_held_inputs_can_be_dropped(card: Any) -> None:
+    run = graph(lambda x: x * 2, disable_tensor_cache=False)
+    assert [run(hpu(1)).item(), run(hpu(2)).item()] == [2.0, 4.0]
+    run.clear_inputs()
+    assert run(hpu(3)).item() == 6.0
+
+
+def test_bypass_limit_and_clearing(card: Any) -> None:
+    run = graph(lambda x: x + 1, max_graphs=1)
+    assert run(hpu(1), bypass_hpu_graphs=True).item() == 2.0
+    assert card.counters.graph_captures == 0
+    run(hpu(1))
+    assert run(hpu(1, 2)).tolist() == [2.0, 3.0]
+    assert card.counters.graph_captures == 1
+    held = card.graph_bytes
+    assert held > 0
+    run.clear_cache()
+    assert card.graph_bytes == 0
+    run(hpu(1))
+    assert (card.counters.graph_captures, card.graph_bytes) == (2, held)
+
+
+def test_the_graph_reserve_ends(card: Any) -> None:
+    card.graph_reserve = 4096
+    run = graph(lambda x: x + 1)
+    run(torch.zeros(512, device="hpu"))
+    with pytest.raises(torch.OutOfMemoryError, match="reserve"):
+        run(torch.zeros(1024, device="hpu"))
+
+
+def test_compile_only_then_replay(card: Any) -> None:
+    state = torch.zeros(2, device="hpu")
+    weight = hpu(2)
+
+    def forward(x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        y = (x @ x.t()).float().sum().reshape(1) * weight
+        state.index_copy_(0, slot, y)
+        return y.topk(1).values
+
+    run = graph(forward)
+    with compile_only():
+        run(torch.zeros(2, 3, device="hpu"), torch.zeros(1, dtype=torch.int64, device="hpu"))
+        run(torch.zeros(2, 3, device="hpu"), torch.zeros(1, dtype=torch.int64, device="hpu"))
+    assert (card.counters.graph_captures, card.counters.graph_replays, card.counters.flops) == (1, 0, 0)
+    assert state.tolist() == [0.0, 0.0]
+    out = run(torch.ones(2, 3, device="hpu"), hpu(1).long())
+    assert (out.item(), state.tolist()) == (24.0, [0.0, 24.0])
+    assert (card.counters.graph_captures, card.counters.graph_replays) == (1, 1)
+
+
+def test_compile_only_computes_nothing(card: Any) -> None:
+    x = hpu(1, 2)
+    with compile_only():
+        y = x * 2
+        x.add_(1)
+        assert y.cpu().shape == (2,)
+        for read in (lambda: y[0].item(), lambda: bool(y[0]), y.tolist, y.nonzero):
+            with pytest.raises(RuntimeError, match="compile-only"):
+                read()
+    assert x.tolist() == [1.0, 2.0]
+    assert card.counters.garbage_reads == 0
+    assert y.tolist() == [0.0, 0.0]
+    assert card.counters.garbage_reads == 1
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x + x[0].item(),
+        lambda x: x.cpu().to("hpu"),
+        lambda x: x if bool(x[0] > 0) else -x,
+        lambda x: [x, x.tolist()],
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.masked_fill_(x > 0, 1).unique(),
+        lambda x: torch.bincount(x.long()),
+        lambda x: x.mode(),
+        lambda x: x + torch.ones(2).to("hpu"),
+        lambda x: torch.repeat_interleave(x, x.long()),
+        lambda x: torch.hpu.synchronize(),
+    ],
+)
+def test_a_capture_refuses(card: Any, run: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=f"graph capture.*{THIS_FILE}"):
+        graph(run)(hpu(1, 2))
+    assert card.capture is None
+    assert graph(lambda x: x + 1)(hpu(1)).item() == 2.0
+
+
+def test_a_capture_refuses_another(card: Any) -> None:
+    inner = graph(lambda x: x + 1)
+    with pytest.raises(RuntimeError, match="while another is recorded"):
+        graph(lambda x: inner(x) * 2)(hpu(1))
+    assert graph(lambda x: inner(x, bypass_hpu_graphs=True) * 2)(hpu(1)).item() == 4.0
+
+
+def assign_column(x: torch.Tensor) -> torch.Tensor:
+    x[:, 0] = 1
+    return x
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, state: state.view(-1).index_copy_(0, x[0, :1].long(), x[0, :1]),
+        lambda x, state: state[0].add_(1),
+        lambda x, state: assign_column(state),
+        lambda x, state: assign_column(x),
+        lambda x, state: x.view(-1).zero_(),
+    ],
+)
+def test_no_update_through_views(card: Any, run: Callable[..., Any]) -> None:
+    state = torch.zeros(2, 2, device="hpu")
+    with pytest.raises(RuntimeError, match=f"changes a view in place.*{THIS_FILE}"):
+        graph(lambda x: run(x, state))(torch.zeros(2, 2, device="hpu"))
+    # Outside a graph it is an ordinary operation.
+    run(torch.zeros(2, 2, device="hpu"), state)
+
+
+def test_what_a_graph_makes_it_may_fill_through_views(card: Any) -> None:
+    run = graph(lambda x: assign_column(x + 1))
+    for number in (0.0, 4.0):
+        assert run(hpu(number, number).view(1, 2)).tolist() == [[1.0, number + 1]]
+
+
+def test_a_tensor_shaped_before_the_capture_may_be_updated(card: Any) -> None:
+    kv = torch.zeros(8, device="hpu").view(4, 2)
+
+    def forward(slot: torch.Tensor) -> torch.Tensor:
+        return kv.index_fill_(0, slot, 1.0).sum()
+
+    assert graph(forward)(hpu(1).long()).item() == 2.0
+    part = torch.zeros(8, device="hpu")[:4]
+    with pytest.raises(RuntimeError, match="changes a view"):
+        graph(lambda x: part.add_(x))(hpu(1))
+
+
+def test_replays_repeat_the_counted_work(card: Any) -> None:
+    kv = torch.zeros(16, 8, device="hpu")
+    emulator.tag_kv(kv)
+    run = graph(lambda blocks: kv.index_select(0, blocks) @ kv.t())
+    run(hpu(0, 1).long())
+    first = card.next_step()
+    run(hpu(2, 3).long())
+    second = card.next_step()
+    assert second.kv_bytes_read == first.kv_bytes_read > 0
+    assert second.flops == first.flops == 2 * 2 * 8 * 16
+    assert (second.graph_captures, second.graph_replays) == (0, 1)
+    assert card.report()["graphs"][0]["replays"] == 1
+
+
+def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:
+    table = hpu(1, 2)
+
+    def forward(index: torch.Tensor) -> torch.Tensor:
+        return table[index]
+
+    run = graph(forward)
+    assert run(hpu(1).long()).item() == 2.0
+    with pytest.raises(IndexError, match="negative indices") as caught:
+        run(hpu(-1).long())
+    assert f"{THIS_FILE}:{forward.__code__.co_firstlineno + 1}" in caught.value.__notes__[0]
+
+
+def test_names_and_late_captures(card: Any) -> None:
+    run = graph(lambda x: x + 1)
+    run.graph_name = "drafter"
+    run(hpu(1))
+    x = hpu(1, 2)
+    card.seal()
+    card.strict = True
+    with pytest.raises(RuntimeError, match="drafter 2"):
+        run(x)
+    assert card.report()["graphs"][0]["name"] == "drafter"
+
+
+def test_an_input_returned_is_the_callers(card: Any) -> None:
+    run = graph(lambda x, y: (x, x + y, x.view(1, -1)))
+    for number in (1.0, 2.0):
+        x = hpu(number)
+        same, total, view = run(x, x.clone())
+        assert same is x
+        assert (total.item(), view.tolist()) == (2 * number, [[number]])
+
+
+def test_random_draws_differ_between_replays(card: Any) -> None:
+    run = graph(lambda x: torch.rand_like(x))
+    first = run(torch.zeros(8, device="hpu")).tolist()
+    assert run(torch.zeros(8, device="hpu")).tolist() != first
+
+
+def test_raw_graph(card: Any) -> None:
+    x = hpu(1)
+    recorded = torch.hpu.HPUGraph()
+    recorded.capture_begin()
+    y = x * 2
+    recorded.capture_end()
+    x.fill_(5)
+    recorded.replay()
+    assert y.item() == 10.0
+
+
+def test_graphs_exist_in_lazy_mode_only(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.emulator import runtime
+
+    assert hasattr(torch.hpu, "wrap_in_hpu_graph")
+    monkeypatch.setattr(card, "lazy", False)
+    assert not hasattr(runtime.make_module(), "wrap_in_hpu_graph")

@@ -1,0 +1,81 @@
+"""Collectives of the emulated device, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from vllm_gaudi_spec import emulator
+
+
+def work(rank: int, world: int, path: str) -> None:
+    torch.set_num_threads(1)
+    emulator.install()
+    card = emulator.device()
+    dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
+    try:
+        with torch.inference_mode():
+            collectives(rank, world)
+            inside_a_graph(card, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def collectives(rank: int, world: int) -> None:
+    x = torch.full((world,), float(rank + 1)).to("hpu")
+    every = [float(other + 1) for other in range(world)]
+    total = x.clone()
+    dist.all_reduce(total)
+    assert total.tolist() == [sum(every)] * world
+    flat = torch.empty(world * world, device="hpu")
+    dist.all_gather_into_tensor(flat, x)
+    assert flat.view(world, world)[:, 0].tolist() == every
+    parts = [torch.empty(world, device="hpu") for _ in range(world)]
+    dist.all_gather(parts, x)
+    assert [part[0].item() for part in parts] == every
+    own = torch.empty(1, device="hpu")
+    dist.reduce_scatter_tensor(own, x)
+    assert own.item() == sum(every)
+    sent = x.clone()
+    dist.broadcast(sent, 0)
+    assert sent[0].item() == 1.0
+    dist.barrier()
+    if world > 1:
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            got = torch.zeros(world, device="hpu")
+            dist.recv(got, 0)
+            assert got[0].item() == 1.0
+
+
+def inside_a_graph(card: Any, world: int) -> None:
+    import habana_frameworks.torch as htorch
+
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            dist.all_reduce(y)
+            return y * 2
+
+    x = torch.zeros(1, device="hpu")
+    run = htorch.hpu.wrap_in_hpu_graph(Sum(), disable_tensor_cache=True)
+    with pytest.raises(RuntimeError, match="LAZY_COLLECTIVES"):
+        run(x)
+    card.lazy_collectives = True
+    assert [run(x).item(), run(x + 1).item()] == [2.0 * world, 4.0 * world]
+    run.clear_cache()  # a captured collective keeps its process group, whose threads must end before the process
+    before = card.counters.implicit_markers
+    x + 1
+    dist.all_reduce(x.clone())
+    assert card.counters.implicit_markers == before + 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_collectives(tmp_path: Path, world: int) -> None:
+    mp.spawn(work, (world, str(tmp_path / "store")), nprocs=world)

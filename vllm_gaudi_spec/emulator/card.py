@@ -1,0 +1,221 @@
+"""The one emulated card of a process: its settings, its counters, its memory, and what is running on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_gaudi_spec.emulator.counters import Counters, Tally
+from vllm_gaudi_spec.emulator.lazy_graph import LazyGraph
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.emulator.graphs import Capture
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+# What the allocator offers: Gaudi 2 as printed in a log of vllm-gaudi's documentation; Gaudi 3 inferred from its
+# 128 GB by the same share, unverified.
+_MEMORY = {"gaudi2": int(94.62 * GIB), "gaudi3": 120 * GIB}
+# Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448 on both.
+_E4M3_MAX = {"gaudi2": 240.0, "gaudi3": 448.0}
+
+
+class DeviceRefusal(RuntimeError):
+    """The real device would fail, or silently compute something else."""
+
+
+@dataclass
+class GraphRecord:
+    """A captured graph as the report shows it."""
+
+    name: str
+    key: str
+    where: str
+    ops: int
+    nbytes: int
+    replays: int = 0
+
+
+class Allocation:
+    """Memory of one storage; tensors that share a storage share this object, and the last one frees it."""
+
+    __slots__ = ("kv", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.kv = False
+        DEVICE.allocate(nbytes)
+
+    def __del__(self) -> None:
+        # At interpreter exit the module's names may be gone before the last tensor.
+        if DEVICE is not None:
+            DEVICE.in_use -= getattr(self, "nbytes", 0)  # absent in one that was copied without its contents
+
+
+class Device:
+    def __init__(self) -> None:
+        self.installed = False
+        self.generation = "gaudi2"
+        self.lazy = True
+        self.pid = 0
+        self.in_use = 0
+        self.peak = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Settings and counters as after installation. Tensors and captured graphs stay alive."""
+        self.counters = Counters()
+        self.lazy_graph = LazyGraph(self)
+        self.capture: Capture | None = None
+        self.graphs: list[GraphRecord] = []
+        self.graph_bytes = 0
+        # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on the real device.
+        self.lazy_collectives = False
+        self.strict = False
+        self.sealed = False
+        self.graph_reserve: int | None = None
+        self.allow_fallbacks = True
+        self.compile_only = False
+        self.bridge_flags: dict[str, Any] = {}
+        self.generator = torch.Generator()
+        self.generator.manual_seed(0)
+        self.blocked: str | None = None
+
+    def configure(self, generation: str, lazy: bool) -> None:
+        if generation not in _MEMORY:
+            raise ValueError(f"generation is one of {', '.join(_MEMORY)}, not {generation!r}")
+        self.generation, self.lazy = generation, lazy
+
+    def opened(self) -> None:
+        """First use: from here on a fork is fatal."""
+        if not self.pid:
+            self.pid = os.getpid()
+
+    # -- memory --
+
+    @property
+    def memory_limit(self) -> int:
+        return _MEMORY[self.generation]
+
+    @property
+    def e4m3_max(self) -> float:
+        return _E4M3_MAX[self.generation]
+
+    def allocate(self, nbytes: int) -> None:
+        self.in_use += nbytes
+        if self.in_use > self.peak:
+            self.peak = self.in_use
+            if self.in_use + self.graph_bytes > self.memory_limit:
+                raise torch.OutOfMemoryError(
+                    f"emulated {self.generation}: {nbytes} bytes asked, {self.in_use - nbytes} of "
+                    f"{self.memory_limit} in use, {self.graph_bytes} held by graphs"
+                )
+
+    def charge_graph(self, nbytes: int) -> None:
+        if self.graph_reserve is not None and self.graph_bytes + nbytes > self.graph_reserve:
+            raise torch.OutOfMemoryError(
+                f"emulated {self.generation}: the graph reserve of {self.graph_reserve} bytes is used up: "
+                f"{self.graph_bytes} held, {nbytes} more needed"
+            )
+        self.graph_bytes += nbytes
+
+    def mem_get_info(self) -> tuple[int, int]:
+        """(free, total) as the allocator sees it."""
+        return self.memory_limit - self.in_use - self.graph_bytes, self.memory_limit
+
+    # -- steps --
+
+    def mark_step(self) -> None:
+        """The explicit marker: compiles and launches what is pending. Does nothing outside lazy mode."""
+        if self.lazy and self.capture is None:
+            self.counters.step.mark_steps += 1
+            self.lazy_graph.flush("mark_step")
+
+    def implicit_marker(self, cause: str) -> None:
+        """Something needs a value: the pending graph is cut here."""
+        if self.lazy and self.capture is None and self.lazy_graph.flush(cause):
+            self.counters.step.implicit_markers += 1
+            self.counters.event("implicit marker", cause)
+
+    def next_step(self) -> Tally:
+        """Close a step for reporting; counts from here on belong to the next one."""
+        return self.counters.next_step()
+
+    def seal(self) -> None:
+        """Warm-up is over: every new compile from here on is a defect."""
+        self.mark_step()
+        self.sealed = True
+
+    def compiled(self, kind: str, what: str, where: str) -> None:
+        step = self.counters.step
+        if kind == "lazy compile":
+            step.lazy_compiles += 1
+        else:
+            step.graph_captures += 1
+        self.counters.event(kind, what, where)
+        if self.sealed:
+            step.late_compiles += 1
+            self.counters.event("compile after warm-up", what, where)
+            logger.warning("Compiled after warm-up: %s %s at %s", kind, what, where)
+            if self.strict:
+                raise DeviceRefusal(f"{kind} after warm-up: {what} at {where}")
+
+    # -- refusals and counted costs --
+
+    def host_read(self, what: str, nbytes: int = 0) -> None:
+        """A value goes to the host: cuts the pending graph and waits for it."""
+        self.refuse_in_capture(f"{what} reads a value on the host")
+        step = self.counters.step
+        step.host_reads += 1
+        step.download_bytes += nbytes
+        self.counters.event("host read", what)
+        self.implicit_marker(what)
+
+    def dynamic(self, what: str) -> None:
+        """The size of a result depends on values: it is read back on the host."""
+        self.refuse_in_capture(f"{what} has a data-dependent shape")
+        if self.compile_only:
+            raise DeviceRefusal(f"{what} needs values, and compile-only mode computes none")
+        self.counters.step.dynamic_ops += 1
+        self.counters.event("dynamic op", what)
+        self.host_read(what)
+
+    def fallback(self, what: str) -> None:
+        """No kernel on the device: the operation runs on the host."""
+        self.refuse_in_capture(f"{what} falls back to the CPU")
+        if not self.allow_fallbacks:
+            raise DeviceRefusal(f"{what} has no kernel on the device, and CPU fallbacks are forbidden")
+        self.counters.step.fallbacks += 1
+        self.counters.event("CPU fallback", what)
+        self.implicit_marker(what)
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.capture is not None:
+            from vllm_gaudi_spec.emulator.source import here
+
+            raise DeviceRefusal(f"during HPU graph capture: {what}, at {here()}")
+
+    def after_fork(self) -> None:
+        """In the child: a real card hangs when a process forks after opening it."""
+        if self.installed and self.pid and self.pid != os.getpid():
+            self.blocked = "the device was opened before this process was forked; start workers with spawn"
+
+    # -- reports --
+
+    def report(self) -> dict[str, Any]:
+        from vllm_gaudi_spec.emulator import report
+
+        return report.as_json(self)
+
+    def table(self) -> str:
+        from vllm_gaudi_spec.emulator import report
+
+        return report.as_table(self)
+
+
+DEVICE = Device()

@@ -1,0 +1,63 @@
+"""How long a real card might take: estimates from what was counted, with the origin of every constant.
+
+A step is bounded by memory or by arithmetic, whichever takes longer, plus a fixed time for each launch and each wait.
+Good for comparing two programs on one card; no measurement of either card went into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_gaudi_spec.emulator.counters import Tally
+
+
+@dataclass(frozen=True)
+class Card:
+    memory_bandwidth: float
+    """Bytes a second. Intel's Gaudi 3 slides at Hot Chips 2024, for both cards."""
+    matrix_flops: float
+    """BF16 operations a second of the matrix engines. The same slides."""
+    host_bandwidth: float
+    """Bytes a second and direction, half of what the same slides give for both."""
+
+
+CARDS = {
+    "gaudi2": Card(memory_bandwidth=2.46e12, matrix_flops=432e12, host_bandwidth=32e9),
+    "gaudi3": Card(memory_bandwidth=3.67e12, matrix_flops=1835e12, host_bandwidth=64e9),
+}
+
+# Share of the peak that decoding reaches. Unverified: a common rule of thumb for accelerators.
+EFFICIENCY = 0.6
+# Starting a recipe, and waiting for one from Python. Unverified: the order of magnitude of any PCIe accelerator.
+LAUNCH_SECONDS = 20e-6
+HOST_WAIT_SECONDS = 50e-6
+# Putting one operation into the pending graph of lazy mode; replays do not pay it. Unverified.
+LAZY_OP_SECONDS = 10e-6
+# vllm-gaudi's documentation: Llama-3.1-8B in BF16 warms up in 66 s without a recipe cache and in 23 s with one, and 72
+# buckets took 49 s elsewhere in it. Taken as one graph each, which is inferred.
+COMPILE_SECONDS = 49 / 72
+CACHED_COMPILE_SECONDS = COMPILE_SECONDS * 23 / 66
+# The documentation prints no times for Gaudi 3; assumed equal, unverified.
+
+
+def _card(generation: str) -> Card:
+    if generation not in CARDS:
+        raise ValueError(f"generation is one of {', '.join(CARDS)}, not {generation!r}")
+    return CARDS[generation]
+
+
+def step_seconds(counters: Tally, generation: str) -> float:
+    """Estimate of one step's time, compiles left out. `counters` is one step's tally, or a mean of several."""
+    card = _card(generation)
+    memory = counters.bytes_moved / (card.memory_bandwidth * EFFICIENCY)
+    arithmetic = counters.flops / (card.matrix_flops * EFFICIENCY)
+    transfers = (counters.upload_bytes + counters.download_bytes) / card.host_bandwidth
+    waits = (counters.host_reads + counters.syncs + counters.fallbacks) * HOST_WAIT_SECONDS
+    launches = counters.launches * LAUNCH_SECONDS
+    return max(memory, arithmetic) + transfers + waits + launches + counters.stray_ops * LAZY_OP_SECONDS
+
+
+def warmup_seconds(num_graphs: int, generation: str, recipe_cache: bool = False) -> float:
+    """Estimate of compiling this many graphs."""
+    _card(generation)
+    return num_graphs * (CACHED_COMPILE_SECONDS if recipe_cache else COMPILE_SECONDS)

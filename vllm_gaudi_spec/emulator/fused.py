@@ -1,0 +1,229 @@
+"""Habana's fused operations as plain torch: the argument lists of torch.ops.hpu, one operation each for the counters.
+
+The results follow the public sources and documentation of the bridge; rounding inside the real kernels differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_gaudi_spec.emulator import kernels
+from vllm_gaudi_spec.emulator.card import DEVICE
+
+_library: torch.library.Library | None = None
+
+_SCHEMAS = """
+rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
+rms_norm_fast(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
+rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode) -> Tensor
+sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float scale, bool is_causal, str softmax_mode,
+ Tensor? valid_seq_len, str seq_padding_type, int[] window) -> Tensor
+block_softmax(Tensor attn, Tensor block_bias, Tensor block_groups) -> (Tensor, Tensor, Tensor)
+block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size,
+ int[] out_shape) -> Tensor
+cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, bool is_amax=False,
+ ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)
+cast_from_fp8(Tensor input, Tensor? scale, ScalarType out_dtype, int[]? scale_shape=None) -> Tensor
+fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,
+ Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False,
+ int[]? B_scale_shape=None) -> Tensor
+"""
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normalized, reciprocal of the root mean square)"""
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse * gamma.float()).to(x.dtype), inverse
+
+
+def rotary_pos_embedding(
+    x: torch.Tensor,
+    sin: torch.Tensor,
+    cos: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offset: int,
+    mode: int,
+) -> torch.Tensor:
+    """mode 0 rotates halves (neox), mode 1 neighbours; sin and cos have the full rotary width."""
+    if position_ids is not None:
+        sin, cos = (table[position_ids.long()].unsqueeze(1) for table in (sin, cos))
+    elif offset:
+        sin, cos = (table[..., offset : offset + x.shape[-2], :] for table in (sin, cos))
+    sin, cos = sin.to(x.dtype), cos.to(x.dtype)
+    if mode == 0:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    else:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def sdpa_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+    scale: float,
+    is_causal: bool,
+    softmax_mode: str,
+    valid_seq_len: torch.Tensor | None,
+    seq_padding_type: str,
+    window: Sequence[int],
+) -> torch.Tensor:
+    """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
+    is aligned to the first key, and left out padding is only possible without a mask."""
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    hidden = None
+    if is_causal or max(window, default=-1) >= 0:
+        row = torch.arange(num_queries, device=q.device)[:, None]
+        column = torch.arange(num_keys, device=q.device)
+        hidden = column > row if is_causal else torch.zeros_like(column > row)
+        if window and window[0] >= 0:
+            hidden = hidden | (column < row - window[0])
+        if window and window[1] >= 0:
+            hidden = hidden | (column > row + window[1])
+    if valid_seq_len is not None:
+        lengths = valid_seq_len.view(-1, 1, 1, 1)
+        column = torch.arange(num_keys, device=q.device)
+        padding = column >= lengths if seq_padding_type == "right" else column < num_keys - lengths
+        hidden = padding if hidden is None else hidden | padding
+    bias = mask
+    if hidden is not None:
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+        if mask is not None:
+            bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
+    grouped = q.shape[-3] != k.shape[-3]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
+
+
+def _lanes(dtype: torch.dtype) -> int:
+    """Results per block are padded to the vector width of the card."""
+    return 64 if dtype == torch.float32 else 128
+
+
+def block_softmax(
+    attn: torch.Tensor, block_bias: torch.Tensor, block_groups: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """attn [blocks, kv_heads, q_per_kv, tokens, block_size] -> exp(attn - maximum of the block), maxima, sums.
+
+    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero."""
+    scores = attn.float() + block_bias.float()
+    top = scores.amax(-1)
+    weights = torch.exp(scores - top.unsqueeze(-1))
+    unused = (block_groups < 0).view(-1, *[1] * (attn.dim() - 1))
+    weights = weights.masked_fill(unused, 0.0)
+    sums = weights.sum(-1)
+    top = top.masked_fill(unused.squeeze(-1), 0.0)
+    blocks = attn.shape[0]
+    extra = -(top.numel() // max(blocks, 1)) % _lanes(attn.dtype)
+    padded = (F.pad(part.reshape(blocks, -1), (0, extra)).to(attn.dtype) for part in (top, sums))
+    return (weights.to(attn.dtype), *padded)
+
+
+def block_softmax_adjustment(
+    block_max: torch.Tensor,
+    block_sums: torch.Tensor,
+    block_groups: torch.Tensor,
+    batch_size: int,
+    out_shape: Sequence[int],
+) -> torch.Tensor:
+    """exp(maximum of the block - maximum of its group) / sum of its group, in `out_shape`."""
+    per_block = 1
+    for size in out_shape[1:]:
+        per_block *= size
+    top = block_max.float().reshape(block_max.shape[0], -1)[:, :per_block]
+    sums = block_sums.float().reshape(block_sums.shape[0], -1)[:, :per_block]
+    used = block_groups >= 0
+    group = torch.where(used, block_groups, batch_size).long()
+    index = group.unsqueeze(-1).expand_as(top)
+    group_top = torch.full((batch_size + 1, per_block), float("-inf"), device=top.device)
+    group_top = group_top.scatter_reduce(0, index, top, "amax")
+    scaled = torch.exp(top - group_top[group])
+    group_sum = torch.zeros((batch_size + 1, per_block), device=top.device)
+    group_sum = group_sum.scatter_add(0, index, sums * scaled)
+    result = scaled / group_sum[group].clamp_min(torch.finfo(torch.float32).tiny)
+    return result.masked_fill(~used.unsqueeze(-1), 0.0).reshape(list(out_shape)).to(block_max.dtype)
+
+
+def cast_to_fp8_v2(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype | None = None,
+    scale_shape: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x * scale in fp8, largest magnitude of x or an empty tensor)"""
+    amax = x.abs().amax().float() if is_amax else x.new_empty(0, dtype=torch.float32)
+    scaled = x if scale is None else x.float() * _shaped(scale, scale_shape)
+    if dtype is torch.float8_e5m2:
+        limit = torch.finfo(torch.float8_e5m2).max
+        return scaled.clamp(-limit, limit).to(torch.float8_e5m2), amax
+    return kernels.to_e4m3(scaled, DEVICE.e4m3_max), amax
+
+
+def cast_from_fp8(
+    x: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype, scale_shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    wide = x.float()
+    return (wide if scale is None else wide * _shaped(scale, scale_shape)).to(out_dtype)
+
+
+def fp8_gemm_v2(
+    A: torch.Tensor,
+    trans_A: bool,
+    B: torch.Tensor,
+    trans_B: bool,
+    D: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    A_scale_inv: torch.Tensor | None = None,
+    B_scale_inv: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    B_scale_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The scales multiply the product."""
+    left = A.float().transpose(-1, -2) if trans_A else A.float()
+    right = B.float().transpose(-1, -2) if trans_B else B.float()
+    out = left @ right
+    if A_scale_inv is not None:
+        out = out * A_scale_inv.float()
+    if B_scale_inv is not None:
+        out = out * _shaped(B_scale_inv, B_scale_shape)
+    if bias is not None:
+        out = out + bias.float()
+    if accumulate and D is not None:
+        out = out + D.float()
+    return out.to(out_dtype)
+
+
+def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
+    return scale.float().view(list(shape)) if shape else scale.float()
+
+
+def register() -> None:
+    global _library
+    _library = torch.library.Library("hpu", "DEF")
+    for schema in _SCHEMAS.replace("\n ", " ").strip().splitlines():
+        _library.define(schema)
+    kernels_by_name: dict[str, Any] = {
+        "rms_norm": rms_norm,
+        "rms_norm_fast": rms_norm,
+        "rotary_pos_embedding": rotary_pos_embedding,
+        "sdpa_fwd": sdpa_fwd,
+        "block_softmax": block_softmax,
+        "block_softmax_adjustment": block_softmax_adjustment,
+        "cast_to_fp8_v2": cast_to_fp8_v2,
+        "cast_from_fp8": cast_from_fp8,
+        "fp8_gemm_v2": fp8_gemm_v2,
+    }
+    for name, kernel in kernels_by_name.items():
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        # Called without the dispatcher once the wrappers are off, which is most of a small operation's time.
+        kernels.KERNELS[f"hpu::{name}.default"] = kernel

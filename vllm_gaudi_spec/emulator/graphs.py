@@ -1,0 +1,297 @@
+"""HPU graphs: a module's forward recorded once for each geometry of its inputs, replayed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
+from vllm_gaudi_spec.emulator.counters import Tally
+from vllm_gaudi_spec.emulator.program import Capture, Program
+from vllm_gaudi_spec.emulator.source import here
+from vllm_gaudi_spec.emulator.tensor import HpuTensor, real
+
+# Amounts of a capture that every replay repeats.
+_WORK = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
+
+
+class Inputs:
+    """One walk over arguments: the key they select a graph by, and the device tensors in order."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.tensors: list[HpuTensor] = []
+        self._seen: dict[int, int] = {}
+        self.key = (self._walk(args), self._walk(kwargs))
+
+    def _walk(self, value: Any) -> Any:
+        if isinstance(value, HpuTensor):
+            twin = self._seen.setdefault(id(value), len(self.tensors))
+            if twin == len(self.tensors):
+                self.tensors.append(value)
+            inner = value.inner
+            return (inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, twin)
+        kind = type(value)
+        if isinstance(value, (list, tuple)):
+            return (kind, *[self._walk(item) for item in value])
+        if isinstance(value, dict):
+            return (kind, *[(key, self._walk(item)) for key, item in value.items()])
+        if isinstance(value, torch.Tensor):
+            return (value.shape, value.stride(), value.dtype, "host")
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return (kind, *[self._walk(getattr(value, name)) for name in _field_names(kind)])
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(f"an HPU graph is found by the hash of its arguments, and {kind} has none") from error
+        return (kind, value)
+
+
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    names = _fields.get(kind)
+    if names is None:
+        names = _fields[kind] = tuple(field.name for field in dataclasses.fields(kind))
+    return names
+
+
+def _map(value: Any, convert: Callable[[HpuTensor], Any]) -> Any:
+    """The same structure with its device tensors replaced."""
+    if isinstance(value, HpuTensor):
+        return convert(value)
+    if isinstance(value, tuple):
+        items = [_map(item, convert) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_map(item, convert) for item in value]
+    if isinstance(value, dict):
+        return {key: _map(item, convert) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {name: _map(getattr(value, name), convert) for name in _field_names(type(value))}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def _tensors(value: Any) -> list[HpuTensor]:
+    found: list[HpuTensor] = []
+    _map(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+class CapturedGraph:
+    """A recorded program with its output tensors: the same objects at every replay, overwritten by the next one."""
+
+    def __init__(self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture) -> None:
+        self.record = record
+        self.outputs = outputs
+        self._program = program
+        self._work = work
+        shared = {id(tensor.memory) for tensor in capture.externals.values()}
+        self._copied: list[tuple[HpuTensor, int]] = []
+        self._passed_on: dict[int, int] = {}
+        for tensor in _tensors(outputs):
+            if capture.is_input(tensor):
+                self._passed_on[id(tensor)] = tensor.slot
+            elif capture.owns(tensor):
+                self._copied.append((tensor, tensor.slot))
+        self._rebound = {slot for tensor, slot in self._copied if id(tensor.memory) in shared | capture.input_memory}
+
+    def replay(self, inputs: Sequence[HpuTensor]) -> Any:
+        slots = self._program.run([real(tensor) for tensor in inputs])
+        for tensor, slot in self._copied:
+            value = slots[slot]
+            if tensor.ghost or slot in self._rebound:
+                tensor.inner, tensor.ghost = value, False
+            else:
+                tensor.inner.copy_(value)
+            tensor.epoch = 0
+        step = DEVICE.counters.step
+        step.graph_replays += 1
+        step.launches += 1
+        for name in _WORK:
+            setattr(step, name, getattr(step, name) + getattr(self._work, name))
+        self.record.replays += 1
+        if self._passed_on:
+            return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
+        return self.outputs
+
+    def _current(self, tensor: HpuTensor, inputs: Sequence[HpuTensor]) -> HpuTensor:
+        """An output that is an input: the one of this call."""
+        slot = self._passed_on.get(id(tensor))
+        return tensor if slot is None else inputs[slot]
+
+
+def capture_call(
+    name: str, key: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[HpuTensor]
+) -> CapturedGraph:
+    """Run `forward` once while recording it. Its effects happen, except in compile-only mode."""
+    device = DEVICE
+    device.lazy_graph.flush("graph capture")
+    capture = Capture(name)
+    for tensor in inputs:
+        capture.add_input(tensor)
+    counters = device.counters
+    outside, counters.step = counters.step, Tally()
+    device.capture = capture
+    where = here()
+    try:
+        outputs = forward(*args, **kwargs)
+    finally:
+        device.capture = None
+        work, counters.step = counters.step, outside
+    return _finish(capture, work, outputs, key, where)
+
+
+def _finish(capture: Capture, work: Tally, outputs: Any, key: Any, where: str) -> CapturedGraph:
+    device = DEVICE
+    kept = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
+    program, nbytes = capture.finish(kept)
+    device.charge_graph(nbytes)
+    record = GraphRecord(capture.name, _describe_key(key), where, len(program.calls), nbytes)
+    device.graphs.append(record)
+    if not device.compile_only:
+        device.counters.step.add(work)
+        device.counters.step.launches += 1
+    graph = CapturedGraph(record, program, work, outputs, capture)
+    device.compiled("graph capture", f"{capture.name} {record.key}", where)
+    return graph
+
+
+def _describe_key(key: Any) -> str:
+    """The shapes in a key, in order; enough to tell two graphs of a module apart."""
+    shapes: list[str] = []
+
+    def walk(part: Any) -> None:
+        if isinstance(part, torch.Size):
+            shapes.append("x".join(map(str, part)) or "scalar")
+        elif isinstance(part, tuple):
+            if len(part) == 2 and isinstance(part[0], type) and part[0] in (int, bool, float, str):
+                shapes.append(repr(part[1]))
+                return
+            for item in part if not (part and isinstance(part[0], torch.Size)) else part[:1]:
+                walk(item)
+
+    walk(key)
+    text = " ".join(shapes)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class GraphCache:
+    """Takes the place of a module's forward."""
+
+    def __init__(self, module: torch.nn.Module, hold_inputs: bool, max_graphs: int | None) -> None:
+        self._module = module
+        self._forward = module.forward
+        self._hold_inputs = hold_inputs
+        self._max_graphs = max_graphs
+        self._graphs: dict[Any, CapturedGraph] = {}
+        self._held: dict[Any, list[HpuTensor]] = {}
+
+    def __call__(self, *args: Any, bypass_hpu_graphs: bool = False, warmup_mode: bool = False, **kwargs: Any) -> Any:
+        if bypass_hpu_graphs:
+            return self._forward(*args, **kwargs)
+        device = DEVICE
+        name = getattr(self._module, "graph_name", None) or type(self._module).__name__
+        device.refuse_in_capture(f"the graph of {name} is entered while another is recorded")
+        inputs = Inputs(args, kwargs)
+        graph = self._graphs.get(inputs.key)
+        if graph is None:
+            if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
+                return self._forward(*args, **kwargs)
+            return self._capture(name, inputs, args, kwargs)
+        device.lazy_graph.flush("graph replay")
+        if device.compile_only or warmup_mode:
+            return graph.outputs
+        return graph.replay(self._hold(inputs) if self._hold_inputs else inputs.tensors)
+
+    def _capture(self, name: str, inputs: Inputs, args: Any, kwargs: Any) -> Any:
+        tensors = inputs.tensors
+        if self._hold_inputs:
+            tensors = self._hold(inputs)
+            held = {id(theirs): ours for theirs, ours in zip(inputs.tensors, tensors, strict=True)}
+            args, kwargs = (_map(value, lambda tensor: held[id(tensor)]) for value in (args, kwargs))
+        graph = capture_call(name, inputs.key, self._forward, args, kwargs, tensors)
+        self._graphs[inputs.key] = graph
+        return graph.outputs
+
+    def _hold(self, inputs: Inputs) -> list[HpuTensor]:
+        """The graph's own copies of the inputs, brought up to date."""
+        held = self._held.get(inputs.key)
+        if held is None:
+            held = self._held[inputs.key] = [HpuTensor(_like(tensor)) for tensor in inputs.tensors]
+        if not DEVICE.compile_only:
+            for ours, theirs in zip(held, inputs.tensors, strict=True):
+                real(ours).copy_(real(theirs))
+        return held
+
+    def clear_cache(self) -> None:
+        for graph in self._graphs.values():
+            DEVICE.graph_bytes -= graph.record.nbytes
+        self._graphs.clear()
+        self._held.clear()
+
+    def clear_inputs(self) -> None:
+        self._held.clear()
+
+
+def _like(tensor: HpuTensor) -> torch.Tensor:
+    inner = tensor.inner
+    return torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+
+
+def wrap_in_hpu_graph(
+    module: torch.nn.Module,
+    asynchronous: bool = False,
+    disable_tensor_cache: bool = False,
+    dry_run: bool = False,
+    max_graphs: int | None = None,
+) -> torch.nn.Module:
+    cache = GraphCache(module, not disable_tensor_cache, max_graphs)
+    # Through setattr: nn.Module declares these as its own, and they belong to this instance alone.
+    for name, value in (
+        ("forward", cache),
+        ("clear_cache", cache.clear_cache),
+        ("clear_inputs", cache.clear_inputs),
+    ):
+        setattr(module, name, value)
+    return module
+
+
+class HPUGraph:
+    """The raw form: everything that exists before is read in place, everything made inside is overwritten."""
+
+    def __init__(self) -> None:
+        self._graph: CapturedGraph | None = None
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        DEVICE.refuse_in_capture("a second capture begins")
+        DEVICE.lazy_graph.flush("graph capture")
+        self._where = here()
+        self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
+        DEVICE.capture = Capture("HPUGraph", track_results=True)
+
+    def capture_end(self) -> None:
+        capture = DEVICE.capture
+        if capture is None or capture.made is None:
+            raise DeviceRefusal("capture_end without capture_begin")
+        DEVICE.capture = None
+        work, DEVICE.counters.step = DEVICE.counters.step, self._outside
+        outputs = [tensor for tensor in (ref() for ref in capture.made) if tensor is not None]
+        self._graph = _finish(capture, work, outputs, (), self._where)
+
+    def replay(self, asynchronous: bool = False) -> None:
+        if self._graph is None:
+            raise DeviceRefusal("replay of a graph that was never captured")
+        DEVICE.refuse_in_capture("a graph is replayed")
+        DEVICE.lazy_graph.flush("graph replay")
+        if not DEVICE.compile_only:
+            self._graph.replay([])
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            DEVICE.graph_bytes -= self._graph.record.nbytes
+        self._graph = None

@@ -1,0 +1,140 @@
+"""What stock torch lacks for a device called hpu, put in place for this process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator.tensor import HPU, HpuTensor
+
+logger = logging.getLogger(__name__)
+
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+# c10::DeviceType, part of torch's ABI: the registry is an array with one slot a type.
+_META, _HPU, _SLOTS = 14, 15, 22
+
+
+def install_device_guard() -> None:
+    """Torch asks a device guard which device is current around slicing and copies; its wheels have none for hpu, and
+    stop with "PyTorch is not linked with support for hpu devices". Meta's guard does nothing, which is right for one
+    device without streams of its own, so its pointer is entered for hpu as well."""
+    path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+    try:
+        registry = (ctypes.c_void_p * _SLOTS).in_dll(ctypes.CDLL(path), _REGISTRY)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"torch {torch.__version__} has no device guard registry where expected: {error}") from error
+    if not registry[_META] or registry[_HPU] not in (None, registry[_META]):
+        raise RuntimeError(
+            f"torch {torch.__version__}: slots {_META} and {_HPU} of the device guard registry hold "
+            f"{registry[_META]} and {registry[_HPU]}; expected a guard for meta and none for hpu"
+        )
+    registry[_HPU] = registry[_META]
+
+
+def _indexed(device: Any) -> Any:
+    """hpu means hpu:0: resolving a device without an index would ask the guard, which answers for meta."""
+    if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
+        return device
+    if isinstance(device, str) and device.startswith("hpu"):
+        device = torch.device(device)
+    if isinstance(device, torch.device) and device.type == "hpu":
+        if device.index not in (None, 0):
+            raise RuntimeError(f"a process has one device, {HPU}; {device} was asked for")
+        return HPU
+    return device
+
+
+def _patch(owner: Any, name: str, make: Any) -> None:
+    original = getattr(owner, name)
+    patched = make(original)
+    functools.update_wrapper(patched, original, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+    setattr(owner, name, patched)
+
+
+def _patched_to(original: Any) -> Any:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_indexed(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _indexed(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _patched_constructor(original: Any) -> Any:
+    """Built on the host, then sent: the C++ constructor writes with Python dispatch off."""
+
+    def construct(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None:
+            device = torch.empty(0).device  # the default, seen through any `with torch.device(...)`
+        target = _indexed(torch.device(device) if isinstance(device, str) else device)
+        if not isinstance(target, torch.device) or target != HPU:
+            return original(data, *args, device=device, **kwargs)
+        if isinstance(data, HpuTensor):
+            return data.to(*args, **kwargs) if args or kwargs.get("dtype") else data
+        kwargs.pop("requires_grad", None)
+        return original(data, *args, device="cpu", **kwargs).to(HPU)
+
+    return construct
+
+
+def _patched_new_tensor(original: Any) -> Any:
+    def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.setdefault("device", self.device)
+        kwargs.setdefault("dtype", self.dtype)
+        return torch.tensor(data, **kwargs)
+
+    return new_tensor
+
+
+def _patched_pin(original: Any) -> Any:
+    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(self, HpuTensor):
+            return original(self)
+        logger.warning("pin_memory: the device has no pinned memory; ignored")
+        return self
+
+    return pin_memory
+
+
+def _patched_parameter_new(original: Any) -> Any:
+    """torch returns the bare wrapper for a subclass of Parameter too, and so its __init__ never runs."""
+
+    def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
+        if not isinstance(data, HpuTensor) or cls is torch.nn.Parameter or kwargs:
+            return original(cls, data, requires_grad, **kwargs)
+        # Without __init__: it takes what the subclass wants, and Python calls it next.
+        parameter: Any = HpuTensor.__new__(_parameter_class(cls), data.inner, data.memory, data.part)
+        parameter._is_param = True
+        return parameter.requires_grad_(requires_grad)
+
+    return staticmethod(__new__)
+
+
+@functools.cache
+def _parameter_class(cls: type) -> Any:
+    body = {
+        "__new__": HpuTensor.__new__,
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        **{name: HpuTensor.__dict__[name] for name in ("__deepcopy__", "__repr__", "__reduce_ex__")},
+    }
+    return type(cls)(cls.__name__, (cls, HpuTensor), body)
+
+
+def install_patches() -> None:
+    _patch(torch.Tensor, "to", _patched_to)
+    _patch(torch.Tensor, "new_tensor", _patched_new_tensor)
+    _patch(torch.Tensor, "pin_memory", _patched_pin)
+    for name in ("tensor", "as_tensor"):
+        _patch(torch, name, _patched_constructor)
+    original = torch.nn.Parameter.__new__
+    setattr(torch.nn.Parameter, "__new__", _patched_parameter_new(original))  # noqa: B010
+    torch.Tensor.hpu = lambda self, *args, **kwargs: self.to(HPU)
+    # A parameter moved to the device must become one of ours; overwriting data in place would keep a plain one.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)

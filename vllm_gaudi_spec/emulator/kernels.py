@@ -1,0 +1,109 @@
+"""Operations that the device computes differently from torch on a CPU, on plain CPU (or meta) tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def checked(index: torch.Tensor, size: int, what: str) -> None:
+    """Negative indices are off on the device, and nothing is known to catch those out of range."""
+    if index.is_meta or index.numel() == 0:
+        return
+    low, high = index.aminmax()
+    if low < 0 or high >= size:
+        wrong = int(low) if low < 0 else int(high)
+        hint = "negative indices are disabled on this device" if wrong < 0 else "the device does not check"
+        raise IndexError(f"{what}: index {wrong} is out of range for a dimension of size {size}; {hint}")
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    _check_indices(tensor, indices, "index")
+    return aten.index.Tensor(tensor, indices)
+
+
+def _index_put(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    _check_indices(tensor, indices, "index_put")
+    return aten.index_put.default(tensor, indices, values, accumulate)
+
+
+def _index_put_(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    _check_indices(tensor, indices, "index_put_")
+    return aten.index_put_.default(tensor, indices, values, accumulate)
+
+
+def _check_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], what: str) -> None:
+    for dim, index in enumerate(indices):
+        if index is not None and index.dtype not in (torch.bool, torch.uint8):
+            checked(index, tensor.shape[dim], what)
+
+
+def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
+    """A kernel whose arguments begin with (tensor, dim, index)."""
+
+    def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.dim():
+            checked(index, tensor.shape[dim], what)
+        return func(tensor, dim, index, *args, **kwargs)
+
+    return run
+
+
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    checked(indices, weight.shape[0], "embedding")
+    return aten.embedding.default(weight, indices, *args, **kwargs)
+
+
+def one_hot(classes: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Class -1 gives a row of zeros; torch raises."""
+    return (classes.unsqueeze(-1) == torch.arange(num_classes, device=classes.device)).to(torch.int64)
+
+
+def to_e4m3(tensor: torch.Tensor, limit: float) -> torch.Tensor:
+    """The device saturates; torch gives NaN past its own limit."""
+    return tensor.clamp(-limit, limit).to(torch.float8_e4m3fn)
+
+
+def through_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """The precision of a float64 result on the device; its declared type stays."""
+    return tensor.copy_(tensor.float())
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "index.Tensor": _index,
+    "index_put.default": _index_put,
+    "index_put_.default": _index_put_,
+    "embedding.default": _embedding,
+    **{
+        f"{name}.{overload}": _along(getattr(getattr(aten, name), overload), name)
+        for name, overload in (
+            ("index_select", "default"),
+            ("gather", "default"),
+            ("index_copy", "default"),
+            ("index_copy_", "default"),
+            ("index_add", "default"),
+            ("index_add_", "default"),
+            ("index_fill_", "int_Scalar"),
+            ("scatter", "src"),
+            ("scatter", "value"),
+            ("scatter_", "src"),
+            ("scatter_", "value"),
+            ("scatter_add", "default"),
+            ("scatter_add_", "default"),
+        )
+    },
+}

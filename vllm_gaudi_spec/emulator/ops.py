@@ -1,0 +1,155 @@
+"""What the device makes of each operation: decided once per operation, looked up at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator import kernels
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Composite operations that the device runs as one kernel (or that only make views). Others are taken apart, so that a
+# read or a dynamic shape hidden inside is seen.
+_WHOLE = _names(
+    "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
+    "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
+    "expand_as view_as where type_as dropout to.dtype repeat_interleave.self_int tensor_split.sections"
+)
+# May return a view of the first argument, or new memory.
+_MAYBE_VIEWS = _names("reshape contiguous flatten type_as to einsum dropout positive real")
+# Share memory, yet are the whole tensor under another name, not a part of it.
+_SAME = _names("detach alias lift_fresh detach_")
+# Their results' sizes are read back on the host (facts: nonzero and everything built on it).
+_DYNAMIC = _names(
+    "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive bincount"
+    " repeat_interleave.Tensor where.default"
+)
+# Answered by a Python value.
+_READS = _names("_local_scalar_dense equal item is_nonzero")
+# Torch has a CPU kernel for these, and Habana's bridge 1.19 (the newest with public sources) none: not among the
+# operations of scripts/hpu_op.yaml nor among those registered by hand. A newer bridge may know more.
+_ON_HOST = _names(
+    "mode histc histogram cummax cummin _cummax_helper _cummin_helper unique_consecutive unique_dim_consecutive "
+    "nonzero_static nanmedian renorm triangular_solve geqrf ormqr cholesky_inverse im2col col2im lcm digamma polygamma "
+    "igamma igammac i0 mvlgamma binomial cauchy_ view_as_complex view_as_real _embedding_bag _int_mm"
+)
+_ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
+_NOT_ON_HOST = _names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
+# Change a tensor's own geometry.
+_RESHAPES_IN_PLACE = _names("resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ as_strided_ swapdims_")
+_RANDOM = _names(
+    "uniform_ normal_ random_ exponential_ bernoulli_ bernoulli geometric_ cauchy_ log_normal_ multinomial randperm"
+)
+_INT_ARITHMETIC = _names(
+    "add sub mul rsub pow sum cumsum prod cumprod neg __lshift__ bitwise_left_shift add_ sub_ mul_ pow_ neg_ dot "
+    "__ilshift__ bitwise_left_shift_ addcmul"
+)
+_GATHERS = _names("index_select gather embedding index")
+_SORTS = _names("sort argsort topk msort")
+
+
+def _flops_of_product(args: Sequence[Any], out: Any) -> int:
+    result: int = 2 * out.numel() * args[0].shape[-1]
+    return result
+
+
+def _flops_of_addmm(args: Sequence[Any], out: Any) -> int:
+    result: int = 2 * out.numel() * args[1].shape[-1]
+    return result
+
+
+def _flops_of_attention(args: Sequence[Any], out: Any) -> int:
+    query, key = args[0], args[1]
+    result: int = 4 * query.numel() * key.shape[-2]
+    return result
+
+
+_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
+    **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
+    **dict.fromkeys(("scaled_dot_product_attention", "sdpa_fwd"), _flops_of_attention),
+    "fp8_gemm_v2": _flops_of_product,
+}
+
+
+@dataclass(slots=True, eq=False)
+class OpInfo:
+    func: Any
+    """The overload, for taking composites apart."""
+    name: str
+    """Without namespace: `index.Tensor`."""
+    packet: str
+    run: Callable[..., Any]
+    """On inner tensors; what a captured graph replays."""
+    writes: tuple[int | str, ...]
+    """Positions or names of arguments changed in place."""
+    view: bool
+    maybe_view: bool
+    same: bool
+    fresh: bool
+    """Results are new memory always."""
+    decompose: bool
+    special: bool
+    """Something of the below is set that has to be looked at before running."""
+    dynamic: bool
+    reads: bool
+    on_host: bool
+    reshapes: bool
+    random: bool
+    int_arithmetic: bool
+    gathers: bool
+    sorts: bool
+    flops: Callable[[Sequence[Any], Any], int] | None
+    handler: Callable[..., Any] | None = None
+    """Runs instead of the common path."""
+
+
+def classify(func: Any) -> OpInfo:
+    schema = func._schema
+    namespace, _, packet = schema.name.partition("::")
+    name = f"{packet}.{schema.overload_name or 'default'}"
+    writes = tuple(
+        arg.name if arg.kwarg_only else position
+        for position, arg in enumerate(schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+    aliases = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
+    maybe_view = packet in _MAYBE_VIEWS
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    # The sets above speak of torch's own operations.
+    ours = namespace == "aten"
+
+    def among(names: frozenset[str]) -> bool:
+        return ours and (packet in names or name in names)
+
+    info = OpInfo(
+        func=func,
+        name=name,
+        packet=packet,
+        run=kernels.KERNELS.get(name if ours else f"{namespace}::{name}", func._op),
+        writes=writes,
+        view=aliases and not maybe_view,
+        maybe_view=maybe_view,
+        same=packet in _SAME,
+        fresh=not (writes or aliases or maybe_view),
+        decompose=ours and composite and not (among(_WHOLE) or among(_READS) or writes),
+        special=False,
+        dynamic=among(_DYNAMIC),
+        reads=among(_READS),
+        on_host=among(_ON_HOST) or (ours and packet.startswith(_ON_HOST_PREFIXES) and packet not in _NOT_ON_HOST),
+        reshapes=among(_RESHAPES_IN_PLACE),
+        random=among(_RANDOM),
+        sorts=among(_SORTS),
+        int_arithmetic=among(_INT_ARITHMETIC),
+        gathers=packet in _GATHERS,
+        flops=_FLOPS.get(packet),
+    )
+    info.special = info.dynamic or info.reads or info.on_host or info.reshapes or info.random or info.sorts
+    return info

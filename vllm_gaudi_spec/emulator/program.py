@@ -1,0 +1,182 @@
+"""A captured graph as a list of calls on plain CPU tensors, and the recording of one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_gaudi_spec.emulator.card import DeviceRefusal
+from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.source import Line, caller, describe
+from vllm_gaudi_spec.emulator.tensor import HpuTensor, real, written
+
+
+class Call(NamedTuple):
+    run: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    holes: list[tuple[Any, Any, int]]
+    """(container, key, slot): where a slot's tensor goes before the call."""
+    outs: int | list[int]
+    """Slots of the results; -1 where a result is an argument changed in place."""
+    dead: list[int]
+    """Slots that nothing later reads."""
+
+
+class Program:
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.lines: list[Line] = []
+        self.num_slots = 0
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """All slots; those that died on the way are None."""
+        slots: list[Any] = [None] * self.num_slots
+        slots[: len(inputs)] = inputs
+        number = 0
+        try:
+            for number, (call, args, kwargs, holes, outs, dead) in enumerate(self.calls):  # noqa: B007
+                for box, key, slot in holes:
+                    box[key] = slots[slot]
+                result = call(*args, **kwargs)
+                for box, key, _ in holes:
+                    box[key] = None
+                if isinstance(outs, int):
+                    if outs >= 0:
+                        slots[outs] = result
+                else:
+                    for slot, item in zip(outs, result, strict=True):
+                        if slot >= 0:
+                            slots[slot] = item
+                for slot in dead:
+                    slots[slot] = None
+        except (RuntimeError, IndexError) as error:
+            error.add_note(f"in the replay of a captured graph, call {number}, from {describe(self.lines[number])}")
+            raise
+        return slots
+
+
+class Capture:
+    """Open while a graph is recorded. Tensors that it neither receives nor makes are kept by reference."""
+
+    def __init__(self, name: str, track_results: bool = False) -> None:
+        self.name = name
+        self.program = Program()
+        self.num_inputs = 0
+        self.externals: dict[int, HpuTensor] = {}
+        self.made: list[weakref.ref[HpuTensor]] | None = [] if track_results else None
+        self.input_memory: set[int] = set()
+        self._sizes: dict[int, int] = {}
+        self._own_memory: set[int] = set()
+
+    def add_input(self, tensor: HpuTensor) -> None:
+        tensor.capture, tensor.slot = self, self.program.num_slots
+        self.program.num_slots += 1
+        self.num_inputs += 1
+        self.input_memory.add(id(tensor.memory))
+
+    def owns(self, tensor: HpuTensor) -> bool:
+        return tensor.capture is self
+
+    def is_input(self, tensor: HpuTensor) -> bool:
+        return tensor.capture is self and tensor.slot < self.num_inputs
+
+    def record(
+        self,
+        info: OpInfo,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        results: Sequence[Any],
+        new: Sequence[HpuTensor],
+        single: bool,
+    ) -> None:
+        line = caller()
+        if info.writes:
+            for target in written(info, args, kwargs):
+                self._refuse_view(target, info, line)
+        outs: list[int] = []
+        for item in results:
+            if isinstance(item, HpuTensor) and any(item is one for one in new):
+                outs.append(self._new_slot(item, info))
+            else:
+                outs.append(-1)
+        self._append(run, args, kwargs, outs[0] if single else outs, line)
+
+    def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> None:
+        """A call that changes its first argument and returns it."""
+        self._append(run, args, {}, -1, caller())
+
+    def _append(
+        self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
+    ) -> None:
+        holes: list[tuple[Any, Any, int]] = []
+        template: list[Any] = list(args)
+        for key, value in enumerate(args):
+            self._bind(template, key, value, holes)
+        named = dict(kwargs)
+        for name, value in kwargs.items():
+            self._bind(named, name, value, holes)
+        self.program.calls.append(Call(run, template, named, holes, outs, []))
+        self.program.lines.append(line)
+
+    def _bind(self, box: Any, key: Any, value: Any, holes: list[tuple[Any, Any, int]]) -> None:
+        if isinstance(value, HpuTensor):
+            if value.capture is self:
+                box[key] = None
+                holes.append((box, key, value.slot))
+            else:
+                self.externals[id(value)] = value
+                box[key] = real(value)
+        elif isinstance(value, (list, tuple)):
+            items = list(value)
+            box[key] = items
+            for position, item in enumerate(value):
+                self._bind(items, position, item, holes)
+        elif isinstance(value, torch.Tensor) and value.dim() == 0:
+            box[key] = value.clone()  # its value now is part of the graph
+
+    def _new_slot(self, tensor: HpuTensor, info: OpInfo) -> int:
+        slot = self.program.num_slots
+        self.program.num_slots += 1
+        tensor.capture, tensor.slot = self, slot
+        own = not (tensor.part or info.view)
+        self._sizes[slot] = tensor.memory.nbytes if own else 0
+        if own:
+            self._own_memory.add(id(tensor.memory))
+        if self.made is not None:
+            self.made.append(weakref.ref(tensor))
+        return slot
+
+    def _refuse_view(self, target: HpuTensor, info: OpInfo, line: Line) -> None:
+        if not target.part or self.is_input(target) or id(target.memory) in self._own_memory:
+            return  # what the graph makes for itself it may fill through views: vLLM's attention layers do
+        if not self.owns(target) and target.numel() * target.element_size() == target.memory.nbytes:
+            return  # the whole of a tensor that was given its shape before the capture
+        raise DeviceRefusal(
+            f"during HPU graph capture: aten.{info.name} changes a view in place, at {describe(line)}; a captured "
+            "graph has no in-place update through views: call it on the tensor itself (index_copy_, scatter_) "
+            "or build a new tensor (where, cat)"
+        )
+
+    def finish(self, kept: set[int]) -> tuple[Program, int]:
+        """Note where each slot is read last, except `kept`; and the largest sum of sizes alive at once, in bytes."""
+        last: dict[int, int] = {}
+        for number, call in enumerate(self.program.calls):
+            for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:
+                last[slot] = number
+            for _, _, slot in call.holes:
+                last[slot] = number
+        for slot, number in last.items():
+            if slot >= self.num_inputs and slot not in kept:
+                self.program.calls[number].dead.append(slot)
+        alive = peak = 0
+        for call in self.program.calls:
+            outs = (call.outs,) if isinstance(call.outs, int) else call.outs
+            alive += sum(self._sizes.get(slot, 0) for slot in outs)
+            peak = max(peak, alive)
+            alive -= sum(self._sizes.get(slot, 0) for slot in call.dead)
+        return self.program, peak

@@ -1,0 +1,67 @@
+"""The counters for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.emulator import cost
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.emulator.card import Device
+
+# Lines of the table for each kind of event.
+_SHOWN = 20
+
+
+def as_json(device: Device) -> dict[str, Any]:
+    counters = device.counters
+    total = counters.total
+    free, limit = device.mem_get_info()
+    steps = list(counters.steps)
+    return {
+        "device": device.generation,
+        "lazy": device.lazy,
+        "total": total.as_dict(),
+        "num_steps": counters.num_steps,
+        "steps": [step.as_dict() for step in steps],
+        "events": [{**event._asdict(), "count": count} for event, count in counters.events.most_common()],
+        "graphs": [asdict(record) for record in device.graphs],
+        "memory": {"limit": limit, "in_use": device.in_use, "free": free, "graphs": device.graph_bytes},
+        "estimate": {
+            "note": "estimate from counted bytes, operations and launches; not a measurement",
+            "mean_step_seconds": (
+                sum(cost.step_seconds(step, device.generation) for step in steps) / len(steps) if steps else None
+            ),
+            "warmup_seconds": cost.warmup_seconds(total.compiles, device.generation),
+        },
+    }
+
+
+def as_table(device: Device) -> str:
+    report = as_json(device)
+    mode = "lazy" if device.lazy else "eager"
+    lines = [f"emulated {device.generation}, {mode} mode, {report['num_steps']} steps"]
+    lines += [f"  {name:<18} {amount:>16,}" for name, amount in report["total"].items() if amount]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for event in report["events"]:
+        by_kind.setdefault(event["kind"], []).append(event)
+    for kind, events in sorted(by_kind.items()):
+        lines.append(f"{kind}: {sum(event['count'] for event in events)}")
+        lines += [f"  {event['count']:>8} x {event['what']} at {event['where']}" for event in events[:_SHOWN]]
+        if len(events) > _SHOWN:
+            lines.append(f"  and {len(events) - _SHOWN} more places")
+    if report["graphs"]:
+        lines.append(f"graphs: {len(report['graphs'])}")
+        lines += [
+            f"  {graph['replays']:>8} replays of {graph['name']} [{graph['key']}], {graph['ops']} ops, "
+            f"{graph['nbytes']:,} bytes, captured at {graph['where']}"
+            for graph in report["graphs"]
+        ]
+    memory = report["memory"]
+    lines.append(f"memory: {memory['in_use']:,} in use, {memory['graphs']:,} in graphs, of {memory['limit']:,} bytes")
+    estimate = report["estimate"]
+    if estimate["mean_step_seconds"] is not None:
+        lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms a step")
+    lines.append(f"estimate: {estimate['warmup_seconds']:.0f} s for {report['total']['compiles']} compiles")
+    return "\n".join(lines)

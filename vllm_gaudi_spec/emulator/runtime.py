@@ -1,0 +1,207 @@
+"""The functions and classes of `torch.hpu`. Work is done when a call returns, so that streams and events only count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator import graphs
+from vllm_gaudi_spec.emulator.card import DEVICE
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = torch.device("hpu:0")
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._timed = enable_timing
+        self._at: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        DEVICE.mark_step()
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        DEVICE.refuse_in_capture("an event is waited for")
+        DEVICE.counters.step.syncs += 1
+        DEVICE.counters.event("sync", "Event.synchronize")
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._timed and end._timed) or self._at is None or end._at is None:
+            raise RuntimeError("both events must be recorded, and made with enable_timing=True")
+        return (end._at - self._at) * 1e3
+
+
+_default_stream = Stream()
+_current: list[Stream] = [_default_stream]
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _current[-1]
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _default_stream
+
+
+@contextmanager
+def stream(chosen: Stream | None) -> Iterator[None]:
+    _current.append(chosen or _current[-1])
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def set_stream(chosen: Stream) -> None:
+    _current[-1] = chosen
+
+
+def synchronize(device: Any = None) -> None:
+    """A marker, and a wait for the device."""
+    DEVICE.refuse_in_capture("torch.hpu.synchronize waits for the device")
+    DEVICE.counters.step.syncs += 1
+    DEVICE.counters.event("sync", "torch.hpu.synchronize")
+    DEVICE.implicit_marker("torch.hpu.synchronize")
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return bool(DEVICE.pid)
+
+
+def init() -> None:
+    DEVICE.opened()
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def get_device_name(device: Any = None) -> str:
+    return DEVICE.generation.upper()
+
+
+def set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else (torch.device(device).index or 0)
+    if index != 0:
+        raise RuntimeError(f"a process has one device, hpu:0; set_device({device}) was called")
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    return DEVICE.mem_get_info()
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {"Limit": DEVICE.memory_limit, "InUse": memory_allocated(), "MaxInUse": max_memory_allocated()}
+
+
+def memory_allocated(device: Any = None) -> int:
+    return DEVICE.in_use + DEVICE.graph_bytes
+
+
+def memory_reserved(device: Any = None) -> int:
+    return DEVICE.memory_limit
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return DEVICE.peak + DEVICE.graph_bytes
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    DEVICE.peak = DEVICE.in_use
+
+
+def empty_cache() -> None: ...
+
+
+def manual_seed(seed: int) -> None:
+    DEVICE.generator.manual_seed(seed)
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return DEVICE.generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    DEVICE.generator.set_state(state)
+
+
+def no_bad_fork() -> bool:
+    return DEVICE.blocked is not None
+
+
+def make_module() -> ModuleType:
+    module = ModuleType("torch.hpu")
+    contents: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "_lazy_init": init,
+        "manual_seed_all": manual_seed,
+        "_is_in_bad_fork": no_bad_fork,
+    }
+    for function in (
+        current_stream,
+        default_stream,
+        stream,
+        set_stream,
+        synchronize,
+        is_available,
+        is_initialized,
+        init,
+        device_count,
+        current_device,
+        get_device_name,
+        set_device,
+        mem_get_info,
+        memory_stats,
+        memory_allocated,
+        memory_reserved,
+        max_memory_allocated,
+        reset_peak_memory_stats,
+        empty_cache,
+        manual_seed,
+        get_rng_state,
+        set_rng_state,
+    ):
+        contents[function.__name__] = function
+    if DEVICE.lazy:
+        # Graphs exist in lazy mode only; elsewhere the attribute is missing, as on the device.
+        contents["HPUGraph"] = graphs.HPUGraph
+        contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
+    vars(module).update(contents)
+    return module

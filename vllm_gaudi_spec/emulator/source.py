@@ -1,0 +1,64 @@
+"""Which line of the user's code an event came from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+from types import CodeType
+
+import torch
+
+Line = tuple[CodeType, int]
+
+# Frames of these files never explain anything: they only pass the call on.
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(__file__) + os.sep,
+    *(module.__file__ or "" for module in (contextlib, copy, functools)),
+    "<frozen",
+)
+_verdicts: dict[CodeType, bool] = {}
+
+
+def caller() -> Line:
+    """The innermost frame outside torch and outside this package. Cheap: the verdict on a code object is kept."""
+    frame = sys._getframe(1)
+    while True:
+        code = frame.f_code
+        skip = _verdicts.get(code)
+        if skip is None:
+            skip = _verdicts[code] = code.co_filename.startswith(_SKIPPED)
+        if not skip or frame.f_back is None:
+            return code, frame.f_lineno
+        frame = frame.f_back
+
+
+def own_caller(line: Line) -> str:
+    """`line` in words; where it lies in an installed package, also the nearest line that does not."""
+    text = describe(line)
+    if "site-packages" not in line[0].co_filename:
+        return text
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED) and "site-packages" not in name:
+            return f"{text} (from {describe((frame.f_code, frame.f_lineno))})"
+        frame = frame.f_back
+    return text
+
+
+def describe(line: Line) -> str:
+    code, number = line
+    name = code.co_filename
+    if "site-packages" + os.sep in name:
+        name = name.rpartition("site-packages" + os.sep)[2]
+    else:
+        name = os.sep.join(name.split(os.sep)[-3:])
+    return f"{name}:{number} ({code.co_name})"
+
+
+def here() -> str:
+    return own_caller(caller())

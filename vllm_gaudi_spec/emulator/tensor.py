@@ -1,0 +1,502 @@
+"""A tensor that says it lives on `hpu` and keeps its values in a CPU tensor. Every operation on it comes by here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator import kernels
+from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
+from vllm_gaudi_spec.emulator.lazy_graph import LazyGraph
+from vllm_gaudi_spec.emulator.ops import OpInfo, classify
+from vllm_gaudi_spec.emulator.source import here
+
+HPU = torch.device("hpu:0")
+
+_make = torch.Tensor._make_wrapper_subclass
+_infos: dict[Any, OpInfo] = {}
+_INT32 = torch.iinfo(torch.int32)
+
+
+class HpuTensor(torch.Tensor):
+    inner: torch.Tensor
+    """The values; a meta tensor where compile-only mode made it."""
+    memory: Allocation
+    # Class attributes are the defaults of most tensors, so that making one sets few.
+    part = False
+    """A view of another tensor."""
+    ghost = False
+    """Made in compile-only mode: has no values."""
+    twin: torch.Tensor | None = None
+    """Stands in for `inner` in compile-only mode."""
+    epoch = 0
+    index = 0
+    pending = False
+    capture: Any = None
+    slot = -1
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, inner: torch.Tensor, memory: Allocation | None = None, part: bool = False) -> HpuTensor:
+        tensor: HpuTensor = _make(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=HPU
+        )
+        tensor.inner = inner
+        if part:
+            tensor.part = True
+        if inner.is_meta:
+            tensor.ghost = True
+        tensor.memory = memory or Allocation(inner.nbytes)
+        return tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        info = _infos.get(func) or _info_of(func)
+        kwargs = kwargs or {}
+        if info.handler is not None:
+            return info.handler(info, args, kwargs)
+        if info.decompose:
+            return func.decompose(*args, **kwargs)
+        return execute(info, args, kwargs)
+
+    # -- what Python code does with a tensor and the dispatcher never sees --
+
+    @property
+    def data(self) -> HpuTensor:
+        # No autograd here, so nothing tells it from the tensor; `detach` fails on weights made outside inference mode.
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, HpuTensor):
+            raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {HPU}")
+        torch.Tensor.data.__set__(self, value)
+        self.inner, self.memory, self.part = value.inner, value.memory, value.part
+        self.ghost, self.twin = value.ghost, None
+
+    def data_ptr(self) -> int:
+        return real(self).data_ptr()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.to("cpu")
+
+    def tolist(self) -> Any:
+        refuse_values("tolist")
+        return _download("tolist", self).tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"can't convert {HPU} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> HpuTensor:
+        raise RuntimeError(f"cannot pin a tensor on {HPU}; only dense CPU tensors can be pinned")
+
+    def __repr__(self, **kwargs: Any) -> str:
+        if self.ghost or DEVICE.compile_only:
+            return f"tensor(..., device='{HPU}', size={tuple(self.shape)}, dtype={self.dtype})"
+        text = repr(_download("print", self))
+        return f"{text[:-1]}, device='{HPU}')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HpuTensor:
+        if id(self) not in memo:
+            copy = HpuTensor.__new__(type(self), real(self).clone())
+            for name in ("_is_param", *(key for key in self.__dict__ if key not in _OWN_STATE)):
+                if name in self.__dict__:
+                    setattr(copy, name, self.__dict__[name])
+            memo[id(self)] = copy
+        found: HpuTensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _from_host, (_download("pickle", self),)
+
+
+_OWN_STATE = frozenset(
+    ("inner", "memory", "part", "ghost", "twin", "epoch", "index", "pending", "capture", "slot", "_is_param")
+)
+
+
+def _from_host(host: torch.Tensor) -> HpuTensor:
+    return HpuTensor(host)
+
+
+def real(tensor: HpuTensor) -> torch.Tensor:
+    """Its values. Those that compile-only mode never computed become zeros: garbage, but in range."""
+    if tensor.ghost:
+        DEVICE.counters.step.garbage_reads += 1
+        DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
+        meta = tensor.inner
+        tensor.inner = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).zero_()
+        tensor.ghost = False
+    return tensor.inner
+
+
+def _shape_only(tensor: HpuTensor) -> torch.Tensor:
+    if tensor.ghost:
+        return tensor.inner
+    twin = tensor.twin
+    if twin is None:
+        inner = tensor.inner
+        twin = tensor.twin = torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype, device="meta")
+    return twin
+
+
+def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
+    """Run one operation on the inner tensors, note it, and wrap what it returns."""
+    device = DEVICE
+    if device.blocked is not None:
+        raise DeviceRefusal(device.blocked)
+    if info.special:
+        kwargs = _before(info, args, kwargs)
+    run = run or info.run
+    capture = device.capture
+    call = Operands(info, device.lazy_graph if capture is None else None, device.compile_only)
+    inner_args = call.unwrap_all(args)
+    inner_kwargs = {}
+    for name, value in kwargs.items():
+        call.key.append(name)
+        inner_kwargs[name] = call.unwrap(value)
+    if device.compile_only and "generator" in inner_kwargs:
+        inner_kwargs["generator"] = None
+    out = run(*inner_args, **inner_kwargs)
+
+    new = call.new
+    single = isinstance(out, torch.Tensor)
+    if single:
+        result: Any = call.wrap(out)
+        results: Sequence[Any] = (result,)
+    elif isinstance(out, (tuple, list)):
+        results = [call.wrap(item) if isinstance(item, torch.Tensor) else item for item in out]
+        result = tuple(results) if isinstance(out, tuple) else results
+    else:
+        return out
+
+    computes = not (info.view or (info.maybe_view and (not new or new[0].part)))
+    if computes:
+        _account(info, args, call, results)
+    if capture is not None:
+        capture.record(info, run, args, kwargs, results, new, single)
+    else:
+        device.counters.step.stray_ops += computes
+        device.lazy_graph.record(call.key, new, written(info, args, kwargs) if info.writes else (), computes)
+    if info.int_arithmetic and device.lazy and not device.compile_only:
+        for item in results:
+            if item.dtype is torch.int64:
+                _check_range(item.inner, info.name)
+    if computes and not device.compile_only:
+        for item in new:
+            if item.dtype is torch.float64:
+                _as_float32(item, info.name)
+    return result
+
+
+class Operands:
+    """The tensors of one operation on their way to the host and back, and the operation's key in the lazy graph."""
+
+    __slots__ = ("compile_only", "graph", "info", "inners", "key", "new", "wrappers")
+
+    def __init__(self, info: OpInfo, graph: LazyGraph | None, compile_only: bool) -> None:
+        self.info = info
+        self.graph = graph
+        self.compile_only = compile_only
+        self.wrappers: list[HpuTensor] = []
+        self.inners: list[torch.Tensor] = []
+        self.new: list[HpuTensor] = []
+        self.key: list[Any] = [info.name]
+
+    def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
+        """Most of the time goes here: the two common kinds of argument are dealt with on the spot."""
+        found: list[Any] = []
+        graph, key = self.graph, self.key
+        for arg in args:
+            kind = type(arg)
+            if kind is HpuTensor:
+                inner = _values(arg, self.compile_only) if self.compile_only or arg.ghost else arg.inner
+                self.wrappers.append(arg)
+                self.inners.append(inner)
+                found.append(inner)
+                if graph is not None:
+                    key.append(arg.index if arg.epoch == graph.epoch else graph.enter(arg))
+            elif kind in _PLAIN:
+                found.append(arg)
+                key.append(arg)
+            else:
+                found.append(self.unwrap(arg))
+        return found
+
+    def unwrap(self, arg: Any) -> Any:
+        if isinstance(arg, HpuTensor):
+            inner = _values(arg, self.compile_only)
+            self.wrappers.append(arg)
+            self.inners.append(inner)
+            if self.graph is not None:
+                self.key.append(arg.index if arg.epoch == self.graph.epoch else self.graph.enter(arg))
+            return inner
+        if isinstance(arg, (list, tuple)):
+            self.key.append(len(arg))
+            return self.unwrap_all(arg)
+        if isinstance(arg, torch.Tensor):
+            if arg.dim() != 0:
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found at least two devices, {HPU} and "
+                    f"{arg.device}! (aten.{self.info.name} at {here()})"
+                )
+            # A Python number in a tensor's clothing: part of the recipe like any scalar.
+            self.key.append(arg.item())
+            return arg.to("meta") if self.compile_only else arg
+        self.key.append(arg if isinstance(arg, Hashable) else type(arg))
+        return arg
+
+    def wrap(self, out: torch.Tensor) -> HpuTensor:
+        info = self.info
+        if info.fresh:
+            tensor = HpuTensor(out)
+        else:
+            for wrapper, inner in zip(self.wrappers, self.inners, strict=True):
+                if out is inner:
+                    return wrapper
+            base = self.wrappers[0]
+            if info.view or (
+                info.maybe_view and out.untyped_storage()._cdata == self.inners[0].untyped_storage()._cdata
+            ):
+                tensor = HpuTensor(out, base.memory, base.part if info.same else True)
+            else:
+                tensor = HpuTensor(out)
+        self.new.append(tensor)
+        return tensor
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _values(tensor: HpuTensor, compile_only: bool) -> torch.Tensor:
+    return _shape_only(tensor) if compile_only else real(tensor)
+
+
+def written(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[HpuTensor]:
+    """Arguments that the operation changes in place."""
+    found: list[HpuTensor] = []
+    for key in info.writes:
+        value = kwargs.get(key) if isinstance(key, str) else (args[key] if key < len(args) else None)
+        found.extend(item for item in (value if isinstance(value, (list, tuple)) else (value,)) if _is_hpu(item))
+    return found
+
+
+def _is_hpu(value: Any) -> bool:
+    return isinstance(value, HpuTensor)
+
+
+def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is counted or refused before anything runs."""
+    device = DEVICE
+    name = f"aten.{info.name}"
+    if info.reshapes:
+        raise DeviceRefusal(f"{name} changes the geometry of a device tensor in place, at {here()}")
+    if info.on_host:
+        device.fallback(name)
+    if info.dynamic and kwargs.get("output_size") is None:
+        device.dynamic(name)
+    if info.reads:
+        refuse_values(name)
+        device.host_read(name, args[0].element_size())
+    if info.sorts and isinstance(args[0], HpuTensor):
+        step = device.counters.step
+        length = args[0].shape[-1] if args[0].dim() else 1
+        step.sorts += 1
+        step.sort_elements += args[0].numel()
+        asked = f"{name} of {length}" if info.packet != "topk" else f"{name} k={args[1]} of {length}"
+        device.counters.event("sort", asked)
+    if info.random and kwargs.get("generator") is None:
+        return {**kwargs, "generator": device.generator}
+    return kwargs
+
+
+def refuse_values(what: str) -> None:
+    """In compile-only mode a value would decide what Python does next, and there are none."""
+    if DEVICE.compile_only:
+        raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
+
+
+def _check_range(values: torch.Tensor, what: str) -> None:
+    if values.numel() == 0:
+        return
+    low, high = values.aminmax()
+    if low < _INT32.min or high > _INT32.max:
+        raise DeviceRefusal(
+            f"{what} at {here()}: int64 is held in 32 bits in lazy mode, and values reach from {int(low)} "
+            f"to {int(high)}"
+        )
+
+
+def _as_float32(tensor: HpuTensor, what: str) -> None:
+    DEVICE.counters.step.float64_ops += 1
+    DEVICE.counters.event("float64 computed as float32", what)
+    kernels.through_float32(tensor.inner)
+    if DEVICE.capture is not None:
+        DEVICE.capture.record_kernel(kernels.through_float32, [tensor])
+
+
+def _account(info: OpInfo, args: Sequence[Any], call: Operands, results: Sequence[Any]) -> None:
+    """Add the operation's work to the step."""
+    step = DEVICE.counters.step
+    step.ops += 1
+    made = 0
+    for item in call.new:
+        made += item.memory.nbytes
+    moved = made
+    for position, (wrapper, inner) in enumerate(zip(call.wrappers, call.inners, strict=True)):
+        if info.writes and any(wrapper is item for item in results):
+            continue  # an in-place target is not read, nor is all of it written
+        # A gather touches what it returns, not the table.
+        read = made if info.gathers and position == 0 else inner.nbytes
+        moved += read
+        if wrapper.memory.kv:
+            step.kv_bytes_read += read
+    step.bytes_moved += moved
+    if info.flops is not None:
+        step.flops += info.flops(args, results[0])
+
+
+# -- copies between host and device --
+
+
+def _download(what: str, tensor: HpuTensor) -> torch.Tensor:
+    DEVICE.host_read(what, tensor.inner.nbytes)
+    if DEVICE.compile_only:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return real(tensor).clone()
+
+
+def _upload(target: HpuTensor, host: torch.Tensor) -> None:
+    device = DEVICE
+    if device.blocked is not None:
+        raise DeviceRefusal(device.blocked)
+    device.refuse_in_capture("a host tensor is copied to the device")
+    step = device.counters.step
+    step.uploads += 1
+    step.upload_bytes += host.nbytes
+    if device.lazy and host.dtype is torch.int64 and not host.is_meta:
+        _check_range(host, "upload")
+    if device.lazy_graph.is_pending(target):
+        device.implicit_marker("upload onto a pending tensor")
+    if device.compile_only:
+        return
+    if target.dtype is torch.float8_e4m3fn and host.dtype is not torch.float8_e4m3fn:
+        host = kernels.to_e4m3(host.float(), device.e4m3_max)
+    real(target).copy_(host)
+    if target.dtype is torch.float64:
+        _as_float32(target, "upload")
+    target.epoch = 0
+
+
+def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, HpuTensor):
+        DEVICE.host_read("copy to the host", source.inner.nbytes)
+        if DEVICE.compile_only:
+            return target.zero_()
+        return target.copy_(real(source))
+    if not isinstance(source, HpuTensor):
+        if source.dim() == 0 and not DEVICE.lazy_graph.is_pending(target) and source.numel() != target.numel():
+            return execute(_info_of(torch.ops.aten.fill_.Scalar), (target, source.item()), {})
+        _upload(target, source)
+        return target
+    if target.dtype is torch.float8_e4m3fn and source.dtype is not torch.float8_e4m3fn:
+        return execute(info, (target, source), {}, _copy_e4m3)
+    return execute(info, (target, source), {})
+
+
+def _copy_e4m3(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return target.copy_(kernels.to_e4m3(source, DEVICE.e4m3_max))
+
+
+def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor: HpuTensor = args[0]
+    where = kwargs.get("device")
+    dtype = kwargs.get("dtype")
+    if where is not None and torch.device(where).type != "hpu":
+        result = _download("copy to the host", tensor)
+        return result.to(dtype) if dtype is not None else result
+    rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
+    if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:
+        return execute(info, (tensor,), {}, _cast_e4m3)
+    return execute(info, (tensor,), rest)
+
+
+def _cast_e4m3(tensor: torch.Tensor) -> torch.Tensor:
+    return kernels.to_e4m3(tensor, DEVICE.e4m3_max)
+
+
+def _to_dtype(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if args[1] is torch.float8_e4m3fn and args[0].dtype is not torch.float8_e4m3fn:
+        return execute(_info_of(torch.ops.aten._to_copy.default), (args[0],), {}, _cast_e4m3)
+    return execute(info, args, kwargs)
+
+
+def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if num_classes == -1:
+        DEVICE.dynamic("aten.one_hot without num_classes")
+        num_classes = int(real(args[0]).max()) + 1
+    return execute(info, (args[0], num_classes), {}, kernels.one_hot)
+
+
+def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Indexing by tensors: masks have data-dependent shapes, and host indices are sent over."""
+    indices = []
+    for index in args[1]:
+        if isinstance(index, torch.Tensor):
+            if index.dtype in (torch.bool, torch.uint8):
+                DEVICE.dynamic(f"aten.{info.name} with a boolean mask")
+            if not isinstance(index, HpuTensor):
+                DEVICE.fallback(f"aten.{info.name} with indices on the host")
+                index = index.to(HPU)
+        indices.append(index)
+    if any(index is None for index in indices) and info.packet != "index":
+        DEVICE.counters.event("index_put_ with an empty index", info.name)
+    return execute(info, (args[0], indices, *args[2:]), kwargs)
+
+
+def _expand_pin(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return False
+
+
+HANDLERS: dict[str, Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]] = {
+    "copy_.default": _copy_,
+    "_to_copy.default": _to_copy,
+    "to.dtype": _to_dtype,
+    "one_hot.default": _one_hot,
+    "index.Tensor": _indexed,
+    "index_put_.default": _indexed,
+    "index_put.default": _indexed,
+    "is_pinned.default": _expand_pin,
+}
+# Operations of other namespaces that are not plain computation, such as collectives; filled by their modules.
+_NAMESPACES: dict[str, Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]] = {}
+
+
+def handle_namespace(name: str, handler: Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]) -> None:
+    _NAMESPACES[name] = handler
+
+
+def _info_of(func: Any) -> OpInfo:
+    info = _infos.get(func)
+    if info is None:
+        info = _infos[func] = classify(func)
+        info.handler = HANDLERS.get(info.name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
+    return info
