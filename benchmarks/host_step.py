@@ -63,7 +63,9 @@ def open_runner() -> tuple[LLM, Any]:
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
     runner.target = FreeModel()
-    runner.landing = type(runner.landing)(runner.max_rows + 1, 1 + NUM_DRAFTS, runner.backend.torch_device)
+    runner.landing = type(runner.landing)(
+        runner.max_rows + 1, 1 + NUM_DRAFTS, HIDDEN, torch.float32, runner.backend.torch_device
+    )
     runner.drafting.propose_behind = lambda step, most: None
     return llm, runner
 

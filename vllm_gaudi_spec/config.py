@@ -65,6 +65,43 @@ def name_process_group(init_method: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
+# What a Gaudi process needs in its environment, unless the user says otherwise. Read by the bridge when it is imported.
+_GAUDI_DEFAULTS = {
+    # Lazy mode is the one whose programs are counted and proven; releases differ in what they do when it is unset.
+    "PT_HPU_LAZY_MODE": "1",
+    # Shared weights would be laid out anew for each graph that reads them.
+    "PT_HPU_WEIGHT_SHARING": "0",
+    # Without it a collective inside a graph ends in an error: tensor parallel steps have one in each layer.
+    "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+    # vLLM would run shared experts on a stream of their own, which a graph does not capture.
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+}
+
+
+def set_gaudi_defaults() -> None:
+    for name, value in _GAUDI_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def gaudi_is_lazy() -> bool:
+    """As the bridge reads it: 0 is eager and compiled, everything else is lazy."""
+    set_gaudi_defaults()
+    return os.environ["PT_HPU_LAZY_MODE"] != "0"
+
+
+def gaudi_memory_reserve() -> float:
+    """The share of free memory that is kept for captured graphs; under the name that Gaudi users know."""
+    return float(os.environ.get("VLLM_GRAPH_RESERVED_MEM", "0.1"))
+
+
+def emulated_generation() -> str:
+    """The card that hpu-emulated takes after."""
+    generation = os.environ.get("VGS_EMULATED_GENERATION", "gaudi2")
+    if generation not in ("gaudi2", "gaudi3"):
+        raise UnsupportedConfigError(f"VGS_EMULATED_GENERATION={generation} is unknown; use gaudi2 or gaudi3.")
+    return generation
+
+
 def kv_cache_space_gib() -> int | None:
     """Upstream's older way to size the KV cache on a CPU."""
     value = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
@@ -82,6 +119,12 @@ class Options:
     """Decode batch sizes; each decode step is padded up to one of these."""
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt chunk lengths; each chunk is padded up to one of these."""
+    block_buckets: tuple[int, ...] | None = None
+    """Blocks of KV in all rows of a decode, on devices that list them; each decode is padded up to one of these."""
+    bucket_strategy: str | None = None
+    """How lists that are not given are made: `exponential`, or `linear`."""
+    buckets_file: str | None = None
+    """A JSON file with lists by name: batch, prefill, blocks."""
     prefill_rows: tuple[int, ...] | None = None
     """How many prompt chunks of one length may share a step."""
     warmup_tokens: int | None = None
@@ -103,7 +146,7 @@ class Options:
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {', '.join(unknown)}; "
                 f"known are {', '.join(known)}."
             )
-        return cls(**{name: _READ.get(name, _bucket_list)(name, value) for name, value in given.items()})
+        return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in given.items()})
 
 
 def _one_of(*values: str) -> Callable[[str, Any], str]:
@@ -133,19 +176,28 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
-def _bucket_list(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(v, int) and v > 0 for v in value):
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise UnsupportedConfigError(f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {value!r}.")
+    return value
+
+
+def bucket_list(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not value or not all(type(v) is int and v > 0 for v in value):
         raise UnsupportedConfigError(
             f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a list of positive integers, got {value!r}."
         )
     return tuple(sorted(set(value)))
 
 
+EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
+    "bucket_strategy": _one_of(EXPONENTIAL, LINEAR),
+    "buckets_file": _text,
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_slab": _positive,

@@ -83,6 +83,7 @@ class Worker(WorkerBase):
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
+    @torch.inference_mode()
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.runner.initialize_kv_cache(kv_cache_config)
 

@@ -49,6 +49,8 @@ def check_no_new_signatures(llm: LLM) -> None:
     for rank, report in enumerate(llm.collective_rpc("step_report")):
         new = report["graphs"]["after_warmup"]
         assert new == 0, f"rank {rank}: {new} step signatures appeared after warm-up: {report}"
+        compiled = report["device"].get("compiled_after_warmup", 0)
+        assert compiled == 0, f"rank {rank}: the device compiled {compiled} programs after warm-up"
 
 
 def counter(llm: LLM, name: str) -> int:

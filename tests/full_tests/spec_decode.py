@@ -133,7 +133,7 @@ def parse_options() -> argparse.Namespace:
     add("--synthetic_rates", type=float, nargs="+", metavar="RATE", help="how often the first 1, 2, ... k are accepted")
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    add("--dtype", help="default: float32 on the CPU, else the model's own")
+    add("--dtype", help="default: float32 on the CPU and the emulated Gaudi, else the model's own")
     add("--enforce_eager", action="store_true")
     add("--num_warmups", type=int, default=1, help="short runs before the measured one")
     add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
@@ -210,7 +210,7 @@ def run_tasks(options: argparse.Namespace) -> None:
     setup = Setup(
         model=options.model or str(demo_model_path()),
         prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options),
-        dtype=options.dtype or ("float32" if device["device"] == "cpu" else "auto"),
+        dtype=options.dtype or ("float32" if device["device"] in ("cpu", "hpu-emulated") else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS},
     )
     if len(options.tasks) == 1:

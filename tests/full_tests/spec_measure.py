@@ -96,6 +96,7 @@ def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path 
         **acceptance(counts, k),
         "tokens_per_step": tokens_per_step(num_tokens - len(outputs), counts["num_accepted_tokens"]),
         "graphs": steps["graphs"],
+        "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
         "host_syncs_per_step": steps["host_syncs_per_step"],
         "matches_baseline": None,
         "trace": str(trace) if trace else None,

@@ -23,6 +23,8 @@ def show(report: dict[str, Any]) -> None:
         print(f"tokens per step      {report['tokens_per_step']:.2f}")
     graphs = report["graphs"]
     print(f"graphs               {graphs['warmup']} in warm-up, {graphs['after_warmup']} after it")
+    if report["compiled_after_warmup"] is not None:
+        print(f"compiled after it    {report['compiled_after_warmup']}, as the device counts")
     print(f"host syncs per step  {report['host_syncs_per_step']:.2f}")
     if report["matches_baseline"] is not None:
         print("against baseline     " + counted(report["matches_baseline"]))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -13,9 +17,49 @@ class HostBackend:
     """Just enough of a device for the runner's bookkeeping."""
 
     torch_device = torch.device("cpu")
+    captures = False
+    flat_decode = False
+
+    def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def __init__(self) -> None:
+        self.num_host_reads = 0
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.num_host_reads += 1
+        copy = tensor.clone()
+        return lambda: copy
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
+
+
+class CapturingBackend(HostBackend):
+    """As hard as the contract of `DeviceBackend.graph` allows: arguments of few kinds, one program for each set of
+    shapes and of what is no tensor, and a result that the program's next run overwrites."""
+
+    captures = True
+
+    def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        results: dict[Any, Any] = {}
+
+        def run(*given: Any, **named: Any) -> Any:
+            leaves, tree = trees.tree_flatten((given, named))
+            kinds = {torch.Tensor, int, float, bool, str, type(None)}
+            assert {type(leaf) for leaf in leaves} <= kinds, {type(leaf) for leaf in leaves} - kinds
+            program = str(tree), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+            result, form = trees.tree_flatten(function(*given, **named))
+            if program not in results:
+                results[program] = [value.clone() if isinstance(value, torch.Tensor) else value for value in result]
+            for own, value in zip(results[program], result, strict=True):
+                if isinstance(value, torch.Tensor):
+                    own.copy_(value)
+                else:
+                    assert own == value, "a program says one thing about what is no tensor"
+            return trees.tree_unflatten(results[program], form)
+
+        return run
 
 
 def sampled(answers: list[list[int]], num_rows: int) -> Verdict:

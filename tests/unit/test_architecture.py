@@ -17,16 +17,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "__init__": {"compat", "backends", "platform"},
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
+    "hpu_platform": {"backends", "config", "platform"},
     "worker": {"backends", "config", "runner"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},
-    "backends": {"config", "backends", "attention.metadata"},
+    "backends": {"config", "backends", "attention", "emulator"},
+    "emulator": {"emulator"},
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
     "refusals": {"config"},
     "compat": {"config"},
     "demo_model": {"config"},
+    "cli": {"cli", "backends", "config", "demo_model", "emulator", "platform"},
 }
 
 

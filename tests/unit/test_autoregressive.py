@@ -12,14 +12,14 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.unit.fakes import HostBackend, cached, new_request, sampled, step
+from tests.unit.fakes import CapturingBackend, HostBackend, cached, new_request, sampled, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.proposers.translation import SameTokens
-from vllm_gaudi_spec.runner.batch import SampleBatch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Batch, SampleBatch, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
@@ -48,6 +48,9 @@ class Remembers:
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
         self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
         call = inputs.calls[0]
+        if call.num_real_queries is not None:
+            assert int((inputs.slots[0] >= BLOCK).sum()) <= call.num_real_queries, "what it reads is real"
+            assert int(call.starts_B[0]) + call.num_real_queries <= self.longest
         hidden = []
         for row in range(call.num_rows):
             blocks = call.block_table_BW[row].long()
@@ -67,7 +70,12 @@ class Rows:
     """Three requests that start with prompts of different lengths, one in two chunks, and go on as a test says."""
 
     def __init__(
-        self, num_drafts: int, drafter_max_len: int = LONGEST, max_len: int = LONGEST, exact_context: bool = True
+        self,
+        num_drafts: int,
+        drafter_max_len: int = LONGEST,
+        max_len: int = LONGEST,
+        exact_context: bool = True,
+        backend: HostBackend | None = None,
     ) -> None:
         speculation = Speculation(
             method="draft_model",
@@ -78,7 +86,7 @@ class Rows:
         )
         self.max_len = max_len
         self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
-        backend = HostBackend()
+        backend = backend or HostBackend()
         width = self.shapes.max_context + 1 + num_drafts
         self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
         self.sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
@@ -131,17 +139,24 @@ class Rows:
                 self.sampling.admit(request)
             self.drafting.apply(self.requests)
             for batch in plan_batches(scheduled, self.requests, self.shapes, {}):
-                self.drafting.follow(batch)
+                self.forward(batch)
             for name, count in counts.items():
                 computed[name] += count
             new = []
         self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
 
+    def forward(self, batch: Batch) -> None:
+        """Of the target's forward only the count that it leaves."""
+        rows_B = batch.uploaded.rows_B
+        located = locate(batch.shape.phase, batch.uploaded, self.requests)
+        self.requests.set_computed(rows_B, located.starts_B + located.num_real_B)
+        self.drafting.follow(batch)
+
     def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns what is drafted behind them."""
         members = [self.requests.by_id[name] for name in answers]
-        longest = max(len(self.tokens[name]) for name in answers) + self.num_drafts  # as the scheduler counts
-        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, longest)
+        ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
+        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, ends)
         verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
@@ -153,6 +168,7 @@ class Rows:
         self.requests.advance(batch.rows_B, last, verdict)
         inputs = self.sampling.prepare(batch, {})
         lengths = last + 1 + verdict.num_sampled_B
+        self.drafting.settle(batch.rows_B, lengths)
         drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
         found: dict[str, list[int]] = {name: [] for name in answers}
         if drafts is not None:
@@ -174,10 +190,11 @@ PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int) -> None:
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
     """Whatever is accepted: nothing, something, all; in any company."""
     rng = random.Random(seed)
-    rows = Rows(num_drafts)
+    rows = Rows(num_drafts, backend=device())
     rows.start(PROMPTS)
     drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
     for _ in range(12):
@@ -268,7 +285,7 @@ def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
         rows.sampling.admit(request)
     rows.drafting.apply(rows.requests)
     (batch,) = plan_batches(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
-    rows.drafting.follow(batch)
+    rows.forward(batch)
     rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
     assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
@@ -314,3 +331,17 @@ def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
         answers = {name: [*drafts[name], 1] for name in answers}
     assert len(rows.tokens["a"]) > 520
     assert not rows.recorder.unexpected
+
+
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
+    for shape in rows.shapes.all():
+        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
+    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
+        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
+        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
+    rows.drafting.warm_up()
+    assert rows.recorder._seen == rows.recorder.manifest
+    rows.start(PROMPTS)
+    assert rows.sample({"a": [1], "b": [2]}) == {"a": rows.expected("a"), "b": rows.expected("b")}, "nothing was left"

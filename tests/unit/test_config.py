@@ -56,7 +56,9 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     environment = os.environ | {"VGS_DEVICE": "tpu"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode != 0
-    assert "VGS_DEVICE=tpu is not available; use one of cpu." in result.stderr.strip().splitlines()[-1]
+    assert (
+        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated." in result.stderr.strip().splitlines()[-1]
+    )
 
 
 def test_each_engine_of_a_process_asks_anew_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_the_device_drafter_proposes_behind_the_verdict() -> None:
     drafting, recorder = on_device(proposer, split, requests)
     drafting.apply(requests)
     step_, lengths = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = make_sample_batch(requests, 4, 2, step_.requests, 16)
+    batch = make_sample_batch(requests, 4, 2, step_.requests, [16] * 3)
     inputs = sampling(requests).prepare(batch, {})
     step_.drafts = drafting.propose(batch, lengths, inputs, K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
@@ -202,7 +202,7 @@ def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None
     requests.by_id["b"].num_computed = 6
     for names in (["c"], ["b"], ["b", "c"]):
         members = [requests.by_id[name] for name in names]
-        batch = make_sample_batch(requests, 4, 1, members, 6)
+        batch = make_sample_batch(requests, 4, 1, members, [6] * len(members))
         inputs = sampling(requests).prepare(batch, {})
         assert drafting.propose(batch, torch.full((4,), 7, dtype=torch.int32), inputs, K) is None
     assert proposer.num_calls == 0

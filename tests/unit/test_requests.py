@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -138,3 +141,100 @@ def test_a_row_is_handed_on_without_drafts(requests: Requests) -> None:
     assert requests.by_id["b"].row == row
     assert requests.num_drafts_R[row] == 0
     assert requests.ended == ["a"]
+
+
+# --- blocks of a decode, listed for all rows at once ---
+
+WINDOW = 0  # what a sliding window left behind
+
+
+class FlatBackend(HostBackend):
+    flat_decode = True
+
+
+def flat_requests(block_sizes: list[int]) -> Requests:
+    return Requests(FlatBackend(), max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, seed=0)  # type: ignore[arg-type]
+
+
+def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np.ndarray:
+    """Rows of a batch: the last admitted first, then one that is padding."""
+    new = []
+    for name, ids in blocks.items():
+        record = new_request(name, [1, 2], [])
+        record.block_ids = ids
+        new.append(record)
+    requests.apply(step(dict.fromkeys(blocks, 1), new=new))
+    return np.array([*reversed([requests.by_id[name].row for name in blocks]), requests.pad_row])
+
+
+def entries(flat_3N: torch.Tensor) -> list[tuple[int, ...]]:
+    """Block, row and place of each."""
+    assert flat_3N.dtype == torch.int32
+    return [tuple(entry) for entry in flat_3N.T.tolist()]
+
+
+def test_a_decode_lists_each_rows_blocks_once_and_in_order() -> None:
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],), "c": ([3, 8],)})
+    found = requests.decode_blocks(rows_np, [17, 16, 48], 10)
+    assert found.sizes == (16,)
+    (flat,) = found.flat
+    used = [(3, 0, 0), (8, 0, 1), (7, 1, 0), (4, 2, 0), (9, 2, 1), (5, 2, 2)]
+    assert entries(flat) == used + [(0, 4, 0)] * 4
+    (table,) = found.tables
+    assert table[:, :4].tolist() == [[3, 8, 0, 0], [7, 0, 0, 0], [4, 9, 5, 0], [0, 0, 0, 0]]
+    assert table.shape[1] * 16 >= 192, "wide enough for every position, so that its shape says nothing of the rows"
+
+
+def test_blocks_behind_a_rows_end_are_not_listed() -> None:
+    """The scheduler may have given more than this step reads; and what was not given can not be listed."""
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
+    (flat,) = requests.decode_blocks(rows_np, [200, 16], 4).flat
+    assert entries(flat) == [(7, 0, 0), (4, 1, 0)] + [(0, 3, 0)] * 2
+
+
+def test_what_a_sliding_window_left_behind_is_not_listed() -> None:
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([WINDOW, WINDOW, 5, 6],), "b": ([2, 3],)})
+    (flat,) = requests.decode_blocks(rows_np, [32, 64], 6).flat
+    assert entries(flat) == [(2, 0, 0), (3, 0, 1), (5, 1, 2), (6, 1, 3), (0, 3, 0), (0, 3, 0)]
+
+
+def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:
+    requests = flat_requests([16, 64])
+    rows_np = admitted(requests, {"a": ([4, 9, 5], [2]), "b": ([7, 8, 10, 11, 12], [3, 6])})
+    found = requests.decode_blocks(rows_np, [70, 40], 8)
+    assert found.sizes == (16, 64)
+    small, large = found.flat
+    rows_of_b = [(block, 0, place) for place, block in enumerate([7, 8, 10, 11, 12])]
+    assert entries(small) == [*rows_of_b, (4, 1, 0), (9, 1, 1), (5, 1, 2)]
+    assert entries(large) == [(3, 0, 0), (6, 0, 1), (2, 1, 0)] + [(0, 3, 0)] * 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_say_what_tables_say(seed: int) -> None:
+    """The blocks that a row's tokens are in, as its table has them."""
+    rng = random.Random(seed)
+    requests, free = flat_requests([16, 32]), list(range(1, 200))
+    rng.shuffle(free)
+    ends = [rng.randint(1, 192) for _ in range(rng.randint(1, 4))]
+    blocks = {
+        str(i): tuple([free.pop() for _ in range(-(-end // size))] for size in (16, 32)) for i, end in enumerate(ends)
+    }
+    rows_np = admitted(requests, blocks)
+    found = requests.decode_blocks(rows_np, ends[::-1], 60)
+    for flat, table, size in zip(found.flat, found.tables, found.sizes, strict=True):
+        needed = [
+            (int(table[row, place]), row, place)
+            for row, end in enumerate(ends[::-1])
+            for place in range(-(-end // size))
+        ]
+        assert entries(flat) == needed + [(0, len(rows_np), 0)] * (60 - len(needed))
+
+
+def test_a_decode_elsewhere_has_tables_alone(requests: Requests) -> None:
+    requests.apply(step({"a": 2}, new=[new_request("a", [1, 2], [4, 9])]))
+    found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
+    assert found.flat == ()
+    assert found.tables[0].tolist() == [[4, 9], [0, 0]]

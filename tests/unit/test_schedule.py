@@ -7,8 +7,9 @@ import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.proposers.base import Drafts
-from vllm_gaudi_spec.runner.batch import build_inputs
+from vllm_gaudi_spec.runner.batch import Batch, Located, build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shape, Shapes
@@ -23,6 +24,15 @@ def small() -> Shapes:
 def requests(small: Shapes) -> Requests:
     backend = HostBackend()
     return Requests(backend, 4, small.max_context + 1, [16], small.max_context, seed=0)  # type: ignore[arg-type]
+
+
+def located(batch: Batch, requests: Requests) -> Located:
+    return locate(batch.shape.phase, batch.uploaded, requests)
+
+
+def inputs_of(batch: Batch, requests: Requests) -> Inputs:
+    place = located(batch, requests)
+    return build_inputs(batch.shape.queries, batch.uploaded, place, requests, batch.single_row_real)
 
 
 def plan(
@@ -75,11 +85,12 @@ def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> 
     first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
     requests.apply(first)
     (chunk,) = plan_batches(first, requests, small, {})
-    requests.set_computed(chunk.rows_B, chunk.starts_B + chunk.num_real_B)
+    place = located(chunk, requests)
+    requests.set_computed(chunk.uploaded.rows_B, place.starts_B + place.num_real_B)
     second = step({"a": 1}, running=cached({"a": 24}))
     requests.apply(second)
     (batch,) = plan_batches(second, requests, small, {})
-    inputs = build_inputs(batch, requests)
+    inputs = inputs_of(batch, requests)
     assert inputs.token_ids_T.tolist() == [124]
     assert inputs.positions_T.tolist() == [24]
     assert inputs.slots[0].tolist() == [9 * 16 + 8]
@@ -91,7 +102,7 @@ def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, small, {})
     assert batch.shape == Shape("prefill", 1, 16, small.max_context)
-    inputs = build_inputs(batch, requests)
+    inputs = inputs_of(batch, requests)
     assert inputs.token_ids_T.tolist() == [116, 117, 118, 119] + [0] * 12
     assert inputs.positions_T.tolist() == [16, 17, 18, 19] + [0] * 12
     assert inputs.slots[0].tolist() == [9 * 16 + offset for offset in range(4)] + list(range(4, 16))
@@ -104,7 +115,7 @@ def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes
     scheduled = step({"a": 1}, running=cached({"a": 4}))
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, small, {})
-    inputs = build_inputs(batch, requests)
+    inputs = inputs_of(batch, requests)
     assert inputs.positions_T.tolist() == [7]
     assert inputs.slots[0].tolist() == [5 * 16 + 7]
 
@@ -114,7 +125,7 @@ def test_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) ->
     scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, wide, {})
-    inputs = build_inputs(batch, requests)
+    inputs = inputs_of(batch, requests)
     assert inputs.slots[0].tolist() == [80, 0, 0, 0]
     assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
 
@@ -140,8 +151,8 @@ def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2, "c": 3})
     assert batch.shape == Shape("decode", 3, 4, wide.max_context)
-    assert batch.num_real_B.tolist() == [3, 3, 1]
-    inputs = build_inputs(batch, requests)
+    assert located(batch, requests).num_real_B.tolist() == [3, 3, 1]
+    inputs = inputs_of(batch, requests)
     assert inputs.token_ids_T.view(3, 4).tolist() == [[4, 50, 51, 0], [4, 60, 61, 0], [4, 0, 0, 0]]
     assert inputs.positions_T.view(3, 4).tolist() == [[3, 4, 5, 0], [3, 4, 5, 0], [3, 0, 0, 0]]
     # What is not verified writes to the pad block.
@@ -155,7 +166,7 @@ def test_without_a_draft_the_step_is_one_token_wide() -> None:
     requests.apply(scheduled)
     (batch,) = plan_batches(scheduled, requests, wide, {"c": 0})
     assert batch.shape == Shape("decode", 2, 1, wide.max_context)
-    assert batch.num_real_B.tolist() == [1, 1], "drafts that the scheduler dropped are not verified"
+    assert located(batch, requests).num_real_B.tolist() == [1, 1], "drafts that the scheduler dropped are not verified"
 
 
 def test_padding_of_a_new_request_is_not_a_draft(requests: Requests) -> None:

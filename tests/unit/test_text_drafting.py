@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.unit.fakes import HostBackend, new_request, sampled, step
+from tests.unit.fakes import CapturingBackend, HostBackend, new_request, sampled, step
 from tests.unit.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.test_retokenizing import Languages
 from tests.unit.test_shapes import shapes
@@ -29,7 +29,6 @@ from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.text_drafting import TextDrafting
-from vllm_gaudi_spec.sample.verdict import Verdict
 
 NUM_ROWS, MAX_LEN = 4, 256
 
@@ -54,14 +53,6 @@ class FixedSlab:
         return Blocks((torch.from_numpy(self.table[rows_np, : -(-context // BLOCK)]),), (BLOCK,))
 
 
-class Host(HostBackend):
-    num_host_reads = 0
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
-        return tensor.clone()
-
-
 class Rows:
     def __init__(
         self,
@@ -72,6 +63,7 @@ class Rows:
         drafting: str = "greedy",
         temperature: float = 0,
         contexts: tuple[int, ...] = (),
+        backend: HostBackend | None = None,
     ) -> None:
         self.temperature = temperature
         self.languages = Languages("sentencepiece", "byte_level")
@@ -79,7 +71,7 @@ class Rows:
         self.shapes = shapes(max_num_seqs=NUM_ROWS, max_tokens=32, max_len=MAX_LEN, drafts=num_drafts)
         if contexts:
             self.shapes = replace(self.shapes, contexts=contexts)
-        self.backend = Host()
+        self.backend = backend or HostBackend()
         self.speculation = Speculation(
             method="draft_model",
             num_drafts=num_drafts,
@@ -130,7 +122,7 @@ class Rows:
     def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
         members = [self.requests.by_id[name] for name in answers]
-        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, 100)
+        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, [100] * len(members))
         verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
@@ -184,10 +176,13 @@ def prompts(rows: Rows) -> dict[str, list[int]]:
 @pytest.mark.parametrize("match", ["tli", "slem"])
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_draft_follows_from_the_whole_text(match: str, num_drafts: int, seed: int) -> None:
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_the_whole_text(
+    match: str, num_drafts: int, seed: int, device: type[HostBackend]
+) -> None:
     """Whatever is accepted and whoever is scheduled; rows that sat out some steps catch up."""
     rng, drafted = random.Random(seed), 0
-    rows = Rows(num_drafts, match=match)
+    rows = Rows(num_drafts, match=match, backend=device())
     rows.start(prompts(rows))
     drafts: dict[str, list[int]] = {name: [] for name in "abc"}
     for _ in range(10):
@@ -303,12 +298,8 @@ def test_warm_up_runs_every_shape_that_can_come() -> None:
 
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
     for shape in rows.shapes.all():
-        batch = make_batch(rows.requests, shape, [], [], [], starts_known=shape.phase == "prefill")
-        rows.drafting.follow(batch)
-        if shape.phase == "decode":
-            finished = make_sample_batch(rows.requests, shape.rows, shape.queries, [], 0)
-            lengths_B = torch.zeros(shape.rows).int()
-            rows.drafting.propose(finished, lengths_B, rows.sampling.prepare(finished, {}), 3)
-            verdict = Verdict(torch.zeros(shape.rows, 1).int(), torch.ones(shape.rows).int())
-            rows.drafting.propose_behind(Step([], verdict), 3)
+        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
+    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
+        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
+        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
     assert rows.recorder._seen == rows.recorder.manifest

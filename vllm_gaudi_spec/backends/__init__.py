@@ -6,6 +6,8 @@ import importlib
 import logging
 from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_spec import config
@@ -22,6 +24,8 @@ class _Entry(NamedTuple):
 # One line a device: where its backend lives, and which platform class presents it to vLLM.
 _DEVICES = {
     "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
+    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
+    "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
 }
 
 
@@ -32,7 +36,25 @@ def choose_device() -> str | None:
     if others := other_platform_plugins():
         _say_inactive(others)
         return None
-    return "cpu"
+    return "hpu" if gaudi_is_available() else "cpu"
+
+
+@cache
+def gaudi_is_available() -> bool:
+    """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
+    try:
+        return find_spec("habana_frameworks") is not None and any(map(_has_entry, _GAUDI_NODES))
+    except (ImportError, OSError, ValueError):
+        return False
+
+
+def _has_entry(place: tuple[str, str]) -> bool:
+    folder, pattern = place
+    return next(Path(folder).glob(pattern), None) is not None
+
+
+# Where the driver shows its cards: current ones, and those before the kernel's accelerator class.
+_GAUDI_NODES = (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*"))
 
 
 @cache

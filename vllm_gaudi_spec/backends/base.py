@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class DeviceBackend(Protocol):
@@ -19,23 +25,55 @@ class DeviceBackend(Protocol):
     mode: str
     """How steps are run on it: eager, lazy, captured."""
     torch_device: torch.device
+    captures: bool
+    """True when each shape of a step, and each branch of it, is a program of its own that warm-up has to make: then
+    branches are few, and a number that changes from step to step is a tensor."""
     block_size: int
     """Tokens in a KV block unless the user chose otherwise."""
+    flat_decode: bool
+    """True when decodes read the blocks of all rows as one list, and so do not pay for the longest row."""
     exact_context_width: bool
     """True when attention reads only the blocks a row has, so that one table width serves every context."""
     prefill_rows: tuple[int, ...]
     """How many prompt chunks of one length may share a step, unless the user chose otherwise."""
+    smallest_prefill: int
+    """The smallest prefill bucket, of which the others are multiples."""
     prefill_growth: float
     """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
     num_host_reads: int
-    """How often `download` was called."""
+    """How often `start_download` was called."""
     max_drafts: int
     """The most drafts of a row that its kernels verify in one step."""
     warmup_tokens: int
     """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
 
+    def graph(self, function: Function) -> Function:
+        """`function`, run as one program for each set of shapes and of arguments that are not tensors.
+
+        Arguments are tensors, numbers, texts, None, and tuples of those. The function waits for nothing and reads no
+        value; what it changes besides, it changes as a whole tensor and not through a view. Where `captures`, what it
+        returns is overwritten when the same program runs again.
+        """
+        ...
+
+    def compiling_only(self) -> AbstractContextManager[None]:
+        """For warm-up: programs are made in here and compute nothing, where the device knows such a mode."""
+        ...
+
     def prepare_model(self, model: nn.Module) -> None:
-        """Lay out weights as this device likes them, after loading."""
+        """Bring weights to the device and lay them out as it likes them, after loading."""
+        ...
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+        """What each layer keeps its KV in, by layer name; zero."""
+        ...
+
+    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
+        """Copy KV blocks (from, to) in all layers."""
+        ...
+
+    def kv_block_size(self, kv_cache: Any) -> int:
+        """Tokens in a block of what `allocate_kv` made."""
         ...
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
@@ -46,7 +84,7 @@ class DeviceBackend(Protocol):
         self,
         key_TKD: torch.Tensor,
         value_TKD: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
@@ -56,7 +94,7 @@ class DeviceBackend(Protocol):
     def attend(
         self,
         query_THD: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: Any,
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
@@ -68,8 +106,9 @@ class DeviceBackend(Protocol):
         """Copy to the device without waiting for it."""
         ...
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host and wait. Every call is counted as a host read."""
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a copy to the host; the answer waits for it. Every call is counted as a host read. The tensor may be
+        overwritten by the next step."""
         ...
 
     def available_memory(self, utilization: float) -> int:
@@ -77,3 +116,15 @@ class DeviceBackend(Protocol):
         ...
 
     def synchronize(self) -> None: ...
+
+    def warmed_up(self) -> None:
+        """From here on nothing should be compiled."""
+        ...
+
+    def step_done(self) -> None:
+        """All work of a step was given to the device."""
+        ...
+
+    def counts(self) -> dict[str, Any]:
+        """What the device itself counts, `compiled_after_warmup` above all; nothing where it does not count."""
+        ...

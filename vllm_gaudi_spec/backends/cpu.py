@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import psutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 from vllm import _custom_ops as vllm_ops
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.backends import host_memory
+from vllm_gaudi_spec.backends.base import Function
 from vllm_gaudi_spec.config import MAX_DRAFTS
 
 logger = init_logger(__name__)
 
-_DEFAULT_KV_BYTES = 4 << 30
 # Head sizes that vLLM's CPU attention kernel is compiled for.
 _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 
@@ -23,8 +29,11 @@ class Backend:
     name = "cpu"
     mode = "eager"
     torch_device = torch.device("cpu")
+    captures = False
     block_size = 32
+    flat_decode = False
     prefill_rows = (1, 2, 4, 8, 16)
+    smallest_prefill = 16
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
@@ -35,8 +44,25 @@ class Backend:
         self.exact_context_width = self._has_attention_kernel
         self.num_host_reads = 0
 
+    def graph(self, function: Function) -> Function:
+        return function
+
+    def compiling_only(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def prepare_model(self, model: nn.Module) -> None:
         """Nothing left to do: linear weights were packed for oneDNN by vLLM's loader (see platform.py)."""
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+        return allocate_kv_cache(kv_cache_config, self.torch_device, layout)
+
+    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
+        for kv_cache in kv_caches.values():
+            for source, target in pairs:
+                kv_cache[target] = kv_cache[source]
+
+    def kv_block_size(self, kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[2]
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
@@ -116,16 +142,24 @@ class Backend:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_reads += 1
-        return tensor.cpu()
+        return lambda: tensor
 
     def available_memory(self, utilization: float) -> int:
-        # Unlike a card's memory this one has other users, and clearing it takes time at every start.
-        return min(int(psutil.virtual_memory().available * utilization / 2), _DEFAULT_KV_BYTES)
+        return host_memory.for_kv(utilization)
 
     def synchronize(self) -> None:
         """The CPU has finished when the call returns."""
+
+    def warmed_up(self) -> None:
+        """Nothing is compiled here."""
+
+    def step_done(self) -> None:
+        """It was done as it came."""
+
+    def counts(self) -> dict[str, Any]:
+        return {}
 
 
 def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,11 +42,11 @@ class LengthSplit:
 
     def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
         """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
-        return _wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
+        return wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
 
-    def wanted(self, rows_np: np.ndarray, lengths_B: torch.Tensor, most: int) -> torch.Tensor:
-        """The same on the device, for lengths that only the device knows."""
-        return _wanted(self._backend.upload(torch.from_numpy(self._limits(rows_np, most))), lengths_B)
+    def upload(self, rows_np: np.ndarray, most: int) -> torch.Tensor:
+        """int32 [B, 2]: what `wanted` takes, for lengths that only the device knows."""
+        return self._backend.upload(torch.from_numpy(self._limits(rows_np, most)))
 
     def _limits(self, rows_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
         limits_np = self._limits_np[rows_np]
@@ -54,5 +54,6 @@ class LengthSplit:
         return limits_np
 
 
-def _wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """int32 [B]: drafts that rows of these lengths have use for."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
+from vllm_gaudi_spec.runner.shapes import DECODE
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shape
+
+
+class Rows(NamedTuple):
+    """What of a rectangle is uploaded."""
+
+    rows_B: torch.Tensor
+    """int64: the rows of `Requests`; padding has the pad row."""
+    host_2B: torch.Tensor
+    """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
+    blocks: Blocks
+
+
+class Located(NamedTuple):
+    """A rectangle's place in the request state."""
+
+    starts_B: torch.Tensor
+    """int32: position of each row's first token."""
+    num_real_B: torch.Tensor
+    """int32: how many of the Q tokens are real."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +43,21 @@ class Batch:
     requests: list[Request]
     finishes: list[bool]
     """Requests that sample in this step: all but those whose prompt goes on."""
-    rows_np: np.ndarray
-    rows_B: torch.Tensor
-    """int64: the rows of `Requests`; padding has the pad row."""
-    starts_B: torch.Tensor
-    """int32: position of each row's first token."""
-    num_real_B: torch.Tensor
-    """int32: how many of the Q tokens are real."""
+    uploaded: Rows
     counts: list[int]
-    """What the host knows of `num_real_B`: exact for a prompt chunk, the most for a decode, whose drafts the device
+    """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
     counts."""
-    blocks: Blocks
     single_row_real: int | None = None
-    """With one prompt chunk, its real length: known on the host."""
+    """With one prompt chunk its real length, for devices that need not compute what is padding."""
 
-    def finishing(self) -> list[Request]:
-        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if finishes]
+    def finishing(self) -> list[tuple[Request, int]]:
+        """Requests that sample, and the most tokens that each has then, its drafts included."""
+        ends = (request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True))
+        return [
+            (request, end)
+            for request, end, finishes in zip(self.requests, ends, self.finishes, strict=True)
+            if finishes
+        ]
 
     def continuing(self) -> list[Request]:
         return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
@@ -46,25 +65,7 @@ class Batch:
     @property
     def num_sampled(self) -> int:
         """Positions at which a row of this batch may sample."""
-        return self.shape.queries if self.shape.phase == "decode" else 1
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a row, those of this batch included."""
-        ends = (request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True))
-        return max(ends, default=0)
-
-    def sampled_places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens,
-        a prompt chunk's last."""
-        row_B = torch.arange(self.shape.rows, dtype=torch.int32, device=self.starts_B.device)
-        if self.shape.phase == "decode":
-            place_BQ = torch.arange(self.shape.queries, dtype=torch.int32, device=row_B.device).expand(
-                self.shape.rows, -1
-            )
-        else:
-            place_BQ = (self.num_real_B - 1).clamp(min=0)[:, None]
-        return row_B[:, None] * self.shape.queries + place_BQ, self.starts_B[:, None] + place_BQ
+        return self.shape.queries if self.shape.phase == DECODE else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,60 +80,72 @@ class SampleBatch:
     rows_np: np.ndarray
     rows_B: torch.Tensor
     """int64; padding has the pad row."""
-    longest: int
-    """No row knew more tokens than these when the step began, its drafts included."""
+    ends: list[int]
+    """The most tokens that each request knows, its drafts of this step included."""
 
 
-def build_inputs(batch: Batch, requests: Requests) -> Inputs:
-    """Look up a batch's tokens on the device."""
-    place_Q = torch.arange(batch.shape.queries, dtype=torch.int32, device=batch.starts_B.device)
-    tokens_BQ = requests.tokens_at(batch.rows_B, batch.starts_B[:, None] + place_Q)
-    return rectangle(tokens_BQ, batch.starts_B, batch.num_real_B, batch.blocks, batch.single_row_real)
+def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
+    """Prompt chunks start where the host says; decodes start where the device's own count stands, and verify as many
+    drafts as it has, up to what the host scheduled."""
+    starts_B, num_real_B = uploaded.host_2B.unbind(0)
+    if phase == DECODE:
+        starts_B = requests.computed_R.index_select(0, uploaded.rows_B)
+        num_real_B = torch.minimum(num_real_B, 1 + requests.num_drafts_R.index_select(0, uploaded.rows_B))
+    return Located(starts_B, num_real_B)
+
+
+def build_inputs(
+    queries: int, uploaded: Rows, located: Located, requests: Requests, single_row_real: int | None = None
+) -> Inputs:
+    """Look up a rectangle's tokens on the device."""
+    place_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
+    tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + place_Q)
+    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks, single_row_real)
+
+
+def sampled_places(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens, a
+    prompt chunk's last."""
+    rows, device = located.starts_B.shape[0], located.starts_B.device
+    row_B = torch.arange(rows, dtype=torch.int32, device=device)
+    if phase == DECODE:
+        place_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
+    else:
+        place_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
+    return row_B[:, None] * queries + place_BQ, located.starts_B[:, None] + place_BQ
 
 
 def make_batch(
-    requests: Requests,
-    shape: Shape,
-    members: list[Request],
-    counts: list[int],
-    finishes: list[bool],
-    *,
-    starts_known: bool,
+    requests: Requests, shape: Shape, members: list[Request], counts: list[int], finishes: list[bool]
 ) -> Batch:
-    """Upload the host's part of a batch: which rows, how much of each, and their blocks.
-
-    Prompt chunks start where the host says (`starts_known`); decodes start where the device's own count stands, and
-    verify as many drafts as it has, up to what the host scheduled.
-    """
-    size = shape.rows
+    """Upload the host's part of a batch: which rows, how much of each, and their blocks."""
+    size, decodes = shape.rows, shape.phase == DECODE
     rows_np = np.full(size, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    small = np.zeros((2, size), dtype=np.int32)
-    small[0, : len(members)] = [request.num_computed for request in members]
-    small[1, : len(members)] = counts
+    host_np = np.zeros((2, size), dtype=np.int32)
+    host_np[0, : len(members)] = starts = [request.num_computed for request in members]
+    host_np[1, : len(members)] = counts
+    if decodes:
+        ends = [start + shape.queries for start in starts]
+        blocks = requests.decode_blocks(rows_np, ends, shape.context)
+    else:
+        blocks = requests.blocks(rows_np, shape.context)
     upload = requests.backend.upload
-    rows_B = upload(torch.from_numpy(rows_np))
-    starts_B, num_real_B = upload(torch.from_numpy(small)).unbind(0)
-    if not starts_known:
-        starts_B = requests.computed_R.index_select(0, rows_B)
-        num_real_B = torch.minimum(num_real_B, 1 + requests.num_drafts_R.index_select(0, rows_B))
+    known = not decodes and size == 1 and counts and not requests.backend.captures
     return Batch(
         shape=shape,
         requests=members,
         finishes=finishes,
-        rows_np=rows_np,
-        rows_B=rows_B,
-        starts_B=starts_B,
-        num_real_B=num_real_B,
+        uploaded=Rows(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(host_np)), blocks),
         counts=counts,
-        blocks=requests.blocks(rows_np, shape.context),
-        single_row_real=counts[0] if starts_known and size == 1 and counts else None,
+        single_row_real=counts[0] if known else None,
     )
 
 
 def make_sample_batch(
-    requests: Requests, num_rows: int, num_queries: int, members: list[Request], longest: int
+    requests: Requests, num_rows: int, num_queries: int, members: list[Request], ends: list[int]
 ) -> SampleBatch:
     rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    return SampleBatch(members, num_queries, rows_np, requests.backend.upload(torch.from_numpy(rows_np)), longest)
+    rows_B = requests.backend.upload(torch.from_numpy(rows_np))
+    return SampleBatch(members, num_queries, rows_np, rows_B, ends)

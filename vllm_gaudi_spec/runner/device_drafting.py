@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,18 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.proposers.base import DeviceProposer, DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.draft_choice import DraftLaws
-    from vllm_gaudi_spec.runner.drafter_state import DrafterState
+    from vllm_gaudi_spec.runner.drafter_state import DrafterState, Read
+    from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -50,6 +54,8 @@ class DeviceDrafting:
         self._laws = laws
         self._state = state
         self._coverage = coverage
+        self._draft_rows = requests.backend.graph(self._draft_on_device)
+        self._read = requests.backend.graph(self._read_rows)
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
@@ -70,43 +76,90 @@ class DeviceDrafting:
         return self._split.wanted_np(rows_np, shortest_np, most)
 
     def follow(self, batch: Batch) -> None:
-        if self._state is not None and (chunk := self._state.chunk(batch)) is not None:
-            self._recorder.saw(("draft", *batch.shape))
-            self._proposer.follow(chunk)
+        if self._state is not None and (read := self._state.chunk(batch)) is not None:
+            self._read_chunk(read)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
 
+    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        if self._state is not None:
+            self._state.settle(rows_B, lengths_B)
+
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        wanted_B = self._split.wanted(batch.rows_np, lengths_B, most)
         able_np = self._possible(batch.requests, most)
         if self._state is not None:
-            self._state.settle(batch.rows_B, lengths_B)
-            for shape, chunk in self._state.catch_up(batch, lengths_B, able_np):
-                self._recorder.saw(("draft", *shape))
-                self._proposer.follow(chunk)
-            wanted_B = torch.where(self._state.reads_all(batch.rows_B, lengths_B), wanted_B, 0)
-        if not most or (batch.requests and not able_np.any()):
+            for read in self._state.catch_up(batch, able_np):
+                self._read_chunk(read)
+        if not most or not able_np.any():
             return None
         # One token more than were known, and the drafts.
-        context = self._shapes.fit_context(min(batch.longest + 1 + self._num_drafts, self._shapes.max_context))
-        self._recorder.saw(self._signature(len(batch.rows_np), context, self._choice.branch(inputs)))
+        ends = [end + 1 + self._num_drafts for end in batch.ends]
+        drafts = self._draft(batch, lengths_B, inputs, most, ends, self._shapes.decode_context(ends))
+        if self._state is not None:
+            self._state.drafted(batch.requests, able_np)
+        return drafts
+
+    def _draft(
+        self,
+        batch: SampleBatch,
+        lengths_B: torch.Tensor,
+        inputs: SamplingInputs,
+        most: int,
+        ends: list[int],
+        context: int,
+    ) -> Drafts:
+        branch = self._choice.branch(inputs)
+        self._recorder.saw(self._signature(len(batch.rows_np), context, branch))
+        return self._draft_rows(
+            batch.rows_B,
+            lengths_B,
+            self._split.upload(batch.rows_np, most),
+            self._requests.decode_blocks(batch.rows_np, ends, context),
+            inputs.for_drafting(branch),
+        )
+
+    # --- what runs on the device ---
+
+    def _read_chunk(self, read: Read) -> None:
+        self._recorder.saw(("draft", *read.shape))
+        self._read(read.rows_P, read.host_2P, read.blocks, read.shape.queries, read.single_row_real)
+
+    def _read_rows(
+        self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int, single_row_real: int | None
+    ) -> None:
+        assert self._state is not None
+        self._proposer.follow(self._state.read(rows_P, host_2P, blocks, queries, single_row_real))
+
+    def _draft_on_device(
+        self,
+        rows_B: torch.Tensor,
+        lengths_B: torch.Tensor,
+        limits_B2: torch.Tensor,
+        blocks: Blocks,
+        inputs: SamplingInputs,
+    ) -> Drafts:
+        wanted_B = wanted(limits_B2, lengths_B)
+        if self._state is not None:
+            wanted_B = torch.where(self._state.reads_all(rows_B, lengths_B), wanted_B, 0)
         drafts = self._proposer.propose(
             DraftRequest(
-                rows_B=batch.rows_B,
+                rows_B=rows_B,
                 history_RM=self._requests.history_RM,
                 lengths_B=lengths_B,
                 num_wanted_B=wanted_B,
                 num_drafts=self._num_drafts,
-                blocks=self._requests.blocks(batch.rows_np, context),
+                blocks=blocks,
                 choose=self._choice.behind(lengths_B, inputs),
             )
         )
-        self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
-        self._laws.put(batch.rows_B, drafts)
+        self._requests.put_drafts(rows_B, lengths_B, drafts)
+        self._laws.put(rows_B, drafts)
         if self._state is not None:
-            self._state.drafted(batch, lengths_B, drafts, able_np)
+            self._state.wrote(rows_B, lengths_B, drafts)
         return drafts
+
+    # --- behind a step ---
 
     def propose_behind(self, step: Step, most: int) -> None:
         """It is done."""
@@ -124,9 +177,22 @@ class DeviceDrafting:
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         """Rounds of drafts by rows, context and filters; and the prompt chunks that a drafter reads."""
         branches = self._choice.branches(sampling)
-        for num_rows, context, branch in product(self._shapes.decode_rows, self._shapes.contexts, branches):
+        for (num_rows, context), branch in product(self._shapes.decode_sizes(), branches):
             yield self._signature(num_rows, context, branch)
         if self._state is not None:
-            for shape in self._shapes.all():
-                if shape.phase == "prefill":
-                    yield ("draft", *shape)
+            for shape in self._shapes.prefills():
+                yield ("draft", *shape)
+
+    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+        branches = sorted(self._choice.branches(sampling))
+        for (num_rows, context), branch in product(reversed(self._shapes.decode_sizes()), branches):
+            yield num_rows, branch, partial(self._draft, most=self._num_drafts, ends=[], context=context)
+
+    def no_drafts(self, num_rows: int) -> Drafts | None:
+        upload = self._requests.backend.upload
+        tokens_BK = upload(torch.zeros(num_rows, self._num_drafts, dtype=torch.int32))
+        return Drafts(tokens_BK, upload(torch.zeros(num_rows, dtype=torch.int32)))
+
+    def warm_up(self) -> None:
+        if self._state is not None:
+            self._state.warm_up()

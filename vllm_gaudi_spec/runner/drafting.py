@@ -6,7 +6,7 @@ what it may schedule.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
@@ -42,8 +42,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+
+
+Draft = Callable[["SampleBatch", "torch.Tensor", "SamplingInputs"], object]
+"""A round of drafts on padding, for warm-up: of a batch, the tokens that each row has, and a sampling pass's inputs."""
 
 
 class Drafting(Protocol):
@@ -63,6 +67,10 @@ class Drafting(Protocol):
         """float32 [B, K, V]: the laws of the rows' drafts, where drafting is probabilistic."""
         ...
 
+    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        """A part of the sampling pass, on the device, whether drafts follow or not: rows have so many tokens now."""
+        ...
+
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         """Behind the verdict, on the device. `lengths_B`: known tokens of each row; `most` drafts a row at most."""
         ...
@@ -75,7 +83,23 @@ class Drafting(Protocol):
         """What was drafted behind a step that lies on the host."""
         ...
 
-    def signatures(self, sampling: Sampling) -> Iterator[Hashable]: ...
+    # --- warm-up ---
+
+    def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
+        """Everything that the device may be asked for."""
+        ...
+
+    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+        """Every round of drafts: its rows, its branch, and how it is run."""
+        ...
+
+    def no_drafts(self, num_rows: int) -> Drafts | None:
+        """What `propose` answers of padding; None if it never answers."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run what is no round: changes of the drafter's state."""
+        ...
 
 
 def load_drafter(speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend) -> LoadedModel | None:

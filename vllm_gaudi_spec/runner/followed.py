@@ -36,6 +36,7 @@ class Followed:
         self._num_drafts = num_drafts
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
+        self._write = requests.backend.graph(self._put)
 
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
@@ -74,21 +75,32 @@ class Followed:
 
     def put(self, step: Step, drafts: dict[str, list[int]]) -> None:
         """Upload, in the shape of all rows so that it is the same program in every step."""
-        num_rows = len(self._history_np)
-        all_rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
+        all_rows_np, small = self._nothing()
         rows_np = _rows_of(step)
         all_rows_np[: len(rows_np)] = rows_np
-        small = np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
         small[: len(rows_np), 0] = self._lengths_np[rows_np]
         for row, request in zip(small, step.requests, strict=False):
             answer = drafts.get(request.req_id, ())
             row[1] = len(answer)
             row[2 : 2 + len(answer)] = answer
+        self._upload(all_rows_np, small)
+
+    def warm_up(self) -> None:
+        self._upload(*self._nothing())
+
+    def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pad row, over and over, and no drafts."""
+        num_rows = len(self._history_np)
+        rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
+        return rows_np, np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
+
+    def _upload(self, rows_np: np.ndarray, small_np: np.ndarray) -> None:
         upload = self._requests.backend.upload
-        device = upload(torch.from_numpy(small))
-        self._requests.put_drafts(
-            upload(torch.from_numpy(all_rows_np)), device[:, 0], Drafts(device[:, 2:], device[:, 1])
-        )
+        self._write(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(small_np)))
+
+    def _put(self, rows_R: torch.Tensor, small_RN: torch.Tensor) -> None:
+        """Of each row: the number of its tokens, that of its drafts, and these."""
+        self._requests.put_drafts(rows_R, small_RN[:, 0], Drafts(small_RN[:, 2:], small_RN[:, 1]))
 
 
 def _rows_of(step: Step) -> np.ndarray:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.followed import Followed
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
 
 
 class HostDrafting:
@@ -40,6 +41,9 @@ class HostDrafting:
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return None
+
+    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        """The host's histories know what was accepted."""
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         return None
@@ -72,3 +76,12 @@ class HostDrafting:
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         return iter(())
+
+    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+        return iter(())
+
+    def no_drafts(self, num_rows: int) -> Drafts | None:
+        return None
+
+    def warm_up(self) -> None:
+        self._followed.warm_up()

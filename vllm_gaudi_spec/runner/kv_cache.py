@@ -1,35 +1,40 @@
-"""KV cache memory: allocate it as the engine planned, bind it to the layers, copy and clear blocks."""
+"""KV cache memory: allocate it as the engine planned, bind it to the layers, copy blocks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers, copy_kv_cache_blocks_inplace
+from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
 
 class KVCache:
-    def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+        self._backend = backend
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        self.tensors = allocate_kv_cache(kv_cache_config, device, layout)
+        self._by_layer = backend.allocate_kv(kv_cache_config, layout)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [_block_size(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        bind_kv_cache_to_layers(self.tensors, vllm_config.compilation_config.static_forward_context)
+        bind_kv_cache_to_layers(self._by_layer, vllm_config.compilation_config.static_forward_context)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """Clear, then copy, before anything of the step reads or writes."""
-        for block in scheduled.new_block_ids_to_zero or ():
-            for tensor in self.tensors.values():
-                tensor[block].zero_()
+        """Copy before anything of the step reads or writes."""
+        # vLLM asks for blocks to be cleared where layers keep a state, and such layers are refused.
+        assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
-            copy_kv_cache_blocks_inplace(self.tensors.values(), self.num_blocks, copies)
+            self._backend.copy_blocks(self._by_layer, [(copy.src_block_id, copy.dst_block_id) for copy in copies])
+
+    def warm_up(self) -> None:
+        """What a copy runs, on the pad block."""
+        self._backend.copy_blocks(self._by_layer, [(0, 0)])
 
 
 def _block_size(spec: object) -> int:

@@ -3,12 +3,12 @@ the step was cut into."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.runner.batch import Batch
+from vllm_gaudi_spec.runner.batch import Located, sampled_places
+from vllm_gaudi_spec.runner.shapes import DECODE
 
 
 class Landed(NamedTuple):
@@ -22,32 +22,34 @@ class Landed(NamedTuple):
 class Landing:
     """By row: hidden states behind which tokens are sampled, the position of the first, and the number of drafts."""
 
-    def __init__(self, num_rows: int, num_queries: int, device: torch.device) -> None:
-        self._hidden_RQH: torch.Tensor | None = None
+    def __init__(
+        self, num_rows: int, num_queries: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._num_queries = num_queries
+        self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
+        """N = R * Q: one line of memory, changed as a whole."""
         self._first_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
-    def put(self, batch: Batch, hidden_TH: torch.Tensor) -> None:
-        if self._hidden_RQH is None:
-            shape = (self._first_R.shape[0], self._num_queries, hidden_TH.shape[1])
-            self._hidden_RQH = hidden_TH.new_zeros(shape)
-        places_BQ, positions_BQ = batch.sampled_places()
-        num_queries = places_BQ.shape[1]
-        chosen = hidden_TH.index_select(0, places_BQ.flatten()).view(*places_BQ.shape, -1)
-        self._hidden_RQH[:, :num_queries].index_copy_(0, batch.rows_B, chosen)
-        self._first_R.index_copy_(0, batch.rows_B, positions_BQ[:, 0])
-        if batch.shape.phase == "decode":
-            num_drafts_B = (batch.num_real_B - 1).clamp(min=0)
+    def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden_TH: torch.Tensor) -> None:
+        places_BQ, positions_BQ = sampled_places(phase, queries, located)
+        chosen_NH = hidden_TH.index_select(0, places_BQ.flatten())
+        self._hidden_NH.index_copy_(0, self._index(rows_B, places_BQ.shape[1]), chosen_NH)
+        self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
+        if phase == DECODE:
+            num_drafts_B = (located.num_real_B - 1).clamp(min=0)
         else:
-            num_drafts_B = torch.zeros_like(batch.num_real_B)
-        self._num_drafts_R.index_copy_(0, batch.rows_B, num_drafts_B)
+            num_drafts_B = torch.zeros_like(located.num_real_B)
+        self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int) -> Landed:
-        assert self._hidden_RQH is not None
         place = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         return Landed(
-            self._hidden_RQH.index_select(0, rows_B)[:, :num_queries].flatten(0, 1),
+            self._hidden_NH.index_select(0, self._index(rows_B, num_queries)),
             self._first_R.index_select(0, rows_B)[:, None] + place,
             self._num_drafts_R.index_select(0, rows_B),
         )
+
+    def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
+        place = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)
+        return (rows_B[:, None] * self._num_queries + place).flatten()

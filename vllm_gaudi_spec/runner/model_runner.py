@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.config import Options, Speculation
-from vllm_gaudi_spec.runner import grammar, prompt_logprobs
-from vllm_gaudi_spec.runner.batch import Batch, build_inputs, make_sample_batch
+from vllm_gaudi_spec.runner import grammar
+from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import Report, Step
+from vllm_gaudi_spec.runner.report import Report, Reports, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
-from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.runner.shapes import PREFILL, Shapes
 from vllm_gaudi_spec.runner.slab import Slab
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
@@ -31,9 +34,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.batch import SampleBatch
+    from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+class Finished(NamedTuple):
+    """What a sampling pass leaves on the device."""
+
+    verdict: Verdict
+    logprobs: LogprobsTensors | None
+    scores: LogprobsTensors | None
+    num_drafts_B: torch.Tensor
+    """int32: drafts that were verified."""
+    lengths_B: torch.Tensor
+    """int32: tokens that each row has now."""
 
 
 class ModelRunner:
@@ -83,8 +100,10 @@ class ModelRunner:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         model = self.vllm_config.model_config
         device = self.backend.torch_device
-        self.shapes = Shapes.from_config(self.vllm_config, self.options, self.backend, self.num_drafts)
-        self.kv_cache = KVCache(kv_cache_config, self.vllm_config, device)
+        self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
+        self.shapes = Shapes.from_config(
+            self.vllm_config, self.options, self.backend, self.num_drafts, min(self.kv_cache.block_sizes)
+        )
         for loaded in (self.target, self.drafter):
             if loaded is not None:
                 loaded.bind_groups(self.kv_cache.layer_groups)
@@ -99,7 +118,9 @@ class ModelRunner:
         self.sampling = Sampling(
             self.backend, self.max_rows, model.get_vocab_size(), model.max_logprobs, model.logprobs_mode
         )
-        self.landing = Landing(self.max_rows + 1, 1 + self.num_drafts, device)
+        self.landing = Landing(self.max_rows + 1, 1 + self.num_drafts, model.get_hidden_size(), model.dtype, device)
+        self.prompt_logprobs = PromptLogprobs(self.target, self.sampling, self.backend)
+        self.reports = Reports(self.backend)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
         if self.speculation is not None:
@@ -113,10 +134,13 @@ class ModelRunner:
                 self.target,
                 self.drafter,
             )
+        self._run_forward = self.backend.graph(self._forward)
+        # What users bring may do on the host what it likes.
+        self._run_finish = self._finish if self.custom is not None else self.backend.graph(self._finish)
 
     def warm_up(self) -> None:
         given = self.options.warmup_tokens
-        warm_up(self, self.shapes, self.backend.warmup_tokens if given is None else given)
+        warm_up(self, self.backend.warmup_tokens if given is None else given)
 
     # --- a step, in the two halves that vLLM calls ---
 
@@ -137,14 +161,14 @@ class ModelRunner:
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
-        finishing = [request for batch in pending for request in batch.finishing()]
+        finishing = [member for batch in pending for member in batch.finishing()]
         num_queries = max(batch.num_sampled for batch in pending)
         most = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
         grammars = grammar.read(constraints, self.scheduled)
-        longest = max(batch.longest for batch in pending)
-        step = self.finish(finishing, num_queries, longest, grammars, most) if finishing else Step([])
+        step = self.finish(finishing, num_queries, grammars, most) if finishing else Step([])
         step.unfinished = [request for batch in pending for request in batch.continuing()]
-        self.report = Report(step, self.backend)
+        self.report = self.send(step)
+        self.backend.step_done()
         if self.async_scheduling:
             return self.report
         output = self.report.get_output()
@@ -183,54 +207,83 @@ class ModelRunner:
         most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
         return dict(zip(scheduled_tokens, most.tolist(), strict=True))
 
-    def forward(self, batch: Batch) -> None:
+    def forward(self, batch: Batch) -> torch.Tensor | None:
+        """Hidden states of prompt chunks."""
         self.recorder.saw(batch.shape)
-        hidden_TH = self.target.forward(build_inputs(batch, self.requests))
-        prompt_logprobs.collect(batch, hidden_TH, self.target, self.sampling)
-        self.landing.put(batch, hidden_TH)
+        hidden_TH = self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.single_row_real)
+        if hidden_TH is not None:
+            self.prompt_logprobs.collect(batch, hidden_TH, self.recorder.saw)
         if self.drafting is not None:
             self.drafting.follow(batch)
-        # What samples moves on in `finish`; this is for prompts that go on in a later step.
-        self.requests.set_computed(batch.rows_B, batch.starts_B + batch.num_real_B)
+        return hidden_TH
 
     def finish(
-        self,
-        finishing: list[Request],
-        num_queries: int,
-        longest: int,
-        grammars: dict[str, grammar.Grammar],
-        most: int,
-        num_rows: int | None = None,
+        self, finishing: list[tuple[Request, int]], num_queries: int, grammars: dict[str, grammar.Grammar], most: int
     ) -> Step:
-        """One pass over all rows that sample. A prompt's last position is a verify of zero drafts."""
-        num_rows = self.shapes.fit_rows(len(finishing)) if num_rows is None else num_rows
-        batch = make_sample_batch(self.requests, num_rows, num_queries, finishing, longest)
-        hidden, positions_BQ, num_drafts_B = self.landing.take(batch.rows_B, num_queries)
-        inputs = self.sampling.prepare(batch, grammars)
+        """One pass over all rows that sample; with each the most tokens that it has. A prompt's last position is a
+        verify of zero drafts."""
+        requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
+        num_rows = self.shapes.fit_rows(len(requests))
+        batch = make_sample_batch(self.requests, num_rows, num_queries, requests, ends)
+        step = self.sample(batch, self.sampling.prepare(batch, grammars), most)
+        step.prompt_logprobs = take(requests)
+        return step
+
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs, most: int) -> Step:
         self.recorder.saw(self.sampling.signature(batch, inputs.branch))
+        done = self._run_finish(batch.num_queries, batch.rows_B, inputs)
+        step = Step(batch.requests, done.verdict, done.logprobs, done.scores)
+        step.signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
+        if self.drafting is not None:
+            step.num_drafts_B = done.num_drafts_B
+            step.drafts = self.drafting.propose(batch, done.lengths_B, inputs, most)
+        return step
+
+    def send(self, step: Step) -> Report:
+        if step.verdict is not None:
+            self.recorder.saw(("report", *step.signature, step.drafts is not None))
+        return self.reports.send(step)
+
+    def report_signatures(self) -> Iterator[Hashable]:
+        reports = {branch.of_reports() for branch in self.sampling.branches()}
+        drafts = (False, True) if self.drafting is not None and self.drafting.no_drafts(1) is not None else (False,)
+        for sizes in product(self.shapes.decode_rows, self.shapes.decode_queries, reports, drafts):
+            yield ("report", *sizes)
+
+    # --- what runs on the device: see `DeviceBackend.graph` ---
+
+    def _forward(self, phase: str, queries: int, rows: Rows, single_row_real: int | None) -> torch.Tensor | None:
+        """Hidden states [T, H] of prompt chunks: what is wanted of a decode lands by row."""
+        located = locate(phase, rows, self.requests)
+        hidden_TH = self.target.forward(build_inputs(queries, rows, located, self.requests, single_row_real))
+        self.landing.put(phase, queries, rows.rows_B, located, hidden_TH)
+        # What samples moves on in `_finish`; this is for prompts that go on in a later step.
+        self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
+        return hidden_TH if phase == PREFILL else None
+
+    def _finish(self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs) -> Finished:
+        hidden, positions_BQ, num_drafts_B = self.landing.take(rows_B, num_queries)
         logits_BQV = self.target.logits(hidden).view(*positions_BQ.shape, -1)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
         verified = verify(
             logits_BQV,
             positions_BQ,
-            batch.rows_B,
+            rows_B,
             num_drafts_B,
-            self.drafting.probs(batch.rows_B) if self.drafting and num_queries > 1 else None,
+            self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
             self.requests,
             inputs,
             self.rule,
             self.custom,
             self.sampling.logprobs_mode,
         )
-        verdict = verified.verdict
-        self.requests.advance(batch.rows_B, positions_BQ[:, 0], verdict)
-        step = Step(finishing, verdict, verified.logprobs, verified.scores, prompt_logprobs.take(finishing))
+        verdict, last_B = verified.verdict, positions_BQ[:, 0]
+        self.requests.advance(rows_B, last_B, verdict)
+        lengths_B = last_B + 1 + verdict.num_sampled_B
         if self.drafting is not None:
-            step.num_drafts_B = num_drafts_B
-            lengths_B = positions_BQ[:, 0] + 1 + verdict.num_sampled_B
-            step.drafts = self.drafting.propose(batch, lengths_B, inputs, most)
-        return step
+            self.drafting.settle(rows_B, lengths_B)
+        return Finished(verdict, verified.logprobs, verified.scores, num_drafts_B, lengths_B)
 
     def step_report(self) -> dict[str, object]:
-        return self.recorder.report(self.backend.num_host_reads)
+        return self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts()}

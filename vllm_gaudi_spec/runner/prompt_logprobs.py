@@ -2,61 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
+from vllm_gaudi_spec.runner.shapes import PREFILL
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import Batch
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Request
     from vllm_gaudi_spec.runner.sampling import Sampling
+    from vllm_gaudi_spec.runner.shapes import Shapes
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
 
 
-def collect(batch: Batch, hidden_TH: torch.Tensor, target: LoadedModel, sampling: Sampling) -> None:
-    """Score the prompt tokens that this chunk predicts, for the requests that asked."""
-    for index, request in enumerate(batch.requests):
-        wanted = request.params.prompt_logprobs
-        # After a preemption the outputs are prefilled too; then the prompt's scores are with the user already.
-        if wanted is None or batch.shape.phase != "prefill" or len(request.known) > request.num_prompt:
-            continue
-        begin = request.num_computed
-        end = min(begin + batch.counts[index], request.num_prompt - 1)
-        rows = hidden_TH[index * batch.shape.queries :][: max(end - begin, 0)]
-        following = torch.tensor(request.known[begin + 1 : end + 1], dtype=torch.int32, device=hidden_TH.device)
-        for first in range(0, rows.shape[0], _SLICE):
-            piece = slice(first, first + _SLICE)
-            request.prompt_logprobs.append(
-                _score(rows[piece], following[piece], wanted, target, sampling.logprobs_mode)
-            )
+class PromptLogprobs:
+    def __init__(self, target: LoadedModel, sampling: Sampling, backend: DeviceBackend) -> None:
+        self._target = target
+        self._sampling = sampling
+        self._backend = backend
+        self._score = backend.graph(self._score_slice)
+
+    def collect(self, batch: Batch, hidden_TH: torch.Tensor, saw: Callable[[Hashable], None]) -> None:
+        """Score the prompt tokens that this chunk predicts, for the requests that asked."""
+        for index, request in enumerate(batch.requests):
+            wanted = request.params.prompt_logprobs
+            # After a preemption the outputs are prefilled too; then the prompt's scores are with the user already.
+            if wanted is None or batch.shape.phase != PREFILL or len(request.known) > request.num_prompt:
+                continue
+            begin = request.num_computed
+            following = request.known[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
+            count = self._sampling.prompt_logprob_count(wanted)
+            for first in range(0, len(following), _SLICE):
+                saw(self._signature(hidden_TH.shape[0], count))
+                place = index * batch.shape.queries + first
+                packed, tokens = self._piece(hidden_TH, place, following[first : first + _SLICE], count)
+                kept = count if wanted < 0 else wanted
+                request.prompt_logprobs.append(PromptScores(packed, tokens, count, kept))
+
+    def _piece(
+        self, hidden_TH: torch.Tensor, place: int, tokens: list[int], count: int
+    ) -> tuple[Callable[[], torch.Tensor], int]:
+        """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
+        small = np.zeros((2, _SLICE), dtype=np.int64)
+        small[0] = np.minimum(place + np.arange(_SLICE), hidden_TH.shape[0] - 1)
+        small[1, : len(tokens)] = tokens
+        packed = self._score(hidden_TH, self._backend.upload(torch.from_numpy(small)), count)
+        return self._backend.start_download(packed), len(tokens)
+
+    def _score_slice(self, hidden_TH: torch.Tensor, small_2S: torch.Tensor, count: int) -> torch.Tensor:
+        """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
+        scores = self._target.logits(hidden_TH.index_select(0, small_2S[0]))
+        if self._sampling.logprobs_mode.endswith("logprobs"):
+            scores = scores.log_softmax(-1)
+        result = gather_logprobs(scores, small_2S[1].int(), count)
+        ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
+        return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
+
+    def warm_up(self, hidden_TH: torch.Tensor, saw: Callable[[Hashable], None]) -> None:
+        for count in self._sampling.prompt_logprob_counts():
+            saw(self._signature(hidden_TH.shape[0], count))
+            self._piece(hidden_TH, 0, [0], count)
+
+    @staticmethod
+    def _signature(num_tokens: int, count: int) -> Hashable:
+        return ("prompt logprobs", num_tokens, count)
+
+    def signatures(self, shapes: Shapes) -> Iterator[Hashable]:
+        for tokens, count in product({s.tokens for s in shapes.prefills()}, self._sampling.prompt_logprob_counts()):
+            yield self._signature(tokens, count)
 
 
-def _score(
-    hidden: torch.Tensor, tokens_N: torch.Tensor, wanted: int, target: LoadedModel, mode: str
-) -> LogprobsTensors:
-    """The last slice is padded to the size of the others, so that all have one shape."""
-    num_real = hidden.shape[0]
-    if num_real < _SLICE:
-        hidden = torch.cat((hidden, hidden.new_zeros(_SLICE - num_real, hidden.shape[1])))
-        tokens_N = torch.cat((tokens_N, tokens_N.new_zeros(_SLICE - num_real)))
-    scores = target.logits(hidden)
-    if mode.endswith("logprobs"):
-        scores = scores.log_softmax(-1)
-    result = gather_logprobs(scores, tokens_N, scores.shape[-1] if wanted < 0 else wanted)
-    return LogprobsTensors(*(tensor[:num_real] for tensor in result[:3]))
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of some neighbouring tokens of a prompt, on their way to the host."""
+
+    wait: Callable[[], torch.Tensor]
+    num_tokens: int
+    count: int
+    """The likeliest tokens of each,"""
+    kept: int
+    """of which so many were asked for."""
+
+    def on_host(self) -> LogprobsTensors:
+        words, width, kept = self.wait()[: self.num_tokens], 1 + self.count, 1 + self.kept
+        scores = words[:, width : 2 * width].contiguous().view(torch.float32)
+        return LogprobsTensors(words[:, :kept], scores[:, :kept], words[:, 2 * width])
 
 
-def take(finishing: list[Request]) -> list[tuple[Request, LogprobsTensors]]:
+def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:
     """What is complete with this step: vLLM wants a prompt's scores in the step that ends it, and not before."""
     done = []
     for request in finishing:
         if request.prompt_logprobs:
-            done.append((request, LogprobsTensors.cat(request.prompt_logprobs)))
-            request.prompt_logprobs = []
+            done.append((request, list(request.prompt_logprobs)))
+            request.prompt_logprobs.clear()
     return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
     from vllm_gaudi_spec.runner.requests import Request
 
 
@@ -29,10 +30,12 @@ class Step:
     """B * Q rows: the sampled token and the likeliest."""
     scores: LogprobsTensors | None = None
     """B * Q rows: the sampled token and those a request named."""
-    prompt_logprobs: list[tuple[Request, LogprobsTensors]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     num_drafts_B: torch.Tensor | None = None
     """How many drafts of each row were verified; None without speculation."""
+    signature: tuple[Hashable, ...] = ()
+    """Of what the device has of it."""
     drafts: Drafts | None = None
     """For the next step, when a device proposer made them."""
 
@@ -47,33 +50,49 @@ class Step:
             self.verdict and Verdict(move(self.verdict.tokens_BQ), move(self.verdict.num_sampled_B)),
             self.logprobs and scores(self.logprobs),
             self.scores and scores(self.scores),
-            [(request, scores(values)) for request, values in self.prompt_logprobs],
+            self.prompt_logprobs,
             self.unfinished,
             None if self.num_drafts_B is None else move(self.num_drafts_B),
+            self.signature,
             self.drafts and Drafts(move(self.drafts.tokens_BK), move(self.drafts.num_drafts_B)),
         )
 
 
-class _Copy:
-    """All results in one int32 tensor, copied to the host at once and cut up again there."""
+class Reports:
+    """Makes a step's results travel as one int32 tensor."""
 
-    def __init__(self, step: Step, backend: DeviceBackend) -> None:
+    def __init__(self, backend: DeviceBackend) -> None:
         self._backend = backend
-        self._step = step
+        self._pack = backend.graph(_pack)
+
+    def send(self, step: Step) -> Report:
         parts: list[torch.Tensor] = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            parts.append(tensor.contiguous().view(torch.int32).flatten())
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            parts.append(tensor)
             return tensor
 
-        step.moved(pack)
-        self._words = torch.cat(parts) if parts else None
+        step.moved(collect)
+        wait = self._backend.start_download(self._pack(*parts)) if parts else None
+        return Report(step, wait)
+
+
+def _pack(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.contiguous().view(torch.int32).flatten() for part in parts])
+
+
+class _Copy:
+    """All results in one tensor on its way to the host, to be cut up again there."""
+
+    def __init__(self, step: Step, wait: Callable[[], torch.Tensor] | None) -> None:
+        self._step = step
+        self._wait = wait
 
     def to_host(self) -> Step:
         """Waits for the device."""
-        if self._words is None:
+        if self._wait is None:
             return self._step
-        words, begin = self._backend.download(self._words), 0
+        words, begin = self._wait(), 0
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
@@ -91,10 +110,10 @@ class SpeculativeOutput(ModelRunnerOutput):
 
 
 class Report(AsyncModelRunnerOutput):
-    """Packs a step's results when made, before the next step changes them; copies and waits in `get_output`."""
+    """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
 
-    def __init__(self, step: Step, backend: DeviceBackend) -> None:
-        self._copy = _Copy(step, backend)
+    def __init__(self, step: Step, wait: Callable[[], torch.Tensor] | None) -> None:
+        self._copy = _Copy(step, wait)
         self.step: Step | None = None
         """The step on the host; known once `get_output` was called."""
 
@@ -110,7 +129,10 @@ class Report(AsyncModelRunnerOutput):
             req_id_to_index={request.req_id: index for index, request in enumerate(requests)},
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
             logprobs=_join(step, answers),
-            prompt_logprobs_dict={request.req_id: values for request, values in step.prompt_logprobs},
+            prompt_logprobs_dict={
+                request.req_id: LogprobsTensors.cat([piece.on_host() for piece in pieces])
+                for request, pieces in step.prompt_logprobs
+            },
         )
         if step.num_drafts_B is None:
             return ModelRunnerOutput(**common)

@@ -7,6 +7,7 @@ Row `pad_row` belongs to nobody: padding reads and writes there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-    from vllm.v1.outputs import LogprobsTensors
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
     from vllm_gaudi_spec.sample.verdict import Verdict
 
 NO_ROW = -1
@@ -42,7 +43,7 @@ class Request:
     known: list[int] = field(default_factory=list)
     """Every token the host was told at admission: the prompt, and outputs if the request was preempted."""
     num_computed: int = 0
-    prompt_logprobs: list[LogprobsTensors] = field(default_factory=list)
+    prompt_logprobs: list[PromptScores] = field(default_factory=list)
     """Those of the prompt chunks done so far."""
 
     @property
@@ -75,10 +76,18 @@ class Requests:
         self._num_seen = 0
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in block_sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
-        self.history_RM = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=backend.torch_device)
+        # One line of memory: devices that capture steps change a tensor only as a whole, not through a view.
+        self.max_len = max_len
+        self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
         """How many drafts stand behind a row's last token, waiting to be verified."""
+        self._write_row = backend.graph(self._start_row)
+
+    @property
+    def history_RM(self) -> torch.Tensor:
+        """int32: every row's tokens. For reading."""
+        return self._history.view(-1, self.max_len)
 
     # --- what the scheduler says ---
 
@@ -143,13 +152,26 @@ class Requests:
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
-        tokens_np = np.zeros((1, self.history_RM.shape[1]), dtype=np.int32)
-        tokens_np[0, : len(known)] = known
-        rows = self._upload(np.array([row]))
-        self.history_RM.index_copy_(0, rows, self._upload(tokens_np))
-        self.computed_R.index_copy_(0, rows, self._upload(np.array([num_computed], dtype=np.int32)))
-        self.num_drafts_R.index_fill_(0, rows, 0)
+        tokens_np = np.zeros(self.max_len, dtype=np.int32)
+        tokens_np[: len(known)] = known
+        self._write_row(
+            self._upload(np.array([row])),
+            self._upload(tokens_np),
+            self._upload(np.array([num_computed], dtype=np.int32)),
+        )
         self.admitted.append(request)
+
+    def warm_up(self) -> None:
+        """What an admission runs, on the pad row."""
+        one = np.zeros(1, dtype=np.int32)
+        rows = self._upload(np.array([self.pad_row]))
+        self._write_row(rows, self._upload(np.zeros(self.max_len, dtype=np.int32)), self._upload(one))
+
+    def _start_row(self, row_1: torch.Tensor, tokens_M: torch.Tensor, num_computed_1: torch.Tensor) -> None:
+        place_M = torch.arange(self.max_len, dtype=torch.int32, device=row_1.device)
+        self._history.index_copy_(0, row_1 * self.max_len + place_M, tokens_M)
+        self.computed_R.index_copy_(0, row_1, num_computed_1)
+        self.num_drafts_R.index_fill_(0, row_1, 0)
 
     def _free_row(self, request: Request) -> None:
         if request.row != NO_ROW:
@@ -171,13 +193,26 @@ class Requests:
         )
         return Blocks(tuple(tables), tuple(self.block_sizes))
 
+    def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+        """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
+        if not self.backend.flat_decode:
+            return self.blocks(rows_np, context)
+        tables, flat = [], []
+        for table, counts, size in zip(self.tables_np, self.num_blocks, self.block_sizes, strict=True):
+            own_np = table[rows_np]
+            num_np = np.zeros(len(rows_np), dtype=np.int64)
+            num_np[: len(ends)] = np.minimum(-(-np.array(ends, dtype=np.int64) // size), counts[rows_np[: len(ends)]])
+            tables.append(self._upload(own_np))
+            flat.append(self._upload(_listed(own_np, num_np, context)))
+        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
+
     # --- what the device knows ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
         """int32: tokens of the rows' histories at the given positions, shape of `positions_BQ`."""
         shape = positions_BQ.shape
-        index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.history_RM.shape[1] + positions_BQ
-        return self.history_RM.view(-1).index_select(0, index.flatten()).view(shape)
+        index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
+        return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verdict: Verdict) -> None:
         """Append what was sampled. `last_B` is the position of each row's last token known before this step.
@@ -198,12 +233,12 @@ class Requests:
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
         """Write the first `num_B` tokens of each row from position `first_B` on; the others land in the pad row."""
-        width = self.history_RM.shape[1]
+        width = self.max_len
         place = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
         wanted = (place < num_B[:, None]) & (rows_B != self.pad_row)[:, None]
         target = rows_B[:, None] * width + first_B[:, None] + place
         index = torch.where(wanted, target, self.pad_row * width + place).flatten()
-        self.history_RM.view(-1).index_copy_(0, index.long(), tokens_BN.flatten())
+        self._history.index_copy_(0, index.long(), tokens_BN.flatten())
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
         """How many tokens of each row have KV. The pad row stays at 0."""
@@ -211,3 +246,17 @@ class Requests:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self.backend.upload(torch.from_numpy(array))
+
+
+def _listed(table_np: np.ndarray, num_np: np.ndarray, size: int) -> np.ndarray:
+    """int32 [3, size]: block, row and place of the first `num_np` blocks of each row. Padding belongs to no row.
+
+    What a sliding window left behind is block 0 in a table and is not listed.
+    """
+    rows, width = table_np.shape
+    used = (np.arange(width) < num_np[:, None]) & (table_np != 0)
+    row, place = np.nonzero(used)
+    listed = np.zeros((3, size), dtype=np.int32)
+    listed[1] = rows
+    listed[:, : len(row)] = table_np[row, place], row, place
+    return listed

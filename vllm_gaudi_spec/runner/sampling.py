@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +26,7 @@ _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 # Sizes that depend on a request come from closed lists, so that what one asks for makes no new shape.
 _TOP_K_LISTS = (64, 1024)
 _SCORED_COUNTS = (8, 32, 128)
+_USUAL_LOGPROBS = 20
 LISTED, SEARCHED = 1, 2
 
 
@@ -59,6 +59,45 @@ class Branch(NamedTuple):
         """What a drafter does of it: it samples inside a request's support, and leaves the rest to the target."""
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
+    def of_reports(self) -> Branch:
+        """What travels to the host besides tokens."""
+        return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
+
+    def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
+        """A branch that does the same with parts that may be idle, out of so few that each can be a program of its own.
+        What is idle gets neutral values, so the outcome is equal."""
+        edited = self.ruled or self.constrained or self.masked or self.penalized
+        reported = self.reported or bool(self.scored)
+        top_k, top_p = self.top_k, self.top_p
+        if top_k == vocab_size or (top_k and top_p == SEARCHED):
+            top_k, top_p = vocab_size, SEARCHED
+        elif top_k:
+            top_p = LISTED
+        return Branch(
+            random=self.random,
+            min_p=self.random,
+            top_k=top_k,
+            top_p=top_p,
+            ruled=edited,
+            constrained=edited,
+            masked=edited,
+            penalized=edited,
+            scored=_SCORED_COUNTS[-1] if reported else 0,
+            reported=reported,
+            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reported else 0,
+        )
+
+    @classmethod
+    def every_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+        """All that `coarse` can answer."""
+        lists = [size for size in _TOP_K_LISTS if size < vocab_size]
+        filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
+        choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
+        reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _coarse_counts(logprob_counts))]
+        for choice, edited, report in product(choices, (False, True), reports):
+            branch = choice._replace(ruled=edited, reported=report.reported, num_logprobs=report.num_logprobs)
+            yield branch.coarse(vocab_size, logprob_counts)
+
     @classmethod
     def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
@@ -71,22 +110,49 @@ class Branch(NamedTuple):
                 yield cls._make((*choice, *edits, scored, *report))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
+class SamplingInputs(NamedTuple):
+    """What a sampling pass is given besides logits: as uploaded, to be cut up where it is used."""
+
     branch: Branch
-    floats: dict[str, torch.Tensor]
-    """float32 [B] each, by parameter name."""
-    top_k_B: torch.Tensor
-    prompt_len_B: torch.Tensor
-    keys_B2: torch.Tensor
-    grammar_BQW: torch.Tensor | None
-    acceptable_B: torch.Tensor | None
-    """int32: drafts that a row's grammar allows."""
-    free_B: torch.Tensor | None
-    """bool: rows without a grammar; None when that is all of them."""
-    allowed_BQW: torch.Tensor | None
-    rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
-    scored_ids_BE: torch.Tensor | None
+    floats_FB: torch.Tensor
+    """float32, in the order of `_FLOATS`."""
+    ints_B4: torch.Tensor
+    """int32: top-k, prompt length, two words of the seed."""
+    grammar_BQW: torch.Tensor | None = None
+    bounds_2B: torch.Tensor | None = None
+    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None when that is all of them."""
+    allowed_BQW: torch.Tensor | None = None
+    rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    scored_ids_BE: torch.Tensor | None = None
+
+    @property
+    def floats(self) -> dict[str, torch.Tensor]:
+        """[B] each, by parameter name."""
+        return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
+
+    @property
+    def top_k_B(self) -> torch.Tensor:
+        return self.ints_B4[:, 0]
+
+    @property
+    def prompt_len_B(self) -> torch.Tensor:
+        return self.ints_B4[:, 1]
+
+    @property
+    def keys_B2(self) -> torch.Tensor:
+        return self.ints_B4[:, 2:]
+
+    @property
+    def acceptable_B(self) -> torch.Tensor | None:
+        return None if self.bounds_2B is None else self.bounds_2B[0]
+
+    @property
+    def free_B(self) -> torch.Tensor | None:
+        return None if self.bounds_2B is None else self.bounds_2B[1] > 0
+
+    def for_drafting(self, branch: Branch) -> SamplingInputs:
+        """What a drafter looks at."""
+        return SamplingInputs(branch, self.floats_FB, self.ints_B4)
 
 
 class Sampling:
@@ -96,7 +162,7 @@ class Sampling:
         self.backend = backend
         self.vocab_size = vocab_size
         most = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
-        self.logprob_counts = tuple(sorted({0, *(count for count in (5, 20) if count < most), most}))
+        self.logprob_counts = tuple(sorted({0, *(count for count in (5, _USUAL_LOGPROBS) if count < most), most}))
         self.logprobs_mode = logprobs_mode
         self._floats_np = np.tile(np.array(_NEUTRAL, dtype=np.float32), (max_rows + 1, 1))
         # top-k, prompt length, two words of the seed
@@ -146,6 +212,15 @@ class Sampling:
             return 0
         return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
+    def prompt_logprob_counts(self) -> tuple[int, ...]:
+        """How many of the likeliest tokens are reported for each token of a prompt, whatever was asked."""
+        return _coarse_counts(self.logprob_counts) if self.backend.captures else self.logprob_counts
+
+    def prompt_logprob_count(self, wanted: int) -> int:
+        """Of those, the least that is enough."""
+        wanted = self.vocab_size if wanted < 0 else wanted
+        return next(count for count in self.prompt_logprob_counts() if count >= wanted)
+
     def _pack(self, token_ids: list[int]) -> np.ndarray:
         allowed = np.zeros(self.words * 32, dtype=bool)
         allowed[np.array(token_ids)] = True
@@ -153,25 +228,26 @@ class Sampling:
 
     def prepare(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> SamplingInputs:
         """Gather the rows of a batch and upload them."""
-        upload = self.backend.upload
         branches = [self._branches[request.row] for request in batch.requests]
         branch = Branch(*map(max, zip(*branches, strict=True))) if branches else Branch()
         own = {r.row: grammars[r.req_id] for r in batch.requests if r.req_id in grammars} if grammars else {}
         branch = branch._replace(constrained=bool(own))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
-        acceptable_B, free_B = self._acceptable(batch, own) if own else (None, None)
-        ints = upload(torch.from_numpy(self._ints_np[batch.rows_np]))
-        floats = upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())).unbind(0)
+        if self.backend.captures:
+            branch = branch.coarse(self.vocab_size, self.logprob_counts)
+        return self.inputs_of(batch, branch, own)
+
+    def inputs_of(self, batch: SampleBatch, branch: Branch, own: dict[int, Grammar]) -> SamplingInputs:
+        """For a branch that has all that the batch's requests ask for. `own`: grammars by row."""
+        upload, constrained = self.backend.upload, branch.constrained
+        masks = {row: found.mask_NW for row, found in own.items()}
         return SamplingInputs(
             branch=branch,
-            floats=dict(zip(_FLOATS, floats, strict=True)),
-            top_k_B=ints[:, 0],
-            prompt_len_B=ints[:, 1],
-            keys_B2=ints[:, 2:],
-            grammar_BQW=self._masks(batch, {row: found.mask_NW for row, found in own.items()}) if own else None,
-            acceptable_B=acceptable_B,
-            free_B=free_B,
+            floats_FB=upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())),
+            ints_B4=upload(torch.from_numpy(self._ints_np[batch.rows_np])),
+            grammar_BQW=self._masks(batch, masks) if constrained else None,
+            bounds_2B=self._bounds(batch, own) if constrained else None,
             allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
             rules=self.rules.gather(batch.rows_np, self.backend) if branch.ruled else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
@@ -187,15 +263,14 @@ class Sampling:
                 mask[index, : len(own) if own.ndim > 1 else None] = own
         return self.backend.upload(torch.from_numpy(mask))
 
-    def _acceptable(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> torch.Tensor:
         """Drafts that each row's grammar allows, and which rows have none."""
         most = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
         most[1] = 1
         for index, request in enumerate(batch.requests):
             if (own := grammars.get(request.row)) is not None:
                 most[:, index] = own.num_acceptable, 0
-        acceptable_B, free_B = self.backend.upload(torch.from_numpy(most)).unbind(0)
-        return acceptable_B, free_B.bool()
+        return self.backend.upload(torch.from_numpy(most))
 
     def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
         ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)
@@ -209,11 +284,17 @@ class Sampling:
         return (len(batch.rows_np), batch.num_queries, branch, self.rules.shape if branch.ruled else None)
 
     def branches(self) -> Iterator[Branch]:
-        return Branch.every(self.vocab_size, self.logprob_counts)
+        every = Branch.every_coarse if self.backend.captures else Branch.every
+        return every(self.vocab_size, self.logprob_counts)
 
     def every_signature(self, num_rows: int, num_queries: int) -> Iterator[Hashable]:
         for branch in self.branches():
             yield (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
+
+
+def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The usual most, and what the configuration allows beyond it."""
+    return tuple(count for count in logprob_counts if count >= _USUAL_LOGPROBS) or logprob_counts[-1:]
 
 
 def _fit(sizes: tuple[int, ...], needed: int) -> int:

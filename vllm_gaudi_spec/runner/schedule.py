@@ -64,12 +64,11 @@ def _prefill_batch(group: list[tuple[Request, int]], requests: Requests, shapes:
     # Every row is padded to the bucket, so the context is that of a row as long as the longest.
     end = max(request.num_computed for request in members) + max(counts)
     shape = shapes.prefill(len(members), max(counts), end)
-    return make_batch(requests, shape, members, counts, finishes, starts_known=True)
+    return make_batch(requests, shape, members, counts, finishes)
 
 
 def _decode_batch(members: list[Request], requests: Requests, shapes: Shapes, num_drafts: dict[str, int]) -> Batch:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
-    context = max(request.num_computed for request in members) + num_queries
-    shape = shapes.decode(len(members), num_queries, context)
-    return make_batch(requests, shape, members, counts, [True] * len(members), starts_known=False)
+    shape = shapes.decode(num_queries, [request.num_computed + num_queries for request in members])
+    return make_batch(requests, shape, members, counts, [True] * len(members))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.runner.buckets import Buckets, geometric, round_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
-_SMALLEST_PREFILL = 16
+DECODE, PREFILL = "decode", "prefill"
 
 
 class Shape(NamedTuple):
-    """`rows` requests with `queries` tokens each, over at most `context` tokens of KV."""
+    """`rows` requests with `queries` tokens each, over at most `context` tokens of KV a row; for a decode on a device
+    that lists the blocks of all rows, over at most `context` blocks of KV."""
 
     phase: str
     rows: int
@@ -38,37 +41,56 @@ class Shapes:
     prefill_rows: tuple[int, ...]
     prefill_queries: tuple[int, ...]
     contexts: tuple[int, ...]
+    """Tokens of KV a row."""
+    entries: tuple[int, ...]
+    """Blocks of KV in all rows of a decode, on devices that list them; else none, and `contexts` serve decodes too."""
+    max_len: int
+    """Tokens that a row can have."""
+    block_size: int
+    """Tokens of a block."""
 
     @classmethod
-    def from_config(cls, vllm_config: VllmConfig, options: Options, backend: DeviceBackend, num_drafts: int) -> Shapes:
-        scheduler = vllm_config.scheduler_config
+    def from_config(
+        cls,
+        vllm_config: VllmConfig,
+        options: Options,
+        backend: DeviceBackend,
+        num_drafts: int,
+        block_size: int | None = None,
+    ) -> Shapes:
+        """`block_size`: of the smallest blocks, once they are known."""
+        scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if num_drafts > backend.max_drafts:
             raise UnsupportedConfigError(
                 f"Device {backend.name} verifies at most {backend.max_drafts} drafts a step; "
                 "set num_speculative_tokens in --speculative-config to that or less."
             )
-        longest_chunk = min(scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
-        prefill = options.prefill_buckets or _geometric(_SMALLEST_PREFILL, longest_chunk, backend.prefill_growth)
-        decode = options.batch_buckets or _batch_sizes(scheduler.max_num_seqs)
+        longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
+        buckets = Buckets.choose(options, backend)
+        prefill = buckets.prefill or buckets.growing(backend.smallest_prefill, longest_chunk, backend.prefill_growth)
+        decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
         _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         rows = options.prefill_rows or backend.prefill_rows
         if 1 not in rows:
             raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
-        contexts = _contexts(vllm_config.model_config.max_model_len, max(prefill[-1], 1 + num_drafts), backend)
+        size = block_size or backend.block_size
         return cls(
             decode_rows=decode,
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
             prefill_rows=rows,
             prefill_queries=prefill,
-            contexts=contexts,
+            contexts=_contexts(max_len, max(prefill[-1], 1 + num_drafts), backend),
+            entries=_entries(buckets, decode[-1] * -(-max_len // size)) if backend.flat_decode else (),
+            max_len=max_len,
+            block_size=size,
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """The same batches, of rows that are as long as that."""
+        """The same batches, of rows that are as long as that and have their blocks in tables."""
         # A drafter's round may read one token more than a verify step has.
         widest = max(self.prefill_queries[-1], self.decode_queries[-1] + 1)
-        return replace(self, contexts=_contexts(max_len, widest, backend))
+        return replace(self, contexts=_contexts(max_len, widest, backend), entries=(), max_len=max_len)
 
     @property
     def max_context(self) -> int:
@@ -81,14 +103,20 @@ class Shapes:
     def fit_context(self, num_tokens: int) -> int:
         return _fit(self.contexts, num_tokens)
 
-    def decode(self, num_rows: int, num_queries: int, context: int) -> Shape:
-        return Shape("decode", _fit(self.decode_rows, num_rows), num_queries, _fit(self.contexts, context))
+    def decode_context(self, ends: Sequence[int]) -> int:
+        """For a decode of rows that have so many tokens of KV each, those of the step included."""
+        if not self.entries:
+            return _fit(self.contexts, min(max(ends, default=0), self.max_context))
+        return _fit(self.entries, sum(-(-min(end, self.max_len) // self.block_size) for end in ends))
+
+    def decode(self, num_queries: int, ends: Sequence[int]) -> Shape:
+        return Shape(DECODE, _fit(self.decode_rows, len(ends)), num_queries, self.decode_context(ends))
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         queries = _fit(self.prefill_queries, longest)
         # Padding reaches as far as the bucket does, so the context must cover that too.
         return Shape(
-            "prefill",
+            PREFILL,
             _fit(self.prefill_rows, num_rows),
             queries,
             _fit(self.contexts, end + queries - longest),
@@ -99,28 +127,50 @@ class Shapes:
         bucket = _fit(self.prefill_queries, queries)
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.prefill_queries[-1])
 
-    def all(self) -> list[Shape]:
-        """Every shape, largest first: memory is claimed once, by the shape that needs most."""
-        shapes = [
-            Shape("prefill", rows, queries, context)
+    def prefills(self) -> list[Shape]:
+        """Every shape of prompt chunks that can be reached."""
+        return [
+            Shape(PREFILL, rows, queries, context)
             for queries in self.prefill_queries
             for rows in self.prefill_rows
             if rows <= self.prefill_rows_at(queries)
             for context in self.contexts
+            if context >= queries
         ]
-        shapes += [
-            Shape("decode", rows, queries, context)
-            for rows in self.decode_rows
+
+    def decode_sizes(self) -> list[tuple[int, int]]:
+        """Rows and contexts of every decode that can be reached."""
+        if not self.entries:
+            return list(product(self.decode_rows, self.contexts))
+        most = -(-self.max_len // self.block_size)
+        return [
+            (rows, entries)
+            for fewer, rows in pairwise((0, *self.decode_rows))
+            for less, entries in pairwise((0, *self.entries))
+            # More than `fewer` rows, of one block at least and `most` at most.
+            if entries > fewer and less < rows * most
+        ]
+
+    def all(self) -> list[Shape]:
+        """Every shape, largest first: memory is claimed once, by the shape that needs most."""
+        decodes = (
+            Shape(DECODE, rows, queries, context)
+            for rows, context in self.decode_sizes()
             for queries in self.decode_queries
-            for context in self.contexts
-        ]
-        return sorted(shapes, key=lambda shape: (shape.tokens, shape.context), reverse=True)
+        )
+        return sorted([*self.prefills(), *decodes], key=lambda shape: (shape.tokens, shape.context), reverse=True)
 
 
 def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
     # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
-    reach = _round_up(max_len + widest, 128)
-    return (reach,) if backend.exact_context_width else _geometric(512, reach, 2.0)
+    reach = round_up(max_len + widest, 128)
+    return (reach,) if backend.exact_context_width else geometric(512, reach, 2.0)
+
+
+def _entries(buckets: Buckets, most: int) -> tuple[int, ...]:
+    entries = buckets.blocks or buckets.growing(1, most, 2.0)
+    _must_cover("block_buckets", entries, most, "--max-num-seqs with --max-model-len")
+    return entries
 
 
 def _fit(buckets: tuple[int, ...], size: int) -> int:
@@ -136,26 +186,3 @@ def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -
             f"additional_config.gaudi_spec.{name} ends at {buckets[-1]}, but {option} needs {needed}; "
             f"add a bucket or lower {option}."
         )
-
-
-def _batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third of a step is padding."""
-    sizes: Iterable[int] = (step << exponent for exponent in range(largest.bit_length()) for step in (2, 3))
-    return tuple(sorted({1, largest, *(size for size in sizes if size <= largest)}))
-
-
-def _geometric(smallest: int, largest: int, growth: float) -> tuple[int, ...]:
-    """Multiples of `smallest` that grow by at most about `growth`, up to one that covers `largest`."""
-    buckets = [smallest]
-    while buckets[-1] < largest:
-        buckets.append(max(buckets[-1] + smallest, _round_down(int(buckets[-1] * growth), smallest)))
-    buckets[-1] = _round_up(largest, smallest)
-    return tuple(buckets)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _round_down(value: int, multiple: int) -> int:
-    return value // multiple * multiple

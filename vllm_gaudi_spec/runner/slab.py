@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
+from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 from vllm_gaudi_spec.attention.inputs import Blocks
 
@@ -51,12 +51,10 @@ class Slab:
             offset += page * num_blocks
         groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
         config = model.vllm_config
-        views = allocate_kv_cache(
-            KVCacheConfig(num_blocks, tensors, groups),
-            self._backend.torch_device,
-            config.cache_config.get_resolved_kv_cache_layout(),
+        by_layer = self._backend.allocate_kv(
+            KVCacheConfig(num_blocks, tensors, groups), config.cache_config.get_resolved_kv_cache_layout()
         )
-        bind_kv_cache_to_layers(views, config.compilation_config.static_forward_context)
+        bind_kv_cache_to_layers(by_layer, config.compilation_config.static_forward_context)
         model.bind_groups([list(specs)])
 
     def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,14 +22,17 @@ from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
 from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
 from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
 from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
     from vllm_gaudi_spec.proposers.universal.timeline import Reader
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
+    from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.followed import Drafter, Followed
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
@@ -89,6 +93,8 @@ class TextDrafting:
         self._drafts: dict[str, list[int]] = {}
         """Where the host knows them; else places for them, of which only the number counts."""
         self._unread_drafts: Drafts | None = None
+        self._read_rows = requests.backend.graph(self._read)
+        self._draft_rows = requests.backend.graph(self._draft_behind)
 
     @property
     def _backend(self) -> DeviceBackend:
@@ -111,12 +117,17 @@ class TextDrafting:
 
     def follow(self, batch: Batch) -> None:
         """It reads behind the step; here the shapes are warmed up."""
-        if not batch.requests and batch.shape.phase == "prefill":
-            for context in self._shapes.contexts:
-                self._read_chunks([], batch.shape.rows, batch.shape.queries, context)
+        if batch.requests or batch.shape.phase != PREFILL:
+            return
+        for shape in self._shapes.prefills():
+            if (shape.rows, shape.queries) == (batch.shape.rows, batch.shape.queries):
+                self._read_chunks([], shape.rows, shape.queries, shape.context)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
+
+    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        """The host's timelines know what was accepted."""
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         self._sampled = _Sampled(batch, lengths_B, inputs)
@@ -126,7 +137,7 @@ class TextDrafting:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # A grammar looks at the drafts before they are verified.
-            tokens = self._backend.download(self._unread_drafts.tokens_BK).tolist()
+            tokens = self._backend.start_download(self._unread_drafts.tokens_BK)().tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
@@ -136,10 +147,6 @@ class TextDrafting:
     def propose_behind(self, step: Step, most: int) -> None:
         self._drafts, self._unread_drafts = {}, None
         if self._sampled is None or step.verdict is None:
-            return
-        if not step.requests:  # the warm-up
-            for width, context in product(self._widths, self._shapes.contexts):
-                self._draft([], width, context)
             return
         new = self._followed.append(step)
         for request, tokens in zip(step.requests, new, strict=True):
@@ -203,10 +210,9 @@ class TextDrafting:
         """Rows and how many tokens each is to read."""
         self._recorder.saw(("read", num_rows, width, context))
         rows_np = self._padded([row for row, _ in members], num_rows)
-        unread = self._unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
-        blocks = self._slab.blocks(rows_np, context)
-        known = members[0][1] if num_rows == 1 and members else None
-        self._proposer.read(rectangle(unread.tokens_BN, unread.starts_B, unread.num_real_B, blocks, known))
+        unread = self._upload_unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
+        known = members[0][1] if num_rows == 1 and members and not self._backend.captures else None
+        self._read_rows(unread, self._slab.blocks(rows_np, context), known)
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
@@ -219,43 +225,66 @@ class TextDrafting:
         wanted_np = np.zeros(num_rows, dtype=np.int32)
         for drafter in drafters:
             wanted_np[drafter.place] = drafter.num_wanted
-        request = DraftRequest(
-            rows_B=batch.rows_B,
-            history_RM=self._requests.history_RM,
-            lengths_B=lengths_B,
-            num_wanted_B=self._backend.upload(torch.from_numpy(wanted_np)),
-            num_drafts=self._num_drafts,
-            blocks=self._slab.blocks(batch.rows_np, context),
-            choose=self._choice.behind(lengths_B, inputs),
+        drafts = self._draft_rows(
+            batch.rows_B,
+            lengths_B,
+            self._backend.upload(torch.from_numpy(wanted_np)),
+            self._upload_unread(members, num_rows, width),
+            self._slab.blocks(batch.rows_np, context),
+            inputs.for_drafting(self._choice.branch(inputs)),
         )
-        drafts = self._proposer.propose(request, self._unread(members, num_rows, width))
         for row in rows:
             self._timelines[row].read(len(self._timelines[row]))
         return drafts
 
-    def _unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> Unread:
-        """Places in the batch, rows, and how many tokens each."""
+    def _upload_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> torch.Tensor:
+        """int32 [B, N + 2] of places in the batch, rows, and how many tokens each: what `_unread` cuts up."""
         small = np.zeros((num_rows, width + 2), dtype=np.int32)
         for place, row, count in members:
             timeline = self._timelines[row]
             begin = min(timeline.num_read, len(timeline) - count)
             small[place, :count] = timeline.tokens(begin, begin + count)
             small[place, width:] = begin, count
-        device = self._backend.upload(torch.from_numpy(small))
-        return Unread(device[:, :width], device[:, width], device[:, width + 1])
+        return self._backend.upload(torch.from_numpy(small))
 
     def _padded(self, rows: list[int], num_rows: int) -> np.ndarray:
         rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
         rows_np[: len(rows)] = rows
         return rows_np
 
+    # --- what runs on the device ---
+
+    def _read(self, unread: torch.Tensor, blocks: Blocks, single_row_real: int | None) -> None:
+        cut = _unread(unread)
+        self._proposer.read(rectangle(cut.tokens_BN, cut.starts_B, cut.num_real_B, blocks, single_row_real))
+
+    def _draft_behind(
+        self,
+        rows_B: torch.Tensor,
+        lengths_B: torch.Tensor,
+        wanted_B: torch.Tensor,
+        unread: torch.Tensor,
+        blocks: Blocks,
+        inputs: SamplingInputs,
+    ) -> Drafts:
+        request = DraftRequest(
+            rows_B=rows_B,
+            history_RM=self._requests.history_RM,
+            lengths_B=lengths_B,
+            num_wanted_B=wanted_B,
+            num_drafts=self._num_drafts,
+            blocks=blocks,
+            choose=self._choice.behind(lengths_B, inputs),
+        )
+        drafts = self._proposer.propose(request, _unread(unread))
+        if self._rewriter is None:
+            self._requests.put_drafts(rows_B, lengths_B, drafts)
+            self._laws.put(rows_B, drafts)
+        return drafts
+
     # --- where drafts go ---
 
     def _put(self, drafters: list[Drafter], drafts: Drafts) -> None:
-        assert self._sampled is not None
-        batch, lengths_B, _ = self._sampled
-        self._requests.put_drafts(batch.rows_B, lengths_B, drafts)
-        self._laws.put(batch.rows_B, drafts)
         self._unread_drafts = drafts
         for drafter in drafters:
             self._timelines[drafter.request.row].drafted(drafter.num_wanted)
@@ -263,7 +292,7 @@ class TextDrafting:
 
     def _put_rewritten(self, step: Step, drafters: list[Drafter], drafts: Drafts) -> None:
         assert self._rewriter is not None
-        said = self._backend.download(drafts.tokens_BK).tolist()
+        said = self._backend.start_download(drafts.tokens_BK)().tolist()
         for drafter in drafters:
             timeline = self._timelines[drafter.request.row]
             own = said[drafter.place][: drafter.num_wanted]
@@ -284,6 +313,29 @@ class TextDrafting:
         shapes, branches = self._shapes, self._choice.branches(sampling)
         for num_rows, width, context, branch in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
             yield self._signature(num_rows, width, context, branch)
-        for shape in shapes.all():
-            if shape.phase == "prefill":
-                yield ("read", shape.rows, shape.queries, shape.context)
+        for shape in shapes.prefills():
+            yield ("read", shape.rows, shape.queries, shape.context)
+
+    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+        shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
+        for num_rows, width, context, branch in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
+            yield num_rows, branch, partial(self._draft_padding, width=width, context=context)
+
+    def _draft_padding(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, width: int, context: int
+    ) -> None:
+        self._sampled = _Sampled(batch, lengths_B, inputs)
+        self._draft([], width, context)
+        self._sampled = None
+
+    def no_drafts(self, num_rows: int) -> Drafts | None:
+        return None
+
+    def warm_up(self) -> None:
+        if self._rewriter is not None:
+            self._followed.warm_up()
+
+
+def _unread(uploaded: torch.Tensor) -> Unread:
+    width = uploaded.shape[1] - 2
+    return Unread(uploaded[:, :width], uploaded[:, width], uploaded[:, width + 1])

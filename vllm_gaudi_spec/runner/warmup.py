@@ -1,62 +1,126 @@
-"""Run every shape once, through the functions that serve requests, on padding only."""
+"""Run every step signature once, through the functions that serve requests, on padding only."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import config
-from vllm_gaudi_spec.runner.batch import make_batch
+from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.sampling import Branch
+from vllm_gaudi_spec.runner.shapes import DECODE
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
-    from vllm_gaudi_spec.runner.drafting import Drafting
+    from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
-    from vllm_gaudi_spec.runner.sampling import Sampling
-    from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.runner.shapes import Shape
+
+    Job = tuple[str, Callable[[], None]]
 
 logger = init_logger(__name__)
 
 
-def manifest(shapes: Shapes, sampling: Sampling, drafting: Drafting | None) -> set[Hashable]:
+def manifest(runner: ModelRunner) -> set[Hashable]:
     """Every step signature that the configuration can reach: forwards by shape, sampling passes by rows and branch,
-    drafts by rows."""
+    drafts by rows, context and branch."""
+    shapes, sampling, drafting = runner.shapes, runner.sampling, runner.drafting
     signatures: set[Hashable] = set(shapes.all())
     for num_rows, num_queries in product(shapes.decode_rows, shapes.decode_queries):
         signatures.update(sampling.every_signature(num_rows, num_queries))
+    signatures.update(runner.report_signatures())
+    signatures.update(runner.prompt_logprobs.signatures(shapes))
     if drafting is not None:
         signatures.update(drafting.signatures(sampling))
     return signatures
 
 
-def warm_up(runner: ModelRunner, shapes: Shapes, max_tokens: int) -> None:
+def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     """Forwards of more than `max_tokens` tokens (-1: none) and sampling passes other than greedy are only listed: where
     nothing is compiled per shape, running them would cost time and gain nothing."""
-    runner.recorder.expect(manifest(shapes, runner.sampling, runner.drafting))
+    recorder, backend = runner.recorder, runner.backend
+    recorder.expect(manifest(runner))
     if config.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
-        runner.recorder.warm_up_done(runner.backend.num_host_reads)
+        _done(runner)
         return
-    chosen = [shape for shape in shapes.all() if max_tokens < 0 or shape.tokens <= max_tokens]
+    jobs = list(_jobs(runner, max_tokens))
+    kinds = Counter(kind for kind, _ in jobs)
+    logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     started = time.perf_counter()
-    for shape in tqdm(chosen, desc="Warm-up", unit="shape", disable=not runner.shows_progress):
-        decode = shape.phase == "decode"
-        runner.forward(make_batch(runner.requests, shape, [], [], [], starts_known=not decode))
-        if decode:
-            longest = max(shape.context - 1 - runner.num_drafts, 0)
-            step = runner.finish([], shape.queries, longest, {}, runner.num_drafts, num_rows=shape.rows)
-            if runner.drafting is not None:
-                runner.drafting.propose_behind(step, runner.num_drafts)
-    runner.recorder.warm_up_done(runner.backend.num_host_reads)
+    with backend.compiling_only(), tqdm(jobs, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar:
+        for kind, job in bar:
+            bar.set_postfix_str(kind, refresh=False)
+            job()
+    backend.synchronize()
+    _done(runner)
     logger.info(
-        "Warm-up ran %d of %d step shapes in %.1f s; %d step signatures are expected.",
-        len(chosen),
-        len(shapes.all()),
+        "Warm-up took %.1f s; it ran %d of %d step signatures.",
         time.perf_counter() - started,
-        len(runner.recorder.manifest),
+        len(recorder.warmed),
+        len(recorder.manifest),
     )
+
+
+def _done(runner: ModelRunner) -> None:
+    runner.recorder.warm_up_done(runner.backend.num_host_reads)
+    runner.backend.warmed_up()
+
+
+def _jobs(runner: ModelRunner, max_tokens: int) -> Iterator[Job]:
+    """Everything to run, and what it is called; the largest first."""
+    everything = max_tokens < 0
+
+    def chosen(num_tokens: int) -> bool:
+        return everything or num_tokens <= max_tokens
+
+    yield "states", partial(_touch_states, runner)
+    for shape in runner.shapes.all():
+        if chosen(shape.tokens):
+            yield "decodes" if shape.phase == DECODE else "prompt chunks", partial(_forward, runner, shape)
+    branches = sorted(runner.sampling.branches()) if everything else [Branch()]
+    for num_rows, num_queries in product(reversed(runner.shapes.decode_rows), runner.shapes.decode_queries):
+        if chosen(num_rows * num_queries):
+            for branch in branches:
+                yield "sampling passes", partial(_sample, runner, num_rows, num_queries, branch)
+    if runner.drafting is not None:
+        for num_rows, branch, draft in runner.drafting.rounds(runner.sampling):
+            if chosen(num_rows) and (everything or branch == Branch()):
+                yield "rounds of drafts", partial(_draft, runner, num_rows, branch, draft)
+
+
+def _touch_states(runner: ModelRunner) -> None:
+    runner.requests.warm_up()
+    runner.kv_cache.warm_up()
+    if runner.drafting is not None:
+        runner.drafting.warm_up()
+
+
+def _forward(runner: ModelRunner, shape: Shape) -> None:
+    batch = make_batch(runner.requests, shape, [], [], [])
+    hidden_TH = runner.forward(batch)
+    if hidden_TH is not None and runner.backend.captures:
+        runner.prompt_logprobs.warm_up(hidden_TH, runner.recorder.saw)
+
+
+def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:
+    batch = make_sample_batch(runner.requests, num_rows, num_queries, [], [])
+    step = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}), 0)
+    runner.send(step)
+    if runner.drafting is not None and (drafts := runner.drafting.no_drafts(num_rows)) is not None:
+        step.drafts = drafts
+        runner.send(step)
+
+
+def _draft(runner: ModelRunner, num_rows: int, branch: Branch, draft: Draft) -> None:
+    batch = make_sample_batch(runner.requests, num_rows, 1, [], [])
+    lengths_B = runner.backend.upload(torch.zeros(num_rows, dtype=torch.int32))
+    draft(batch, lengths_B, runner.sampling.inputs_of(batch, branch, {}))

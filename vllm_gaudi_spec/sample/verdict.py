@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     tokens_BQ: torch.Tensor
     """int32; only the first `num_sampled` of a row count."""
     num_sampled_B: torch.Tensor

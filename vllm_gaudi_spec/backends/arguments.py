@@ -1,0 +1,44 @@
+"""A function's arguments as a list of tensors and a hashable rest: what devices tell captured programs apart by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Tensor(NamedTuple):
+    """Stands for the tensor at a place of the list."""
+
+    place: int
+
+
+class _Tuple(NamedTuple):
+    make: Callable[..., Any]
+    items: tuple[Hashable, ...]
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
+    """`value` is a tensor, a number, a text, None, or a tuple of those, named or not."""
+    tensors: list[torch.Tensor] = []
+
+    def walk(part: Any) -> Hashable:
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+            return _Tensor(len(tensors) - 1)
+        if isinstance(part, tuple):
+            return _Tuple(type(part), tuple(walk(item) for item in part))
+        hash(part)  # what has none would make a program at every call
+        return part
+
+    return tensors, walk(value)
+
+
+def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
+    if isinstance(rest, _Tensor):
+        return tensors[rest.place]
+    if isinstance(rest, _Tuple):
+        items = [rebuild(tensors, item) for item in rest.items]
+        return rest.make(*items) if hasattr(rest.make, "_fields") else tuple(items)
+    return rest

@@ -1,0 +1,261 @@
+"""Intel Gaudi: vLLM's steps as HPU graphs in lazy mode, or compiled by `hpu_backend` where lazy mode is off.
+
+Never run on a card so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is, in lazy mode.
+The compiled mode is written from the documentation and has not been run anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.attention import flat, padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.backends.arguments import flatten, rebuild
+from vllm_gaudi_spec.config import MAX_DRAFTS, gaudi_is_lazy, gaudi_memory_reserve
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+
+    from vllm_gaudi_spec.backends.base import Function
+
+logger = init_logger(__name__)
+
+# Block copies of one program; what is left over copies the pad block onto itself.
+_COPIES = 8
+
+
+class KVPair(NamedTuple):
+    """Keys and values of a layer, a tensor [slots, K, D] each: a Gaudi changes tensors as a whole, not through views."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_size: int
+
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For reading: [blocks, block_size, K, D]."""
+        return self.keys.unflatten(0, (-1, self.block_size)), self.values.unflatten(0, (-1, self.block_size))
+
+
+class Backend:
+    name = "hpu"
+    captures = True
+    block_size = 128
+    flat_decode = True
+    exact_context_width = False
+    prefill_rows = (1,)
+    smallest_prefill = 128
+    prefill_growth = 2.0
+    max_drafts = MAX_DRAFTS
+    warmup_tokens = -1
+
+    def __init__(self) -> None:
+        # The import opens no device yet; it registers `torch.hpu` and the process group "hccl".
+        self._habana = importlib.import_module("habana_frameworks.torch")
+        self.torch_device = torch.device("hpu")
+        self.is_lazy = gaudi_is_lazy()
+        self.mode = "lazy" if self.is_lazy else "compiled (unverified)"
+        self.num_host_reads = 0
+        self._compiled_in_warmup = 0
+        kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
+        self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
+        self._block_softmax = _block_softmax()
+        self._copy = self.graph(_copy_slots)
+
+    # --- programs ---
+
+    def graph(self, function: Function) -> Function:
+        if not self.is_lazy:
+            # Stray sizes would otherwise be traced as symbols and end in programs of dynamic shape.
+            return cast("Function", torch.compile(function, backend="hpu_backend", dynamic=False))
+        program = _Program(function)
+        wrapped = self._habana.hpu.wrap_in_hpu_graph(program, disable_tensor_cache=True)
+
+        def run(*args: Any) -> Any:
+            tensors, rest = flatten(args)
+            # What was issued outside belongs to a graph of its own, whatever comes next.
+            self._habana.core.mark_step()
+            return wrapped(tensors, rest)
+
+        return cast("Function", run)
+
+    def compiling_only(self) -> AbstractContextManager[None]:
+        if not self.is_lazy:
+            return nullcontext()
+        bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+        return cast("AbstractContextManager[None]", bridge.env_setting("PT_COMPILE_ONLY_MODE", True))
+
+    # --- models and memory ---
+
+    def prepare_model(self, model: nn.Module) -> None:
+        with torch.inference_mode():
+            model.to(self.torch_device)
+        if self.is_lazy:
+            self._habana.core.mark_step()
+        torch.hpu.synchronize()
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+        from vllm_gaudi_spec.backends.kv_layers import kv_layers
+
+        by_place: dict[int, KVPair] = {}
+        by_layer: dict[str, Any] = {}
+        for layer in kv_layers(kv_cache_config):
+            if layer.place not in by_place:
+                shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
+                keys, values = (torch.zeros(shape, dtype=layer.dtype, device=self.torch_device) for _ in range(2))
+                by_place[layer.place] = KVPair(keys, values, layer.block_size)
+            by_layer[layer.name] = by_place[layer.place]
+        if self.is_lazy:
+            self._habana.core.mark_step()
+        return by_layer
+
+    def kv_block_size(self, kv_cache: KVPair) -> int:
+        return kv_cache.block_size
+
+    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
+        distinct = {id(pair.keys): pair for pair in kv_caches.values()}.values()
+        for first in range(0, len(pairs), _COPIES):
+            some = pairs[first : first + _COPIES]
+            some += [(0, 0)] * (_COPIES - len(some))
+            uploaded = self.upload(torch.tensor(some, dtype=torch.int64).T.contiguous())
+            for pair in distinct:
+                for tensor in (pair.keys, pair.values):
+                    self._copy(tensor, uploaded, pair.block_size)
+
+    def available_memory(self, utilization: float) -> int:
+        free, total = torch.hpu.mem_get_info()
+        reserve = gaudi_memory_reserve()
+        logger.info(
+            "%.1f of %.1f GiB are free after loading; %.0f %% of that is kept for graphs.",
+            free / 2**30,
+            total / 2**30,
+            100 * reserve,
+        )
+        return int(free * utilization * (1 - reserve))
+
+    # --- attention ---
+
+    def supports_attention(self, spec: AttentionLayerSpec) -> bool:
+        return True
+
+    def write_kv(
+        self,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor,
+        kv_cache: KVPair,
+        slots_T: torch.Tensor,
+        spec: AttentionLayerSpec,
+    ) -> None:
+        kv_cache.keys.index_copy_(0, slots_T, key_TKD)
+        kv_cache.values.index_copy_(0, slots_T, value_TKD)
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        kv_cache: KVPair,
+        call: AttentionCall,
+        spec: AttentionLayerSpec,
+        out_THD: torch.Tensor,
+    ) -> None:
+        keys, values = kv_cache.blocks()
+        if call.flat is not None:
+            flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax)
+        elif self._fused_sdpa is None or spec.logits_soft_cap:
+            padded.attend(query_THD, keys, values, call, spec, out_THD)
+        else:
+            self._attend_fused(query_THD, keys, values, call, spec, out_THD)
+
+    def _attend_fused(
+        self,
+        query_THD: torch.Tensor,
+        keys_NSKD: torch.Tensor,
+        values_NSKD: torch.Tensor,
+        call: AttentionCall,
+        spec: AttentionLayerSpec,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Prompt chunks, over all that is cached of their rows and themselves."""
+        query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
+        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
+        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
+        mask = call.plan(("mask", spec.sliding_window, spec.block_size), lambda: padded.visible(call, spec)[:, None])
+        softmax_mode = "fast" if spec.dtype == torch.bfloat16 else "None"
+        attended_BHQD = self._fused_sdpa.apply(
+            query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"
+        )
+        out_THD.copy_(attended_BHQD.transpose(1, 2).flatten(0, 1))
+
+    # --- to and from the host ---
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.torch_device, non_blocking=True)
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.num_host_reads += 1
+        # In the order of the stream: the copy is done before a later program overwrites the tensor.
+        host = tensor.to("cpu", non_blocking=True)
+        done = torch.hpu.Event()
+        done.record()
+        return partial(_wait_for, done, host)
+
+    def synchronize(self) -> None:
+        torch.hpu.synchronize()
+
+    def warmed_up(self) -> None:
+        self._compiled_in_warmup = self._num_compiled()
+
+    def step_done(self) -> None:
+        if self.is_lazy:
+            self._habana.core.mark_step()
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "compiled_after_warmup": self._num_compiled() - self._compiled_in_warmup,
+            "graph_compilation": _metric("graph_compilation"),
+            "cpu_fallback": _metric("cpu_fallback"),
+        }
+
+    def _num_compiled(self) -> int:
+        return int(_metric("graph_compilation").get("TotalNumber", 0))
+
+
+class _Program(nn.Module):
+    """A function as the module that HPU graphs are made of. They are told apart by the shapes of the tensors and the hash
+    of the rest."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+        self.graph_name = function.__qualname__
+
+    def forward(self, tensors: list[torch.Tensor], rest: Any) -> Any:
+        return self._function(*rebuild(tensors, rest))
+
+
+def _block_softmax() -> flat.BlockSoftmax | None:
+    """The fused kernel, on builds that have it."""
+    return getattr(torch.ops.hpu, "block_softmax", None)
+
+
+def _copy_slots(tensor: torch.Tensor, pairs_2N: torch.Tensor, block_size: int) -> None:
+    offset = torch.arange(block_size, device=tensor.device)
+    source, target = ((pairs_2N[side][:, None] * block_size + offset).flatten() for side in range(2))
+    tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def _metric(name: str) -> dict[str, Any]:
+    """What the bridge counts since the process began; nothing on builds that do not count it."""
+    metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
+    return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)
+
+
+def _wait_for(done: Any, host: torch.Tensor) -> torch.Tensor:
+    done.synchronize()
+    return host

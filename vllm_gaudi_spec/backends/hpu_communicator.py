@@ -1,0 +1,31 @@
+"""Collectives between Gaudis. In lazy mode each one ends the graph before it."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+
+class HpuCommunicator(DeviceCommunicatorBase):
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        _end_graph()
+        dist.all_reduce(input_, group=self.device_group)
+        return input_
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        dim %= input_.dim()
+        # Rank after rank in the first dimension, which the collective can do without a list of tensors.
+        gathered = input_.new_empty((self.world_size * input_.shape[0], *input_.shape[1:]))
+        _end_graph()
+        dist.all_gather_into_tensor(gathered, input_.contiguous(), group=self.device_group)
+        if dim == 0:
+            return gathered
+        by_rank = gathered.unflatten(0, (self.world_size, input_.shape[0])).movedim(0, dim)
+        return by_rank.flatten(dim, dim + 1)
+
+
+def _end_graph() -> None:
+    importlib.import_module("habana_frameworks.torch").core.mark_step()

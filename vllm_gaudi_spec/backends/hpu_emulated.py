@@ -1,0 +1,52 @@
+"""The Gaudi backend, unchanged, on the emulated card; what is added here only looks at it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.config import UnsupportedConfigError, emulated_generation, gaudi_is_lazy
+
+if not gaudi_is_lazy():
+    raise UnsupportedConfigError(
+        "hpu-emulated shows lazy mode only; set PT_HPU_LAZY_MODE=1, or VGS_DEVICE=hpu on a Gaudi."
+    )
+# Before the import: the emulator puts a `habana_frameworks` in place.
+emulator.install(generation=emulated_generation(), lazy=True)
+
+from vllm_gaudi_spec.backends import host_memory, hpu  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+
+
+class Backend(hpu.Backend):
+    name = "hpu-emulated"
+
+    def prepare_model(self, model: nn.Module) -> None:
+        emulator.device().sealed = False  # another engine of this process warms up anew
+        super().prepare_model(model)
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+        by_layer = super().allocate_kv(kv_cache_config, layout)
+        for pair in by_layer.values():
+            emulator.tag_kv(pair.keys)
+            emulator.tag_kv(pair.values)
+        return by_layer
+
+    def available_memory(self, utilization: float) -> int:
+        # A card has more than the host that plays it.
+        return min(super().available_memory(utilization), host_memory.for_kv(utilization))
+
+    def warmed_up(self) -> None:
+        super().warmed_up()
+        emulator.device().next_step()
+        emulator.device().seal()
+
+    def step_done(self) -> None:
+        super().step_done()
+        emulator.device().next_step()
+
+    def counts(self) -> dict[str, Any]:
+        return super().counts() | {"emulator": emulator.device().report()}

@@ -1,0 +1,107 @@
+"""Gaudi's fused norms and rotary embeddings in place of vLLM's layers. Importing this registers them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from vllm import ir
+from vllm.logger import init_logger
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+logger = init_logger(__name__)
+
+PROVIDER = "vgs_hpu"
+
+
+def _load(module: str, name: str) -> Any:
+    """A kernel of the bridge; None, said once, where this build has none."""
+    kernel = getattr(importlib.import_module(f"habana_frameworks.torch.hpex.{module}"), name, None)
+    if kernel is None:
+        logger.info("This build has no %s; plain torch operations serve.", name)
+    return kernel
+
+
+_rms_norm = _load("normalization", "FusedRMSNorm")
+_rotate = _load("kernels", "apply_rotary_pos_emb")
+_modes = _load("kernels", "RotaryPosEmbeddingMode")
+
+
+# --- norms ---
+
+
+def _supports(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype
+
+
+def _supports_add(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    return _supports(x, weight, epsilon, variance_size)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    # The kernel wants three dimensions.
+    return _rms_norm.apply(x.reshape(1, -1, x.shape[-1]), weight, epsilon).view(x.shape)
+
+
+@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports, supported=_rms_norm is not None)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    return _normed(x, weight, epsilon)
+
+
+@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_supports_add, supported=_rms_norm is not None)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    added = x + x_residual
+    return _normed(added, weight, epsilon), added
+
+
+# --- rotary embeddings ---
+
+
+class _FusedRotary:
+    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+
+    def forward_oot(
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        table = self._match_cos_sin_cache_dtype(query)
+        cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+        if self.is_neox_style:
+            mode, cos, sin = _modes.BLOCKWISE, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        else:
+            mode = _modes.PAIRWISE
+            cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
+
+        def turn(heads: torch.Tensor) -> torch.Tensor:
+            split = heads.view(-1, heads.shape[-1] // self.head_size, self.head_size)
+            turned = _rotate(split[..., : self.rotary_dim], cos, sin, None, 0, mode)
+            if self.rotary_dim < self.head_size:
+                turned = torch.cat((turned, split[..., self.rotary_dim :]), dim=-1)
+            return turned.reshape(heads.shape)
+
+        return turn(query), None if key is None else turn(key)
+
+
+def _all_subclasses(cls: type[RotaryEmbedding]) -> list[type[RotaryEmbedding]]:
+    return [cls, *(found for own in cls.__subclasses__() for found in _all_subclasses(own))]
+
+
+if _rotate is not None and _modes is not None:
+    for _cls in _all_subclasses(RotaryEmbedding):
+        # Only what turns as the base class does, whatever its table holds.
+        if _cls.forward_native is RotaryEmbedding.forward_native:
+            _cls.register_oot(type(f"Hpu{_cls.__name__}", (_FusedRotary, _cls), {}))
