@@ -108,6 +108,11 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
+# No set-up: on a Gaudi the Python of Intel's image is the one that has torch for it.
+.PHONY: verify-gaudi
+verify-gaudi:  ## on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
+	@python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_gaudi $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown
 	@$(BIN)/ruff format --check .

@@ -33,7 +33,7 @@ _COPIES = 8
 
 
 class KVPair(NamedTuple):
-    """Keys and values of a layer, a tensor [slots, K, D] each: a Gaudi changes tensors as a whole, not through views."""
+    """Keys and values of a layer, a tensor [slots, K, D] each: Gaudi changes tensors as a whole, not through views."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -227,7 +227,7 @@ class Backend:
 
 
 class _Program(nn.Module):
-    """A function as the module that HPU graphs are made of. They are told apart by the shapes of the tensors and the hash
+    """A function as the module that HPU graphs are made of. They are told apart by shapes of tensors and the hash
     of the rest."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
