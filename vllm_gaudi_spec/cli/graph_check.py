@@ -1,0 +1,115 @@
+"""`gaudi-spec graph-check`: its options, and the environment that the check needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+DESCRIPTION = """\
+Run a mixed workload on a model and say whether a Gaudi would stay on the graphs that warm-up made: prompts of many
+lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. By default on an emulated card,
+which needs none. Figures named estimate are computed from counted bytes and operations; nothing is measured.
+
+Exit status: 0 when no step compiles after warm-up and none reads the host more often than it may, 1 when one does or
+the model does not run, 2 for options that make no sense.
+"""
+DEVICES = ("hpu-emulated", "hpu")
+# The variables in which an answer would depend on what the shell happens to have.
+ENVIRONMENT = {
+    "PT_HPU_LAZY_MODE": "1",
+    "VGS_SKIP_WARMUP": "0",
+    # The counters are those of this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # vLLM logs to stdout, which is for the summary.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "graph-check",
+        help="does anything compile, or wait for the host, after warm-up?",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder or Hugging Face id (default: the demo model)")
+    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve; none: no speculation")
+    add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
+    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you mean to serve (default: 512)")
+    add("--max-num-seqs", type=at_least(1), default=4, metavar="N", help="as you mean to serve (default: 4)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
+    add("--device", default=DEVICES[0], choices=DEVICES, help=f"default: {DEVICES[0]}")
+    add("--requests", type=at_least(1), default=32, metavar="N", help="size of the workload (default: 32)")
+    add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload (default: 0)")
+    add(
+        "--host-reads",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write everything that was counted there as well")
+    add("--verbose", action="store_true", help="show what vLLM logs while it starts")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text} is not a JSON object; write it like \'{{"name": "value"}}\'')
+    return value
+
+
+def at_least(smallest: int) -> Any:
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of {smallest} or more")
+        return int(text)
+
+    return read
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Options are checked before anything heavy is loaded."""
+    if mistake := mistake_in(options):
+        print(f"gaudi-spec graph-check: error: {mistake}", file=sys.stderr)
+        return 2
+    return become(command(options, arguments))
+
+
+def mistake_in(options: argparse.Namespace) -> str | None:
+    drafter = (options.speculative_config or {}).get("model")
+    for model in (options.model, drafter):
+        if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            return f"there is no model folder {model}; give a folder or a Hugging Face id"
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        return f"there is no folder {options.json.absolute().parent} for --json; make it first"
+    if options.device == "hpu" and find_spec("habana_frameworks") is None:
+        return "--device hpu needs Intel's image with habana_frameworks in it; leave it out for the emulated card"
+    if find_spec("vllm") is None:
+        return "vLLM is not installed here; run `make setup`, or use the Python of an environment that has it"
+    return None
+
+
+def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """The same command in the environment that the check needs, from the start: torch and vLLM read theirs when they
+    are loaded, and this package leaves reading the environment to config.py."""
+    level = "INFO" if options.verbose else "WARNING"
+    values = {**ENVIRONMENT, "VGS_DEVICE": options.device, "VLLM_LOGGING_LEVEL": level}
+    settings = [f"{name}={value}" for name, value in values.items()]
+    return ["env", *settings, sys.executable, "-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+
+
+def become(words: list[str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(words[0], words)
