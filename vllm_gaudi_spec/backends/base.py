@@ -68,8 +68,8 @@ class DeviceBackend(Protocol):
         """What each layer keeps its KV in, by layer name; zero."""
         ...
 
-    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
-        """Copy KV blocks (from, to) in all layers."""
+    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+        """What copies KV blocks (from, to) in all layers of what `allocate_kv` made."""
         ...
 
     def kv_block_size(self, kv_cache: Any) -> int:

@@ -56,10 +56,13 @@ class Backend:
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return allocate_kv_cache(kv_cache_config, self.torch_device, layout)
 
-    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
-        for kv_cache in kv_caches.values():
-            for source, target in pairs:
-                kv_cache[target] = kv_cache[source]
+    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+        def copy(pairs: list[tuple[int, int]]) -> None:
+            for kv_cache in kv_caches.values():
+                for source, target in pairs:
+                    kv_cache[target] = kv_cache[source]
+
+        return copy
 
     def kv_block_size(self, kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[2]

@@ -67,7 +67,6 @@ class Backend:
         kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
         self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
         self._block_softmax = _block_softmax()
-        self._copy = self.graph(_copy_slots)
 
     # --- programs ---
 
@@ -119,15 +118,17 @@ class Backend:
     def kv_block_size(self, kv_cache: KVPair) -> int:
         return kv_cache.block_size
 
-    def copy_blocks(self, kv_caches: dict[str, Any], pairs: list[tuple[int, int]]) -> None:
-        distinct = {id(pair.keys): pair for pair in kv_caches.values()}.values()
-        for first in range(0, len(pairs), _COPIES):
-            some = pairs[first : first + _COPIES]
-            some += [(0, 0)] * (_COPIES - len(some))
-            uploaded = self.upload(torch.tensor(some, dtype=torch.int64).T.contiguous())
-            for pair in distinct:
-                for tensor in (pair.keys, pair.values):
-                    self._copy(tensor, uploaded, pair.block_size)
+    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+        distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
+        program = self.graph(partial(_copy_blocks, distinct))
+
+        def copy(pairs: list[tuple[int, int]]) -> None:
+            for first in range(0, len(pairs), _COPIES):
+                some = pairs[first : first + _COPIES]
+                some += [(0, 0)] * (_COPIES - len(some))
+                program(self.upload(torch.tensor(some, dtype=torch.int64).T.contiguous()))
+
+        return copy
 
     def available_memory(self, utilization: float) -> int:
         free, total = torch.hpu.mem_get_info()
@@ -217,6 +218,7 @@ class Backend:
 
     def counts(self) -> dict[str, Any]:
         return {
+            "compiled_in_warmup": self._compiled_in_warmup,
             "compiled_after_warmup": self._num_compiled() - self._compiled_in_warmup,
             "graph_compilation": _metric("graph_compilation"),
             "cpu_fallback": _metric("cpu_fallback"),
@@ -233,7 +235,7 @@ class _Program(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
-        self.graph_name = function.__qualname__
+        self.graph_name = getattr(function, "__qualname__", "") or function.func.__qualname__  # type: ignore[attr-defined]
 
     def forward(self, tensors: list[torch.Tensor], rest: Any) -> Any:
         return self._function(*rebuild(tensors, rest))
@@ -244,10 +246,12 @@ def _block_softmax() -> flat.BlockSoftmax | None:
     return getattr(torch.ops.hpu, "block_softmax", None)
 
 
-def _copy_slots(tensor: torch.Tensor, pairs_2N: torch.Tensor, block_size: int) -> None:
-    offset = torch.arange(block_size, device=tensor.device)
-    source, target = ((pairs_2N[side][:, None] * block_size + offset).flatten() for side in range(2))
-    tensor.index_copy_(0, target, tensor.index_select(0, source))
+def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
+    for pair in kv_pairs:
+        offset = torch.arange(pair.block_size, device=blocks_2N.device)
+        source, target = ((side[:, None] * pair.block_size + offset).flatten() for side in blocks_2N.unbind(0))
+        for tensor in (pair.keys, pair.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 def _metric(name: str) -> dict[str, Any]:

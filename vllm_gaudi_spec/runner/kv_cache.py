@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 class KVCache:
     def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
-        self._backend = backend
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        self._by_layer = backend.allocate_kv(kv_cache_config, layout)
+        by_layer = backend.allocate_kv(kv_cache_config, layout)
+        self._copy_blocks = backend.block_copier(by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [_block_size(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        bind_kv_cache_to_layers(self._by_layer, vllm_config.compilation_config.static_forward_context)
+        bind_kv_cache_to_layers(by_layer, vllm_config.compilation_config.static_forward_context)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
         """Copy before anything of the step reads or writes."""
         # vLLM asks for blocks to be cleared where layers keep a state, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
-            self._backend.copy_blocks(self._by_layer, [(copy.src_block_id, copy.dst_block_id) for copy in copies])
+            self._copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
 
     def warm_up(self) -> None:
         """What a copy runs, on the pad block."""
-        self._backend.copy_blocks(self._by_layer, [(0, 0)])
+        self._copy_blocks([(0, 0)])
 
 
 def _block_size(spec: object) -> int:

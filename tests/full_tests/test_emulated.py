@@ -1,0 +1,185 @@
+"""On the emulated Gaudi: what every way of drafting promises, with all programs made in warm-up.
+
+Runs with VGS_DEVICE=hpu-emulated in a process of its own: the emulated card changes torch for good.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.full_tests.engines import SMALL_KV, engine, generate, preemptions
+from tests.full_tests.equality import Tally
+from tests.full_tests.speculation import accepted, ngram, speculating, suffix
+from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
+from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.backends import describe_device
+
+pytestmark = pytest.mark.emulated
+
+# Few rows: each size of a batch is a program for every branch of sampling.
+SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
+BOTH = dict(SIZES, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests(48)
+
+
+@pytest.fixture(scope="module")
+def alone(looping_llama: str, requests: list[Request]) -> "Reference":
+    with engine(looping_llama, **SIZES) as llm:
+        answers = run_together(llm, requests)
+        first = answers_of_ties(llm, requests, answers)
+    return Reference(answers, first)
+
+
+class Reference:
+    """Answers without speculation, and after each of their beginnings the scores of all tokens, where they are raw."""
+
+    def __init__(self, answers: list[list[Answer]], scores: dict[int, list[dict[int, float]]]) -> None:
+        self.answers = answers
+        self.scores = scores
+
+    def check(self, requests: list[Request], ours: list[list[Answer]]) -> None:
+        tally = Tally()
+        for index, (request, own, base) in enumerate(zip(requests, ours, self.answers, strict=True)):
+            for one, other in zip(own, base, strict=True):
+                table = self.scores.get(index)
+                scores_at = None if table is None else lambda i, table=table: table[i]
+                tally.compare(request.name, one.token_ids, other.token_ids, scores_at)
+        tally.check()
+
+
+def answers_of_ties(
+    llm: LLM, requests: list[Request], answers: list[list[Answer]]
+) -> dict[int, list[dict[int, float]]]:
+    """Greedy requests whose scores are the model's own: the likeliest tokens at every place of the answer."""
+    plain = [i for i, r in enumerate(requests) if r.params.temperature == 0 and not r.params.presence_penalty]
+    prompts = [requests[i].prompt + answers[i][0].token_ids for i in plain]
+    outputs = generate(llm, prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
+    found = {}
+    for i, output in zip(plain, outputs, strict=True):
+        scores = output.prompt_logprobs[len(requests[i].prompt) :]
+        found[i] = [{token: value.logprob for token, value in place.items()} for place in scores]
+    return found
+
+
+def test_it_is_the_emulated_card() -> None:
+    assert describe_device() == {"device": "hpu-emulated", "mode": "lazy"}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ngram": (ngram(3), BOTH),
+    "ngram on the device, overlapping steps": (
+        dict(ngram(3), method="ngram_gpu"),
+        dict(BOTH, async_scheduling=True),
+    ),
+    "suffix, preempted": (suffix(5), SIZES | SMALL_KV | dict(block_size=32)),
+}
+
+
+SLOW_CASES = ["suffix, preempted"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES]
+)
+def test_drafts_without_a_model(case: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
+    config, options = CASES[case]
+    with speculating(looping_llama, config, **options) as llm:
+        alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+        reads_once(llm)
+        if "preempted" in case:
+            assert preemptions(llm) > 0
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+}
+
+
+@pytest.mark.parametrize("mode", ["coupled", pytest.param("greedy", marks=pytest.mark.slow)])
+def test_a_draft_model(mode: str, looping_llama: str, cousin: str, requests: list[Request], alone: Reference) -> None:
+    config = dict(method="draft_model", model=cousin, num_speculative_tokens=3, **MODES[mode])
+    before = len(emulator.device().graphs)
+    with speculating(looping_llama, config, **BOTH) as llm:
+        captures_the_manifest(llm, before)
+        alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 20
+        reads_once(llm)
+
+
+def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: list[Request]) -> None:
+    """Their tokens are others, by the same law; here it matters that nothing is compiled for them."""
+    config = dict(method="draft_model", model=cousin, num_speculative_tokens=2, rejection_sample_method="block")
+    with speculating(looping_llama, config | dict(draft_sample_method="probabilistic"), **BOTH) as llm:
+        run_together(llm, requests)
+        reads_once(llm)
+
+
+UNIVERSAL: dict[str, dict[str, Any]] = {
+    "map": {},
+    "retokenize": dict(universal_context="retokenize"),
+    "slem": dict(universal_context="retokenize", universal_match="slem"),
+}
+
+
+@pytest.mark.parametrize("how", ["slem", *(pytest.param(how, marks=pytest.mark.slow) for how in ("map", "retokenize"))])
+def test_a_universal_drafter(
+    how: str, looping_llama: str, twin: str, requests: list[Request], alone: Reference
+) -> None:
+    config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
+    options = dict(additional_config=dict(gaudi_spec=UNIVERSAL[how]))
+    with speculating(looping_llama, config, **BOTH, **options) as llm:
+        alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+
+
+# --- what the card counted ---------------------------------------------------------------------------------------
+
+
+def report(llm: LLM) -> dict[str, Any]:
+    return llm.collective_rpc("step_report")[0]
+
+
+def reads_once(llm: LLM) -> None:
+    steps = report(llm)
+    assert steps["host_syncs_per_step"] <= 1
+    total = steps["device"]["emulator"]["total"]
+    assert (total["dynamic_ops"], total["fallbacks"]) == (0, 0)
+
+
+# The functions that are captured, by the first word of a signature in the manifest.
+PROGRAMS = {
+    "prefill": "ModelRunner._forward",
+    "decode": "ModelRunner._forward",
+    "sample": "ModelRunner._finish",
+    "draft": "DeviceDrafting._draft_on_device",
+    "read": "DeviceDrafting._read_rows",
+    "report": "_pack",
+    "prompt logprobs": "PromptLogprobs._score_slice",
+}
+
+
+def captures_the_manifest(llm: LLM, before: int) -> None:
+    """Design, "What must hold" 3: what was captured is what the configuration lists, program by program. `before`: what
+    this process had captured for other engines."""
+    listed: Counter[str] = Counter()
+    for signature in llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]:
+        listed[PROGRAMS[kind_of(signature)]] += 1
+    captured = Counter(graph.name for graph in emulator.device().graphs[before:])
+    changes_of_state = {name: captured.pop(name) for name in list(captured) if name not in listed}
+    assert captured == listed
+    # A row's start, the drafter's reach, copies of KV blocks.
+    assert changes_of_state == {"Requests._start_row": 1, "DrafterState._put": 1, "_copy_blocks": 1}
+
+
+def kind_of(signature: tuple[Any, ...]) -> str:
+    if isinstance(signature[0], int):
+        return "sample"
+    return "read" if signature[:2] == ("draft", "prefill") else signature[0]
