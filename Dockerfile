@@ -65,6 +65,8 @@ WORKDIR /opt/vllm-gaudi-spec
 COPY --from=gaudi-build /opt/venv /opt/venv
 COPY . .
 
+# VGS_DEVICE: without a card the server shall say so, rather than run on the CPU.
+ENV VGS_DEVICE=hpu
 # PT_HPU_LAZY_MODE: graphs are captured in lazy mode only, and the default differs between releases.
 ENV PT_HPU_LAZY_MODE=1
 # PT_HPU_ENABLE_LAZY_COLLECTIVES: the bridge's default is off, and tensor parallelism puts collectives into lazy graphs.

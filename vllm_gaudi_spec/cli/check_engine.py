@@ -189,7 +189,9 @@ def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "model": options.model or "the demo model",
         "speculation": speculation,
-        **{name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "requests", "seed", "host_reads")},
+        **{
+            name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "requests", "seed", "host_reads")
+        },
         "speculative_config": given,
         "additional_config": options.additional_config,
     }
