@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.backends.arguments import flatten, rebuild
-from vllm_gaudi_spec.config import MAX_DRAFTS, gaudi_is_lazy, gaudi_memory_reserve
+from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -58,7 +58,7 @@ class Backend:
 
     def __init__(self) -> None:
         # The import opens no device yet; it registers `torch.hpu` and the process group "hccl".
-        self._habana = importlib.import_module("habana_frameworks.torch")
+        self._habana = _bridge()
         self.torch_device = torch.device("hpu")
         self.is_lazy = gaudi_is_lazy()
         self.mode = "lazy" if self.is_lazy else "compiled (unverified)"
@@ -239,6 +239,16 @@ class _Program(nn.Module):
 
     def forward(self, tensors: list[torch.Tensor], rest: Any) -> Any:
         return self._function(*rebuild(tensors, rest))
+
+
+def _bridge() -> Any:
+    try:
+        return importlib.import_module("habana_frameworks.torch")
+    except ImportError as error:
+        raise UnsupportedConfigError(
+            f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
+            "hpu-emulated or cpu where there is no Gaudi."
+        ) from error
 
 
 def _block_softmax() -> flat.BlockSoftmax | None:
