@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import SMALL_KV, engine, generate, preemptions
+from tests.full_tests.engines import SMALL_KV, counter, engine, generate, preemptions
 from tests.full_tests.equality import Tally
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
@@ -104,13 +104,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", ["coupled", pytest.param("greedy", marks=pytest.mark.slow)])
-def test_a_draft_model(mode: str, looping_llama: str, cousin: str, requests: list[Request], alone: Reference) -> None:
-    config = dict(method="draft_model", model=cousin, num_speculative_tokens=3, **MODES[mode])
+def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
+    """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
+    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
     before = len(emulator.device().graphs)
     with speculating(looping_llama, config, **BOTH) as llm:
         captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
-        assert accepted(llm) > 20
+        assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens")
         reads_once(llm)
 
 

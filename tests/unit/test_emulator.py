@@ -213,12 +213,27 @@ def test_repeats_of_known_total_are_static(card: Any) -> None:
         lambda x, i: x.index_copy_(0, i, hpu(0)),
         lambda x, i: x.index_put_((i,), hpu(0)),
         lambda x, i: x.scatter_(0, i, 0.0),
+        lambda x, i: x.scatter_(0, i, hpu(0), reduce="add"),
+        lambda x, i: x.scatter_(0, i, 2.0, reduce="multiply"),
+        lambda x, i: x.scatter_add(0, i, hpu(0)),
+        lambda x, i: x.scatter_add_(0, i, hpu(0)),
+        lambda x, i: x.scatter_reduce(0, i, hpu(0), "amax"),
+        lambda x, i: x.scatter_reduce_(0, i, hpu(0), "amax"),
+        lambda x, i: x.index_reduce(0, i, hpu(0), "amax"),
+        lambda x, i: x.index_reduce_(0, i, hpu(0), "amax"),
+        lambda x, i: x.index_add_(0, i, hpu(0)),
+        lambda x, i: x.index_fill(0, i, 1.0),
+        lambda x, i: x.index_fill_(0, i, hpu(1)[0]),
+        lambda x, i: torch.gather(x, 0, i, out=hpu(0)),
+        lambda x, i: torch.index_select(x, 0, i, out=hpu(0)),
+        lambda x, i: x.take(i),
+        lambda x, i: x.put_(i, hpu(0)),
         lambda x, i: F.embedding(i, x.view(2, 1)),
     ],
 )
 @pytest.mark.parametrize("index", [-1, 2])
 def test_indices_are_checked(card: Any, run: Callable[..., Any], index: int) -> None:
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError, match=f"index {index} is out of range for a dimension of size 2"):
         run(hpu(1, 2), ids(index))
 
 
@@ -411,6 +426,64 @@ def test_kv_bytes(card: Any) -> None:
     assert card.counters.kv_bytes_read == 2 * 4 * 8 * 4
     kv.index_copy_(0, ids(3), torch.ones(1, 8, device="hpu"))
     assert card.counters.kv_bytes_read == 2 * 4 * 8 * 4
+
+
+# Operands are float32, so 4 bytes an element, and indices int64.
+@pytest.mark.parametrize(
+    ("run", "read", "moved"),
+    [
+        (lambda kv, x: kv + 1, 32, 64),
+        (lambda kv, x: kv.mul_(2), 32, 64),
+        (lambda kv, x: kv.add_(x), 32, 96),
+        (lambda kv, x: kv.add_(kv), 64, 96),  # the target, and an operand of the same memory
+        (lambda kv, x: x.add_(kv), 32, 96),
+        (lambda kv, x: kv[1:].mul_(2), 24, 48),
+        (lambda kv, x: kv.copy_(x), 0, 64),
+        (lambda kv, x: kv.fill_(1), 0, 32),
+        (lambda kv, x: kv.zero_(), 0, 32),
+        (lambda kv, x: kv.normal_(), 0, 32),
+        (lambda kv, x: torch.add(x, 1, out=kv), 0, 64),
+        (lambda kv, x: torch._foreach_mul_([kv, x], 2), 32, 128),
+        # Of a target with indices, the places that they name: 1 row of 2, and 8 bytes of index.
+        (lambda kv, x: kv.index_copy_(0, ids(3), x[:1]), 0, 8 + 8 + 8),
+        (lambda kv, x: kv.index_fill_(0, ids(3), 1.0), 0, 8 + 8),
+        (lambda kv, x: kv.index_add_(0, ids(3), x[:1]), 8, 8 + 8 + 16),
+        (lambda kv, x: kv.index_reduce_(0, ids(3), x[:1], "amax"), 8, 8 + 8 + 16),
+        (lambda kv, x: kv.index_put_((ids(3),), x[:1]), 0, 8 + 8 + 8),
+        (lambda kv, x: kv.index_put_((ids(3),), x[:1], accumulate=True), 8, 8 + 8 + 16),
+        (lambda kv, x: kv.__setitem__((slice(None), ids(1)), x[:, :1]), 0, 8 + 16 + 16),
+        (lambda kv, x: kv.scatter_(0, ids(3, 3).view(1, 2), x[:1]), 0, 16 + 8 + 8),
+        (lambda kv, x: kv.scatter_add_(0, ids(3, 3).view(1, 2), x[:1]), 8, 16 + 8 + 16),
+        (lambda kv, x: kv.scatter_reduce_(0, ids(3, 3).view(1, 2), x[:1], "amax"), 8, 16 + 8 + 16),
+        (lambda kv, x: kv.put_(ids(3), x[0, :1]), 0, 8 + 4 + 4),
+        # Never more than the target has, however often an index comes.
+        (lambda kv, x: kv[:1].index_add_(0, ids(0, 0, 0), x[:3]), 8, 24 + 24 + 16),
+        # Expanded operands, and windows that overlap, count once; results are whole.
+        (lambda kv, x: kv.expand(4, 4, 2) * 1, 32, 32 + 128),
+        (lambda kv, x: kv.expand(4, 4, 2).clone(), 32, 32 + 128),
+        (lambda kv, x: kv.view(8).unfold(0, 4, 1) * 1, 32, 32 + 80),
+        (lambda kv, x: kv[:, :1] * 1, 16, 32),
+        (lambda kv, x: kv.expand(4, 4, 2).index_select(1, ids(0, 2)), 16, 16 + 16 + 64),
+        # A gather reads what it returns.
+        (lambda kv, x: kv.index_select(0, ids(0, 0)), 16, 16 + 16 + 16),
+    ],
+)
+@pytest.mark.parametrize("compile_only", [False, True])
+def test_bytes(card: Any, run: Callable[..., Any], read: int, moved: int, compile_only: bool) -> None:
+    kv, x = (torch.zeros(4, 2, device="hpu") for _ in range(2))
+    emulator.tag_kv(kv)
+    card.compile_only = compile_only
+    card.next_step()
+    run(kv, x)
+    step = card.next_step()
+    assert (step.kv_bytes_read, step.bytes_moved) == (read, moved)
+
+
+def test_bytes_of_what_is_made_of_nothing(card: Any) -> None:
+    torch.arange(5, device="hpu")
+    torch.zeros(5, device="hpu")
+    torch.empty(5, device="hpu")
+    assert (card.counters.ops, card.counters.bytes_moved) == (2, 5 * 8 + 5 * 4)
 
 
 def test_flops(card: Any) -> None:

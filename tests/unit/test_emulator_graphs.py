@@ -288,6 +288,54 @@ def test_replays_repeat_the_counted_work(card: Any) -> None:
     assert card.report()["graphs"][0]["replays"] == 1
 
 
+def test_replays_repeat_the_bytes_of_updates(card: Any) -> None:
+    kv, other = torch.zeros(4, 2, device="hpu"), torch.zeros(4, 2, device="hpu")
+    emulator.tag_kv(kv)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_add_([kv, other], 1)
+        return kv.mul_(2).expand(3, 4, 2) * x
+
+    run = graph(forward)
+    run(hpu(1))
+    card.next_step()
+    out = run(hpu(1))
+    step = card.next_step()
+    assert out[0, 0, 0].item() == 6.0
+    assert other[0, 0].item() == 2.0
+    assert step.kv_bytes_read == 3 * 32
+    assert step.bytes_moved == 2 * 64 + 64 + (32 + 4 + 96)
+
+
+def test_the_backend_is_never_to_blame(card: Any) -> None:
+    """Of a copy, a wait or a capture made through it, the line that asked for it is reported."""
+    from vllm_gaudi_spec.backends.hpu import Backend
+
+    backend = Backend()
+
+    def step() -> torch.Tensor:
+        double = backend.graph(lambda x: x * 2)
+        x = backend.upload(torch.ones(2))
+        download = backend.start_download(double(x))
+        backend.synchronize()
+        return download()
+
+    first = step.__code__.co_firstlineno
+    assert step().tolist() == [2.0, 2.0]
+    expected = {"graph capture": {3}, "host read": {3}, "sync": {4, 5}}
+    for kind, lines in expected.items():
+        found = {where.split(" ")[0].rpartition("/")[2] for where in card.counters.lines(kind)}
+        assert found == {f"{THIS_FILE}:{first + line}" for line in lines}
+    assert f"{THIS_FILE}:{first + 3} (step)" in card.report()["graphs"][0]["where"]
+
+    def careless(x: torch.Tensor) -> torch.Tensor:
+        return backend.start_download(x)()
+
+    program = backend.graph(careless)
+    with pytest.raises(RuntimeError, match=rf"{THIS_FILE}:\d+ \(careless\)"):
+        program(hpu(1))
+
+
 def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:
     table = hpu(1, 2)
 
@@ -299,6 +347,15 @@ def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:
     with pytest.raises(IndexError, match="negative indices") as caught:
         run(hpu(-1).long())
     assert f"{THIS_FILE}:{forward.__code__.co_firstlineno + 1}" in caught.value.__notes__[0]
+
+
+def test_a_replay_does_not_check_the_range_of_int64(card: Any) -> None:
+    run = graph(lambda x: x * 2)
+    small, large = (torch.tensor([number]).to("hpu") for number in (1, 1 << 30))
+    run(small)
+    assert run(large).item() == 1 << 31
+    with pytest.raises(RuntimeError, match="32 bits"):
+        graph(lambda x: x * 2)(large)
 
 
 def test_names_and_late_captures(card: Any) -> None:

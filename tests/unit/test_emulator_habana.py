@@ -159,6 +159,12 @@ def test_metrics_and_names(card: Any) -> None:
     assert metric_global("cpu_fallback").stats()[1] == ("FallbackOps", ["aten.mode.default"])
 
 
+def test_its_torch_is_torch(card: Any) -> None:
+    from habana_frameworks.torch import torch as theirs
+
+    assert theirs is torch
+
+
 def test_estimates(card: Any) -> None:
     from vllm_gaudi_spec.emulator import cost
 

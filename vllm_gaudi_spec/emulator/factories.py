@@ -56,13 +56,15 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
         where.pop("generator", None)
     tensor = HpuTensor(info.func(*args, **where))
     capture = device.capture
+    if computes:
+        device.counters.step.ops += 1
+        device.counters.step.bytes_moved += tensor.memory.nbytes
     if capture is not None:
         capture.record(info, info.func._op, args, kwargs, (tensor,), [tensor], True)
     elif computes:
         # Uninitialized memory is no node of a lazy graph, only its input.
         key = [info.name, *(str(arg) for arg in args)]
         device.lazy_graph.record(key, (tensor,), (), True)
-        device.counters.step.ops += 1
         device.counters.step.stray_ops += 1
     return tensor
 

@@ -162,7 +162,7 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
     """Every module of the stand-in by its full name, linked as attributes of their parents."""
     contents: dict[str, dict[str, Any]] = {
         "": {},
-        "torch": {"hpu": torch_hpu},
+        "torch": {"hpu": torch_hpu, "torch": torch},  # the real package imports torch under that name
         "torch.core": {
             "mark_step": mark_step,
             "hpu_initialize": hpu_initialize,

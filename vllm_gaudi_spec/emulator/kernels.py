@@ -63,6 +63,16 @@ def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
     return run
 
 
+def _flat(func: Any, what: str) -> Callable[..., torch.Tensor]:
+    """A kernel whose arguments begin with (tensor, index), the index counting through the whole tensor."""
+
+    def run(tensor: torch.Tensor, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        checked(index, tensor.numel(), what)
+        return func(tensor, index, *args, **kwargs)
+
+    return run
+
+
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     checked(indices, weight.shape[0], "embedding")
     return aten.embedding.default(weight, indices, *args, **kwargs)
@@ -92,18 +102,32 @@ KERNELS: dict[str, Callable[..., Any]] = {
         f"{name}.{overload}": _along(getattr(getattr(aten, name), overload), name)
         for name, overload in (
             ("index_select", "default"),
+            ("index_select", "out"),
             ("gather", "default"),
+            ("gather", "out"),
             ("index_copy", "default"),
             ("index_copy_", "default"),
             ("index_add", "default"),
             ("index_add_", "default"),
+            ("index_reduce", "default"),
+            ("index_reduce_", "default"),
+            ("index_fill", "int_Scalar"),
+            ("index_fill", "int_Tensor"),
             ("index_fill_", "int_Scalar"),
+            ("index_fill_", "int_Tensor"),
             ("scatter", "src"),
             ("scatter", "value"),
+            ("scatter", "reduce"),
+            ("scatter", "value_reduce"),
             ("scatter_", "src"),
             ("scatter_", "value"),
+            ("scatter_", "reduce"),
+            ("scatter_", "value_reduce"),
             ("scatter_add", "default"),
             ("scatter_add_", "default"),
+            ("scatter_reduce", "two"),
+            ("scatter_reduce_", "two"),
         )
     },
+    **{f"{name}.default": _flat(getattr(aten, name).default, name) for name in ("take", "put", "put_")},
 }

@@ -86,6 +86,7 @@ class OpInfo:
     name: str
     """Without namespace: `index.Tensor`."""
     packet: str
+    overload: str
     run: Callable[..., Any]
     """On inner tensors; what a captured graph replays."""
     writes: tuple[int | str, ...]
@@ -133,6 +134,7 @@ def classify(func: Any) -> OpInfo:
         func=func,
         name=name,
         packet=packet,
+        overload=schema.overload_name,
         run=kernels.KERNELS.get(name if ours else f"{namespace}::{name}", func._op),
         writes=writes,
         view=aliases and not maybe_view,

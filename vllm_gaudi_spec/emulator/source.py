@@ -20,17 +20,25 @@ _SKIPPED = (
     *(module.__file__ or "" for module in (contextlib, copy, functools)),
     "<frozen",
 )
+# The backends copy, wait and start programs for others: of what they cost, the cause is who called them.
+_PASSING_ON = (*_SKIPPED, os.path.join(os.path.dirname(os.path.dirname(__file__)), "backends") + os.sep)
 _verdicts: dict[CodeType, bool] = {}
+_verdicts_on_cause: dict[CodeType, bool] = {}
 
 
 def caller() -> Line:
-    """The innermost frame outside torch and outside this package. Cheap: the verdict on a code object is kept."""
-    frame = sys._getframe(1)
+    """Who issued an operation: the innermost frame outside torch and outside this package."""
+    return _innermost(_SKIPPED, _verdicts)
+
+
+def _innermost(skipped: tuple[str, ...], verdicts: dict[CodeType, bool]) -> Line:
+    """The innermost frame of another file. Cheap: the verdict on a code object is kept."""
+    frame = sys._getframe(2)
     while True:
         code = frame.f_code
-        skip = _verdicts.get(code)
+        skip = verdicts.get(code)
         if skip is None:
-            skip = _verdicts[code] = code.co_filename.startswith(_SKIPPED)
+            skip = verdicts[code] = code.co_filename.startswith(skipped)
         if not skip or frame.f_back is None:
             return code, frame.f_lineno
         frame = frame.f_back
@@ -44,7 +52,7 @@ def own_caller(line: Line) -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED) and "site-packages" not in name:
+        if not name.startswith(_PASSING_ON) and "site-packages" not in name:
             return f"{text} (from {describe((frame.f_code, frame.f_lineno))})"
         frame = frame.f_back
     return text
@@ -61,4 +69,5 @@ def describe(line: Line) -> str:
 
 
 def here() -> str:
-    return own_caller(caller())
+    """Who caused what happens now: the innermost frame outside torch, this package and the backends."""
+    return own_caller(_innermost(_PASSING_ON, _verdicts_on_cause))

@@ -12,6 +12,7 @@ from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
 from vllm_gaudi_spec.emulator.lazy_graph import LazyGraph
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
 from vllm_gaudi_spec.emulator.source import here
+from vllm_gaudi_spec.emulator.traffic import changed_bytes, distinct_bytes, gathered_bytes
 
 HPU = torch.device("hpu:0")
 
@@ -183,12 +184,15 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     elif isinstance(out, (tuple, list)):
         results = [call.wrap(item) if isinstance(item, torch.Tensor) else item for item in out]
         result = tuple(results) if isinstance(out, tuple) else results
+    elif out is None and info.writes:
+        # Operations on lists change them and return nothing.
+        single, result, results = True, None, (None,)
     else:
         return out
 
     computes = not (info.view or (info.maybe_view and (not new or new[0].part)))
     if computes:
-        _account(info, args, call, results)
+        _account(info, args, kwargs, call, results)
     if capture is not None:
         capture.record(info, run, args, kwargs, results, new, single)
     else:
@@ -351,7 +355,7 @@ def _as_float32(tensor: HpuTensor, what: str) -> None:
         DEVICE.capture.record_kernel(kernels.through_float32, [tensor])
 
 
-def _account(info: OpInfo, args: Sequence[Any], call: Operands, results: Sequence[Any]) -> None:
+def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Operands, results: Sequence[Any]) -> None:
     """Add the operation's work to the step."""
     step = DEVICE.counters.step
     step.ops += 1
@@ -359,11 +363,17 @@ def _account(info: OpInfo, args: Sequence[Any], call: Operands, results: Sequenc
     for item in call.new:
         made += item.memory.nbytes
     moved = made
+    targets = written(info, args, kwargs) if info.writes else []
     for position, (wrapper, inner) in enumerate(zip(call.wrappers, call.inners, strict=True)):
-        if info.writes and any(wrapper is item for item in results):
-            continue  # an in-place target is not read, nor is all of it written
-        # A gather touches what it returns, not the table.
-        read = made if info.gathers and position == 0 else inner.nbytes
+        target = next((i for i, item in enumerate(targets) if item is wrapper), None) if targets else None
+        if target is not None:
+            del targets[target]  # given a second time, it is an operand like any other
+            read, changed = changed_bytes(info.packet, info.overload, args, inner)
+            moved += changed
+        elif info.gathers and position == 0:
+            read = gathered_bytes(inner, made)
+        else:
+            read = distinct_bytes(inner)
         moved += read
         if wrapper.memory.kv:
             step.kv_bytes_read += read

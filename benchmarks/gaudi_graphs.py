@@ -1,0 +1,247 @@
+"""How many graphs a configuration needs on a Gaudi, from its shapes alone; and what the existing worker would warm up.
+
+python benchmarks/gaudi_graphs.py --json .bench/gaudi_graphs.json
+python benchmarks/gaudi_graphs.py --checkout vllm-gaudi    # with the existing worker's own bucket lists beside
+
+The lists are those that warm-up goes through: no engine, no model, no device. Every size that an engine would be given
+is a flag or a constant below. Times of warm-up are estimates of vllm_gaudi_spec/emulator/cost.py from what Intel prints
+for Gaudi 2; nothing here ran on a Gaudi.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_gaudi_spec import emulator
+
+emulator.install(generation="gaudi2", lazy=True)  # the checkout imports habana_frameworks
+
+import common  # noqa: E402
+
+from vllm_gaudi_spec.backends.hpu import Backend  # noqa: E402
+from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
+from vllm_gaudi_spec.emulator import cost  # noqa: E402
+from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting  # noqa: E402
+from vllm_gaudi_spec.runner.sampling import Sampling  # noqa: E402
+from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shapes  # noqa: E402
+
+VOCAB = 128256
+MAX_LOGPROBS = 20
+MAX_BATCHED_TOKENS = 2048
+SIZES = ((8, 1024), (64, 1024), (64, 4096))
+DRAFTS = (0, 1, 3, 5)
+GENERATIONS = ("gaudi2", "gaudi3")
+
+
+class Settings(Backend):
+    """The settings of the Gaudi backend without a device."""
+
+    def __init__(self) -> None: ...
+
+    def graph(self, function: Any) -> Any:
+        return function
+
+
+@dataclass(frozen=True)
+class Graphs:
+    max_num_seqs: int
+    max_model_len: int
+    strategy: str
+    k: int
+    decode_pairs: int
+    """Of a batch bucket and a block bucket that can meet."""
+    decode: int
+    prompt: int
+    finish: int
+    report: int
+    prompt_logprobs: int
+    draft_greedy: int = 0
+    """The rounds of a draft model with greedy drafts, and the prompt chunks that it reads,"""
+    draft_random: int = 0
+    """and with probabilistic or coupled ones."""
+    worker_decode: int | None = None
+    """Decode buckets of the existing worker,"""
+    worker_prompt: int | None = None
+    """and its prompt buckets; a graph each. Its sampler is not counted."""
+
+    @property
+    def total(self) -> int:
+        """With an n-gram or suffix drafter, or none."""
+        return self.decode + self.prompt + self.finish + self.report + self.prompt_logprobs
+
+    @property
+    def forwards(self) -> int:
+        """What the existing worker's lists are to be compared with."""
+        return self.decode + self.prompt
+
+
+# ---- ours ----------------------------------------------------------------------------------------------
+
+
+def make_shapes(max_num_seqs: int, max_model_len: int, strategy: str, k: int, backend: Any) -> Shapes:
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS),
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+    )
+    return Shapes.from_config(config, Options(bucket_strategy=strategy), backend, k)
+
+
+def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graphs:
+    """As warm-up's manifest makes it up, of an n-gram drafter; a draft model's own beside."""
+    backend: Any = Settings()
+    shapes = make_shapes(max_num_seqs, max_model_len, strategy, k, backend)
+    sampling = Sampling(backend, max_num_seqs, VOCAB, MAX_LOGPROBS, "raw_logprobs")
+    every = set(shapes.all())
+    finish = {
+        signature
+        for rows, queries in product(shapes.decode_rows, shapes.decode_queries)
+        for signature in sampling.every_signature(rows, queries)
+    }
+    reports = {branch.of_reports() for branch in sampling.branches()}
+    prompt_tokens = {shape.tokens for shape in shapes.prefills()}
+    own = {mode: _drafts(shapes, sampling, backend, k, mode) for mode in ("greedy", "probabilistic", "coupled")}
+    assert own["probabilistic"] == own["coupled"]
+    return Graphs(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        strategy=strategy,
+        k=k,
+        decode_pairs=len(shapes.decode_sizes()),
+        decode=sum(shape.phase == DECODE for shape in every),
+        prompt=sum(shape.phase == PREFILL for shape in every),
+        finish=len(finish),
+        report=len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports),
+        prompt_logprobs=len(prompt_tokens) * len(sampling.prompt_logprob_counts()),
+        draft_greedy=own["greedy"],
+        draft_random=own["probabilistic"],
+    )
+
+
+def _drafts(shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str) -> int:
+    """Signatures of a draft model on the device, and a second report for each of the runner's."""
+    if not k:
+        return 0
+    speculation = Speculation(
+        method="draft_model", num_drafts=k, rule="standard", drafting=mode, drafter_max_len=shapes.max_len
+    )
+    requests: Any = SimpleNamespace(backend=backend)
+    make: Any = DeviceDrafting  # of which only the lists are asked for
+    drafting = make(None, None, requests, None, shapes, speculation, laws=None, state=object())
+    reports = {branch.of_reports() for branch in sampling.branches()}
+    with_drafts = len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports)
+    return len(set(drafting.signatures(sampling))) + with_drafts
+
+
+# ---- the existing worker -------------------------------------------------------------------------------
+
+
+def worker_buckets(graphs: Graphs) -> Graphs:
+    """The same configuration by `HPUBucketingManager` of the checkout, with as many blocks as can be needed."""
+    os.environ["VLLM_BUCKETING_STRATEGY"] = {EXPONENTIAL: "exp", LINEAR: "lin"}[graphs.strategy]
+    importlib.import_module("vllm_gaudi.extension.runtime").clear_config()
+    manager = importlib.import_module("vllm_gaudi.extension.bucketing.common").HPUBucketingManager()
+    manager.initialize(
+        max_num_seqs=graphs.max_num_seqs,
+        max_num_prefill_seqs=1,
+        block_size=Backend.block_size,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_model_len=graphs.max_model_len,
+        num_speculative_tokens=graphs.k,
+    )
+    manager.num_hpu_blocks = graphs.max_num_seqs * -(-graphs.max_model_len // Backend.block_size)
+    manager.generate_prompt_buckets()
+    manager.generate_decode_buckets()
+    return replace(graphs, worker_decode=len(manager.decode_buckets), worker_prompt=len(manager.prompt_buckets))
+
+
+def open_checkout(checkout: Path) -> None:
+    if not (checkout / "vllm_gaudi").is_dir():
+        raise SystemExit(f"{checkout} holds no folder vllm_gaudi")
+    sys.path.insert(0, str(checkout.resolve()))
+    # What it would else ask an installed package for; and block lists, as with speculation in its own tests.
+    os.environ["VLLM_BUILD"] = "1.23.0"
+    os.environ["VLLM_CONTIGUOUS_PA"] = "false"
+
+
+# ---- output --------------------------------------------------------------------------------------------
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--checkout", type=Path, metavar="FOLDER", help="of vllm-project/vllm-gaudi, to count its buckets"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def warmup_minutes(num_graphs: int) -> dict[str, dict[str, float]]:
+    return {
+        generation: {
+            name: cost.warmup_seconds(num_graphs, generation, recipe_cache=cached) / 60
+            for name, cached in (("cold", False), ("cached", True))
+        }
+        for generation in GENERATIONS
+    }
+
+
+def as_row(graphs: Graphs) -> list[str]:
+    minutes = warmup_minutes(graphs.total)
+    own = (graphs.draft_greedy, graphs.draft_random) if graphs.k else ("-", "-")
+    worker = [str(part) for part in (graphs.worker_decode, graphs.worker_prompt) if part is not None]
+    return [
+        f"{graphs.max_num_seqs} x {graphs.max_model_len}",
+        graphs.strategy,
+        str(graphs.k or "none"),
+        *(str(part) for part in (graphs.decode_pairs, graphs.decode, graphs.prompt, graphs.finish, graphs.report)),
+        *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *own)),
+        *(f"{minutes[generation]['cold']:.0f} / {minutes[generation]['cached']:.0f}" for generation in GENERATIONS),
+        *worker,
+    ]
+
+
+def check(found: list[Graphs]) -> None:
+    """With drafts the numbers must not depend on how many."""
+    alike: dict[tuple[int, int, str], set[tuple[int, ...]]] = {}
+    for one in found:
+        if one.k:
+            key = one.max_num_seqs, one.max_model_len, one.strategy
+            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, one.draft_greedy, one.draft_random))
+    for key, numbers in alike.items():
+        if len(numbers) != 1:
+            raise SystemExit(f"{key}: the number of graphs depends on k: {sorted(numbers)}")
+
+
+def main() -> None:
+    options = parse_options()
+    if options.checkout:
+        open_checkout(options.checkout)
+    every = product(SIZES, (EXPONENTIAL, LINEAR), DRAFTS)
+    found = [count(*sizes, strategy, k) for sizes, strategy, k in every]
+    if options.checkout:
+        found = [worker_buckets(one) for one in found]
+    common.say(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
+    common.say("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
+    header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
+    header += ["+greedy", "+random", "g2,min", "g3,min"]
+    if options.checkout:
+        header += ["worker decode", "worker prompt"]
+    common.say(common.table(header, [as_row(one) for one in found]))
+    check(found)
+    rows = [
+        {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one.total)}
+        for one in found
+    ]
+    common.write_json(options.json, {"vocab_size": VOCAB, "max_num_batched_tokens": MAX_BATCHED_TOKENS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Bytes of device memory that an operation has to read and write, on plain CPU (or meta) tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def distinct_elements(tensor: torch.Tensor) -> int:
+    """Elements in memory: those of an expanded tensor, or of overlapping windows, count once."""
+    numel = tensor.numel()
+    if numel == 0 or tensor.is_contiguous():
+        return numel
+    alone = extent = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            alone *= size
+            extent += (size - 1) * stride
+    return min(alone, extent)
+
+
+def distinct_bytes(tensor: torch.Tensor) -> int:
+    return distinct_elements(tensor) * tensor.element_size()
+
+
+def gathered_bytes(table: torch.Tensor, made: int) -> int:
+    """A gather reads what it returns, however large the table; dimensions that were expanded are read once."""
+    numel = table.numel()
+    return made * distinct_elements(table) // numel if numel else 0
+
+
+def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch.Tensor) -> tuple[int, int]:
+    """(read, written) of the target of an operation that changes it in place."""
+    elements = distinct_elements(target)
+    read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
+    touched = _TOUCHED.get(packet)
+    if touched is not None and read:
+        # Of repeated indices each place counts once.
+        elements = min(elements, touched(args))
+        read = packet in _ACCUMULATES or "reduce" in overload or _accumulates(packet, args)
+    nbytes = elements * target.element_size()
+    return nbytes if read else 0, nbytes
+
+
+def _accumulates(packet: str, args: Sequence[Any]) -> bool:
+    return packet in ("index_put_", "put_") and len(args) > 3 and bool(args[3])
+
+
+def _put(args: Sequence[Any]) -> int:
+    """Places that index_put_ addresses; a mask may address them all."""
+    tensor, indices = args[0], args[1]
+    given = [index for index in indices if index is not None]
+    numel: int = tensor.numel()
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return numel
+    places = torch.broadcast_shapes(*(index.shape for index in given)).numel()
+    for dim, size in enumerate(tensor.shape):
+        if dim >= len(indices) or indices[dim] is None:
+            places *= size
+    return places
+
+
+def _filled(args: Sequence[Any]) -> int:
+    tensor, dim, index = args[:3]
+    count: int = index.numel()
+    if tensor.dim() and count:
+        count *= tensor.numel() // max(tensor.shape[dim], 1)
+    return count
+
+
+def _numel(position: int) -> Callable[[Sequence[Any]], int]:
+    return lambda args: int(args[position].numel())
+
+
+_OVERWRITES = frozenset(
+    (
+        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "random_"),
+        *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
+    )
+)
+# Elements that an indexed update addresses, from its arguments.
+_TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
+    **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
+    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),
+    "index_fill_": _filled,
+    "index_put_": _put,
+    "put_": _numel(1),
+}
+_ACCUMULATES = frozenset(("index_add_", "index_reduce_", "scatter_add_", "scatter_reduce_"))
