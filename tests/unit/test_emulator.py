@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +15,6 @@ import torch.nn.functional as F
 from vllm_gaudi_spec import emulator
 
 THIS_FILE = os.path.basename(__file__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> None:
-    emulator.install(generation="gaudi2", lazy=True)
-
-
-@pytest.fixture
-def card() -> Iterator[Any]:
-    card = emulator.device()
-    card.reset()
-    with torch.inference_mode():
-        yield card
-    card.reset()
 
 
 def hpu(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

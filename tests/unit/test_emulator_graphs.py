@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,20 +14,6 @@ from torch import nn
 from vllm_gaudi_spec import emulator
 
 THIS_FILE = os.path.basename(__file__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> None:
-    emulator.install(generation="gaudi2", lazy=True)
-
-
-@pytest.fixture
-def card() -> Iterator[Any]:
-    card = emulator.device()
-    card.reset()
-    with torch.inference_mode():
-        yield card
-    card.reset()
 
 
 class Program(nn.Module):

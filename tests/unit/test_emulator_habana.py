@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-from vllm_gaudi_spec import emulator
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> None:
-    emulator.install(generation="gaudi2", lazy=True)
-
-
-@pytest.fixture
-def card() -> Iterator[Any]:
-    card = emulator.device()
-    card.reset()
-    with torch.inference_mode():
-        yield card
-    card.reset()
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:

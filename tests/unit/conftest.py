@@ -1,0 +1,23 @@
+"""Fixtures of several unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def card() -> Iterator[Any]:
+    """The emulated card, as after installation. It changes torch for the rest of the process, in ways that tests of
+    other things do not notice."""
+    from vllm_gaudi_spec import emulator
+
+    emulator.install(generation="gaudi2", lazy=True)
+    card = emulator.device()
+    card.reset()
+    with torch.inference_mode():
+        yield card
+    card.reset()
