@@ -89,6 +89,11 @@ def gaudi_is_lazy() -> bool:
     return os.environ["PT_HPU_LAZY_MODE"] != "0"
 
 
+def gaudi_has_lazy_collectives() -> bool:
+    set_gaudi_defaults()
+    return os.environ["PT_HPU_ENABLE_LAZY_COLLECTIVES"].lower() in ("1", "true")
+
+
 def gaudi_memory_reserve() -> float:
     """The share of free memory that is kept for captured graphs; under the name that Gaudi users know."""
     return float(os.environ.get("VLLM_GRAPH_RESERVED_MEM", "0.1"))
@@ -209,6 +214,11 @@ MAX_DRAFTS = 16
 # Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
 WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
 METHODS = (*WEIGHTLESS_METHODS, "draft_model")
+
+# Logit rules of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
+# holds back. The table grows where that makes no new program; elsewhere it is this large, and more is refused.
+NUM_RULES, RULE_PREFIX = 64, 8
+MOST_RULES, LONGEST_RULE_PREFIX = 320, 16
 
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""

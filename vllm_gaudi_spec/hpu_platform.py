@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_gaudi_spec.backends import load_backend
@@ -14,6 +15,9 @@ from vllm_gaudi_spec.platform import SpecPlatform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+
+
+logger = init_logger(__name__)
 
 
 class HpuSpecPlatform(SpecPlatform):
@@ -35,6 +39,8 @@ class HpuSpecPlatform(SpecPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
         super().check_and_update_config(vllm_config)
+        if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
+            logger.warning_once("--enforce-eager has no effect on Gaudi: steps are captured all the same.")
         if vllm_config.load_config.device is None:
             # Weights are read and put together on the host, and copied once: thousands of small programs fewer.
             vllm_config.load_config.device = "cpu"

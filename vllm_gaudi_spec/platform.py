@@ -95,7 +95,9 @@ class SpecPlatform(Platform):
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
-        if isinstance(params, SamplingParams) and (reason := unsupported_request(params)):
+        if isinstance(params, SamplingParams) and (
+            reason := unsupported_request(params, fixed_tables=load_backend().captures)
+        ):
             raise VLLMValidationError(reason)
 
     @classmethod

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    LONGEST_RULE_PREFIX,
     MAX_DRAFTS,
     METHODS,
+    MOST_RULES,
     REQUEST_OPTION,
     RETOKENIZE,
     SLEM,
@@ -239,8 +241,26 @@ def brings_logits_processors(model: ModelConfig) -> bool:
     return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
-def unsupported_request(params: SamplingParams) -> str | None:
-    """Why a request can not be served, or None."""
+def _too_many_rules(params: SamplingParams) -> str | None:
+    words = params.bad_words_token_ids or ()
+    stops = len(params.all_stop_token_ids) if params.min_tokens else 0
+    # Where the words are not spelled in tokens yet: each has two spellings, with and without a space before it.
+    num_spellings = len(words) or 2 * len(params.bad_words or ())
+    wanted = len(params.logit_bias or {}) + num_spellings + stops
+    if wanted > MOST_RULES:
+        return (
+            f"logit_bias, bad_words and stop tokens that min_tokens holds back make {wanted} rules; this device has "
+            f"room for {MOST_RULES} a request."
+        )
+    if (longest := max((len(word) for word in words), default=1) - 1) > LONGEST_RULE_PREFIX:
+        return f"bad_words has a word of {longest + 1} tokens; on this device {LONGEST_RULE_PREFIX + 1} is the most."
+    return None
+
+
+def unsupported_request(params: SamplingParams, *, fixed_tables: bool) -> str | None:
+    """Why a request can not be served, or None. `fixed_tables`: the device's programs have room for so many rules."""
+    if fixed_tables and (reason := _too_many_rules(params)):
+        return reason
     if params.thinking_token_budget is not None:
         return "thinking_token_budget is not supported by this platform; leave it out."
     if params.prompt_logprob_token_ids is not None:

@@ -67,8 +67,9 @@ class Worker(WorkerBase):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             return explicit
-        size = self.backend.available_memory(self.cache_config.gpu_memory_utilization)
-        size //= self.parallel_config.local_world_size
+        size = self.backend.available_memory(
+            self.cache_config.gpu_memory_utilization, self.parallel_config.local_world_size
+        )
         for what, num_bytes in self.runner.drafting_bytes().items():
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)

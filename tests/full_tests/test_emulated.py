@@ -89,7 +89,9 @@ SLOW_CASES = ["suffix, preempted"]
 )
 def test_drafts_without_a_model(case: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     config, options = CASES[case]
+    before = len(emulator.device().graphs)
     with speculating(looping_llama, config, **options) as llm:
+        captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
         reads_once(llm)
@@ -136,9 +138,12 @@ def test_a_universal_drafter(
 ) -> None:
     config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
     options = dict(additional_config=dict(gaudi_spec=UNIVERSAL[how]))
+    before = len(emulator.device().graphs)
     with speculating(looping_llama, config, **BOTH, **options) as llm:
+        captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
+        reads(llm, 2 if how == "slem" else 1)
 
 
 # --- what the card counted ---------------------------------------------------------------------------------------
@@ -149,8 +154,12 @@ def report(llm: LLM) -> dict[str, Any]:
 
 
 def reads_once(llm: LLM) -> None:
+    reads(llm, 1)
+
+
+def reads(llm: LLM, most: int) -> None:
     steps = report(llm)
-    assert steps["host_syncs_per_step"] <= 1
+    assert steps["host_syncs_per_step"] <= most
     total = steps["device"]["emulator"]["total"]
     assert (total["dynamic_ops"], total["fallbacks"]) == (0, 0)
 
@@ -161,7 +170,9 @@ PROGRAMS = {
     "decode": "ModelRunner._forward",
     "sample": "ModelRunner._finish",
     "draft": "DeviceDrafting._draft_on_device",
-    "read": "DeviceDrafting._read_rows",
+    "draft text": "TextDrafting._draft_behind",
+    "follow": "DeviceDrafting._read_rows",
+    "read": "TextDrafting._read",
     "report": "_pack",
     "prompt logprobs": "PromptLogprobs._score_slice",
 }
@@ -176,11 +187,16 @@ def captures_the_manifest(llm: LLM, before: int) -> None:
     captured = Counter(graph.name for graph in emulator.device().graphs[before:])
     changes_of_state = {name: captured.pop(name) for name in list(captured) if name not in listed}
     assert captured == listed
-    # A row's start, the drafter's reach, copies of KV blocks.
-    assert changes_of_state == {"Requests._start_row": 1, "DrafterState._put": 1, "_copy_blocks": 1}
+    # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made.
+    assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
+    assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", "DrafterState._put", "Followed._put"}
+    assert set(changes_of_state.values()) == {1}
 
 
 def kind_of(signature: tuple[Any, ...]) -> str:
     if isinstance(signature[0], int):
         return "sample"
-    return "read" if signature[:2] == ("draft", "prefill") else signature[0]
+    if signature[0] == "draft":
+        # Of text drafts: rows, width, context, branch.
+        return "follow" if signature[1] == "prefill" else "draft text" if len(signature) == 5 else "draft"
+    return str(signature[0])

@@ -156,7 +156,7 @@ class Case:
             mode,
         )
         done = Step(members, verified.verdict, verified.logprobs, verified.scores, num_drafts_B=num_drafts_B)
-        return inputs.branch, Reports(backend).send(done).get_output()
+        return inputs.branch, Reports(backend, overlaps=True).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:
         """What each request learns: its tokens, and of the log-probabilities what vLLM takes of them."""

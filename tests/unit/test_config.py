@@ -301,10 +301,25 @@ def test_speculation_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wanted", "fine"), [(0, True), (3, True), (-1, False), (True, False), (1.0, False)])
 def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
-    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}))
+    reason = unsupported_request(SamplingParams(extra_args={"num_speculative_tokens": wanted}), fixed_tables=False)
     assert (reason is None) == fine
     if reason is not None:
         assert (
             f"num_speculative_tokens in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted}" in reason
         )
-    assert unsupported_request(SamplingParams(extra_args={"other": wanted})) is None
+    assert unsupported_request(SamplingParams(extra_args={"other": wanted}), fixed_tables=False) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(logit_bias={str(token): 1.0 for token in range(320)}), None),
+        (SamplingParams(logit_bias={str(token): 1.0 for token in range(321)}), "make 321 rules"),
+        (SamplingParams(bad_words=[f"w{number}" for number in range(161)]), "make 322 rules"),
+        (SamplingParams(min_tokens=3, stop_token_ids=list(range(400))), "make 400 rules"),
+    ],
+)
+def test_more_logit_rules_than_a_captured_program_has_room_for(params: SamplingParams, words: str | None) -> None:
+    assert unsupported_request(params, fixed_tables=False) is None
+    reason = unsupported_request(params, fixed_tables=True)
+    assert reason is None if words is None else words in str(reason)

@@ -21,11 +21,11 @@ def gathered(rules: LogitRules, row: int) -> list[np.ndarray]:
 
 
 def test_no_rules() -> None:
-    assert not LogitRules(2).admit(request(0))
+    assert not LogitRules(2, num_rules=64, prefix_len=8).admit(request(0))
 
 
 def test_each_kind() -> None:
-    rules = LogitRules(2)
+    rules = LogitRules(2, num_rules=64, prefix_len=8)
     asked = request(1, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8])
     asked.params._bad_words_token_ids = [[5], [6, 7]]
     assert rules.admit(asked)
@@ -40,7 +40,7 @@ def test_each_kind() -> None:
 
 
 def test_a_row_forgets_its_last_request() -> None:
-    rules = LogitRules(2)
+    rules = LogitRules(2, num_rules=64, prefix_len=8)
     rules.admit(request(0, logit_bias={3: 1.5}))
     rules.admit(request(0))
     assert not gathered(rules, 0)[1].any()

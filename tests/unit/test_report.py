@@ -21,7 +21,7 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 
 def send(step: Step, backend: HostBackend) -> Report:
-    return Reports(backend).send(step)  # type: ignore[arg-type]
+    return Reports(backend, overlaps=True).send(step)  # type: ignore[arg-type]
 
 
 def request(name: str, **params: Any) -> Request:
@@ -108,7 +108,8 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(device: type[
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
     requests = Requests(backend, 4, 600, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, 4, VOCAB, -1, "raw_logprobs")  # type: ignore[arg-type]
-    scoring, seen = PromptLogprobs(HiddenLogits(), sampling, backend), set()  # type: ignore[arg-type]
+    chunk_TV, seen = torch.zeros(512, VOCAB), set()
+    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend)  # type: ignore[arg-type]
     wanted = {"a": 3, "b": -1, "c": None}
     length = {"a": 131, "b": 64, "c": 20}
     prompts = {name: torch.randint(VOCAB, (length[name],)).tolist() for name in wanted}
@@ -126,7 +127,8 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(device: type[
             hidden_TV = torch.full((batch.shape.rows, batch.shape.queries, VOCAB), torch.nan)
             for row, member, count in zip(hidden_TV, batch.requests, batch.counts, strict=False):
                 row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
-            scoring.collect(batch, hidden_TV.flatten(0, 1), seen.add)
+            chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
+            scoring.collect(batch, seen.add)
         finishing = [member for batch in pending for member, _ in batch.finishing()]
         done = Step(finishing, prompt_logprobs=take(finishing))
         done.unfinished = [member for batch in pending for member in batch.continuing()]
@@ -143,18 +145,19 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(device: type[
     assert set(steps_of) == {"a", "b"}
     assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
     assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
-    assert seen <= set(scoring.signatures(listed))
+    assert seen <= set(scoring.signatures())
 
 
 def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     """The user has them; outputs are prefilled beside the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
     requests = Requests(backend, 4, 100, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), Sampling(backend, 4, VOCAB, 5, "raw_logprobs"), backend)  # type: ignore[arg-type]
+    sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend)  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
     requests.apply(step({"a": 5}, new=[again]))
     (batch,) = plan_batches(step({"a": 5}), requests, listed, {})
-    scoring.collect(batch, torch.randn(batch.shape.tokens, VOCAB), lambda signature: None)
+    scoring.collect(batch, lambda signature: None)
     assert take(batch.requests) == []
     assert backend.num_host_reads == 0
 

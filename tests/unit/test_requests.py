@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,30 @@ def test_what_a_sliding_window_left_behind_is_not_listed() -> None:
     rows_np = admitted(requests, {"a": ([WINDOW, WINDOW, 5, 6],), "b": ([2, 3],)})
     (flat,) = requests.decode_blocks(rows_np, [32, 64], 6).flat
     assert entries(flat) == [(2, 0, 0), (3, 0, 1), (5, 1, 2), (6, 1, 3), (0, 3, 0), (0, 3, 0)]
+
+
+@pytest.mark.parametrize("in_flight", [0, 6])
+def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) -> None:
+    """A running request keeps its old blocks in the table, whoever has them by now. The host's word of its length may
+    be too high by what is in flight."""
+    backend: Any = FlatBackend()
+    requests = Requests(
+        backend,
+        4,
+        256,
+        [16, 16],
+        192,
+        seed=0,
+        windows=[None, 20],
+        in_flight=in_flight,  # type: ignore[arg-type]
+    )
+    rows_np = admitted(requests, {"a": (list(range(1, 9)), list(range(11, 19)))})
+    for end in range(1, 129):
+        every, some = requests.decode_blocks(rows_np, [end], 16).flat
+        assert [entry[2] for entry in entries(every) if entry[0]] == list(range(-(-end // 16)))
+        # The earliest query stands `in_flight` before the end at most, and sees itself and 19 keys before it.
+        first_key = max(end - in_flight - 20, 0)
+        assert [entry[2] for entry in entries(some) if entry[0]] == list(range(first_key // 16, -(-end // 16)))
 
 
 def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:

@@ -41,7 +41,7 @@ class DeviceBackend(Protocol):
     prefill_growth: float
     """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
     num_host_reads: int
-    """How often `start_download` was called."""
+    """How often `download` and `start_download` were called."""
     max_drafts: int
     """The most drafts of a row that its kernels verify in one step."""
     warmup_tokens: int
@@ -106,16 +106,24 @@ class DeviceBackend(Protocol):
         """Copy to the device without waiting for it."""
         ...
 
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a copy to the host; the answer waits for it. Every call is counted as a host read. The tensor may be
-        overwritten by the next step."""
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to the host and wait. Every call is counted as a host read."""
         ...
 
-    def available_memory(self, utilization: float) -> int:
-        """Bytes that may be used for KV."""
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a copy to the host, counted as well; the answer waits for it. The tensor may be overwritten by the next
+        step before that."""
+        ...
+
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
+        """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
         ...
 
     def synchronize(self) -> None: ...
+
+    def describe_warm_up(self, num_programs: int) -> str:
+        """How long it may take to make so many programs, as a text; empty where that says nothing."""
+        ...
 
     def warmed_up(self) -> None:
         """From here on nothing should be compiled."""

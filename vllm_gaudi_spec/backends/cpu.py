@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,15 +146,21 @@ class Backend:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host
 
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_host_reads += 1
-        return lambda: tensor
+        return tensor
 
-    def available_memory(self, utilization: float) -> int:
-        return host_memory.for_kv(utilization)
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return partial(self.download, tensor)
+
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
+        return host_memory.for_kv(utilization) // num_ranks
 
     def synchronize(self) -> None:
         """The CPU has finished when the call returns."""
+
+    def describe_warm_up(self, num_programs: int) -> str:
+        return ""
 
     def warmed_up(self) -> None:
         """Nothing is compiled here."""

@@ -20,6 +20,7 @@ from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.backends.arguments import flatten, rebuild
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
+from vllm_gaudi_spec.emulator import cost
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -58,9 +59,18 @@ class Backend:
 
     def __init__(self) -> None:
         # The import opens no device yet; it registers `torch.hpu` and the process group "hccl".
+        self.is_lazy = gaudi_is_lazy()  # first: the bridge reads the environment once, when it is imported
         self._habana = _bridge()
+        if self._habana.utils.internal.is_lazy() != self.is_lazy:
+            raise UnsupportedConfigError(
+                "habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE=1 before Python "
+                "starts."
+            )
+        if self.is_lazy:
+            # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
+            torch.compiler.set_stance("force_eager")
         self.torch_device = torch.device("hpu")
-        self.is_lazy = gaudi_is_lazy()
+        self._downloads = torch.hpu.Stream()
         self.mode = "lazy" if self.is_lazy else "compiled (unverified)"
         self.num_host_reads = 0
         self._compiled_in_warmup = 0
@@ -130,7 +140,8 @@ class Backend:
 
         return copy
 
-    def available_memory(self, utilization: float) -> int:
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
+        # A rank has a card of its own.
         free, total = torch.hpu.mem_get_info()
         reserve = gaudi_memory_reserve()
         logger.info(
@@ -186,7 +197,7 @@ class Backend:
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
         keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
-        mask = call.plan(("mask", spec.sliding_window, spec.block_size), lambda: padded.visible(call, spec)[:, None])
+        mask = call.plan(("mask", spec.sliding_window, spec.block_size, spec.dtype), lambda: _mask(call, spec))
         softmax_mode = "fast" if spec.dtype == torch.bfloat16 else "None"
         attended_BHQD = self._fused_sdpa.apply(
             query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"
@@ -198,16 +209,30 @@ class Backend:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.torch_device, non_blocking=True)
 
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_host_reads += 1
+        return tensor.cpu()
+
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_reads += 1
-        # In the order of the stream: the copy is done before a later program overwrites the tensor.
-        host = tensor.to("cpu", non_blocking=True)
-        done = torch.hpu.Event()
-        done.record()
-        return partial(_wait_for, done, host)
+        # A captured program puts its results in the same place again, maybe before they have left: so they leave from
+        # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
+        # of the published bridge it can not be read.
+        copy = tensor.clone()
+        issued = torch.hpu.current_stream()
+        with torch.hpu.stream(self._downloads):
+            self._downloads.wait_stream(issued)
+            host = copy.to("cpu", non_blocking=True)
+            done = torch.hpu.Event()
+            done.record()
+        return partial(_wait_for, done, host, copy)
 
     def synchronize(self) -> None:
         torch.hpu.synchronize()
+
+    def describe_warm_up(self, num_programs: int) -> str:
+        cold, cached = (cost.warmup_seconds(num_programs, "gaudi2", recipe_cache=cache) / 60 for cache in (False, True))
+        return f"about {cold:.0f} min on either Gaudi, {cached:.0f} with a recipe cache (estimate)"
 
     def warmed_up(self) -> None:
         self._compiled_in_warmup = self._num_compiled()
@@ -226,6 +251,12 @@ class Backend:
 
     def _num_compiled(self) -> int:
         return int(_metric("graph_compilation").get("TotalNumber", 0))
+
+
+def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """[B, 1, Q, keys], to be added to scores."""
+    hidden = torch.finfo(spec.dtype).min
+    return torch.where(padded.visible(call, spec)[:, None], 0.0, hidden).to(spec.dtype)
 
 
 class _Program(nn.Module):
@@ -270,6 +301,7 @@ def _metric(name: str) -> dict[str, Any]:
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)
 
 
-def _wait_for(done: Any, host: torch.Tensor) -> torch.Tensor:
+def _wait_for(done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`source` lives as long as somebody waits."""
     done.synchronize()
     return host

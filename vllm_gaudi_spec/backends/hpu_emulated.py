@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.config import UnsupportedConfigError, emulated_generation, gaudi_is_lazy
+from vllm_gaudi_spec.config import (
+    UnsupportedConfigError,
+    emulated_generation,
+    gaudi_has_lazy_collectives,
+    gaudi_is_lazy,
+)
 
 if not gaudi_is_lazy():
     raise UnsupportedConfigError(
@@ -13,6 +18,7 @@ if not gaudi_is_lazy():
     )
 # Before the import: the emulator puts a `habana_frameworks` in place.
 emulator.install(generation=emulated_generation(), lazy=True)
+emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 
 from vllm_gaudi_spec.backends import host_memory, hpu  # noqa: E402
 
@@ -35,9 +41,9 @@ class Backend(hpu.Backend):
             emulator.tag_kv(pair.values)
         return by_layer
 
-    def available_memory(self, utilization: float) -> int:
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A card has more than the host that plays it.
-        return min(super().available_memory(utilization), host_memory.for_kv(utilization))
+        return min(super().available_memory(utilization, num_ranks), host_memory.for_kv(utilization) // num_ranks)
 
     def warmed_up(self) -> None:
         super().warmed_up()

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.proposers.base import DeviceProposer, DraftRequest, Drafts
 from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
@@ -115,7 +115,8 @@ class DeviceDrafting:
             batch.rows_B,
             lengths_B,
             self._split.upload(batch.rows_np, most),
-            self._requests.decode_blocks(batch.rows_np, ends, context),
+            # Without KV of its own a drafter has no use for blocks, and is one program for every context.
+            Blocks((), ()) if self._state is None else self._requests.decode_blocks(batch.rows_np, ends, context),
             inputs.for_drafting(branch),
         )
 
@@ -185,7 +186,10 @@ class DeviceDrafting:
 
     def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
         branches = sorted(self._choice.branches(sampling))
-        for (num_rows, context), branch in product(reversed(self._shapes.decode_sizes()), branches):
+        sizes = self._shapes.decode_sizes()
+        if self._state is None:
+            sizes = [(num_rows, 0) for num_rows in self._shapes.decode_rows]
+        for (num_rows, context), branch in product(reversed(sizes), branches):
             yield num_rows, branch, partial(self._draft, most=self._num_drafts, ends=[], context=context)
 
     def no_drafts(self, num_rows: int) -> Drafts | None:

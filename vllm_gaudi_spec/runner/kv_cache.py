@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
@@ -22,7 +22,10 @@ class KVCache:
         self._copy_blocks = backend.block_copier(by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-        self.block_sizes = [_block_size(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        self.block_sizes = [spec.block_size for spec in specs]
+        self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
+        """How far back the layers of each group look, where they do not look at everything."""
         bind_kv_cache_to_layers(by_layer, vllm_config.compilation_config.static_forward_context)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
@@ -37,8 +40,5 @@ class KVCache:
         self._copy_blocks([(0, 0)])
 
 
-def _block_size(spec: object) -> int:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    size: int = spec.block_size  # type: ignore[attr-defined]
-    return size
+def _of_a_layer(spec: KVCacheSpec) -> KVCacheSpec:
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec

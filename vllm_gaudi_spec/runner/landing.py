@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gaudi_spec.runner.batch import Located, sampled_places
-from vllm_gaudi_spec.runner.shapes import DECODE
+from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 
 class Landed(NamedTuple):
@@ -23,11 +23,19 @@ class Landing:
     """By row: hidden states behind which tokens are sampled, the position of the first, and the number of drafts."""
 
     def __init__(
-        self, num_rows: int, num_queries: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_rows: int,
+        num_queries: int,
+        longest_chunk: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
         """N = R * Q: one line of memory, changed as a whole."""
+        self.chunk_TH = torch.zeros(longest_chunk, hidden_size, dtype=dtype, device=device)
+        """Of the newest prompt chunk, all: for the scores of its tokens."""
         self._first_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
@@ -36,6 +44,9 @@ class Landing:
         chosen_NH = hidden_TH.index_select(0, places_BQ.flatten())
         self._hidden_NH.index_copy_(0, self._index(rows_B, places_BQ.shape[1]), chosen_NH)
         self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
+        if phase == PREFILL:
+            place_T = torch.arange(hidden_TH.shape[0], dtype=torch.int64, device=rows_B.device)
+            self.chunk_TH.index_copy_(0, place_T, hidden_TH)
         if phase == DECODE:
             num_drafts_B = (located.num_real_B - 1).clamp(min=0)
         else:

@@ -29,7 +29,7 @@ class _Rule(NamedTuple):
 class LogitRules:
     """N rules a row with prefixes of M tokens. Unused places bias token 0 by nothing."""
 
-    def __init__(self, max_rows: int, num_rules: int = 64, prefix_len: int = 8) -> None:
+    def __init__(self, max_rows: int, num_rules: int, prefix_len: int) -> None:
         self._rows = max_rows + 1
         self._allocate(num_rules, prefix_len)
 

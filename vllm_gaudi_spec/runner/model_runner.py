@@ -25,7 +25,7 @@ from vllm_gaudi_spec.runner.report import Report, Reports, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
-from vllm_gaudi_spec.runner.shapes import PREFILL, Shapes
+from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.slab import Slab
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
@@ -112,15 +112,20 @@ class ModelRunner:
             max_rows=self.max_rows,
             max_len=self.shapes.max_context + 1 + self.num_drafts,
             block_sizes=self.kv_cache.block_sizes,
+            windows=self.kv_cache.windows,
+            in_flight=3 * (1 + self.num_drafts),
             max_context=self.shapes.max_context,
             seed=model.seed,
         )
         self.sampling = Sampling(
             self.backend, self.max_rows, model.get_vocab_size(), model.max_logprobs, model.logprobs_mode
         )
-        self.landing = Landing(self.max_rows + 1, 1 + self.num_drafts, model.get_hidden_size(), model.dtype, device)
-        self.prompt_logprobs = PromptLogprobs(self.target, self.sampling, self.backend)
-        self.reports = Reports(self.backend)
+        longest_chunk = max(shape.tokens for shape in self.shapes.prefills())
+        self.landing = Landing(
+            self.max_rows + 1, 1 + self.num_drafts, longest_chunk, model.get_hidden_size(), model.dtype, device
+        )
+        self.prompt_logprobs = PromptLogprobs(self.target, self.landing.chunk_TH, self.sampling, self.backend)
+        self.reports = Reports(self.backend, overlaps=self.async_scheduling)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
         if self.speculation is not None:
@@ -207,15 +212,12 @@ class ModelRunner:
         most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
         return dict(zip(scheduled_tokens, most.tolist(), strict=True))
 
-    def forward(self, batch: Batch) -> torch.Tensor | None:
-        """Hidden states of prompt chunks."""
+    def forward(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        hidden_TH = self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.single_row_real)
-        if hidden_TH is not None:
-            self.prompt_logprobs.collect(batch, hidden_TH, self.recorder.saw)
+        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.single_row_real)
+        self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
             self.drafting.follow(batch)
-        return hidden_TH
 
     def finish(
         self, finishing: list[tuple[Request, int]], num_queries: int, grammars: dict[str, grammar.Grammar], most: int
@@ -252,14 +254,12 @@ class ModelRunner:
 
     # --- what runs on the device: see `DeviceBackend.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows, single_row_real: int | None) -> torch.Tensor | None:
-        """Hidden states [T, H] of prompt chunks: what is wanted of a decode lands by row."""
+    def _forward(self, phase: str, queries: int, rows: Rows, single_row_real: int | None) -> None:
         located = locate(phase, rows, self.requests)
         hidden_TH = self.target.forward(build_inputs(queries, rows, located, self.requests, single_row_real))
         self.landing.put(phase, queries, rows.rows_B, located, hidden_TH)
         # What samples moves on in `_finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
-        return hidden_TH if phase == PREFILL else None
 
     def _finish(self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs) -> Finished:
         hidden, positions_BQ, num_drafts_B = self.landing.take(rows_B, num_queries)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,20 +19,21 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Request
     from vllm_gaudi_spec.runner.sampling import Sampling
-    from vllm_gaudi_spec.runner.shapes import Shapes
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
 
 
 class PromptLogprobs:
-    def __init__(self, target: LoadedModel, sampling: Sampling, backend: DeviceBackend) -> None:
+    def __init__(self, target: LoadedModel, chunk_TH: torch.Tensor, sampling: Sampling, backend: DeviceBackend) -> None:
+        """`chunk_TH`: where the hidden states of each prompt chunk land."""
         self._target = target
+        self._chunk_TH = chunk_TH
         self._sampling = sampling
         self._backend = backend
         self._score = backend.graph(self._score_slice)
 
-    def collect(self, batch: Batch, hidden_TH: torch.Tensor, saw: Callable[[Hashable], None]) -> None:
+    def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
         """Score the prompt tokens that this chunk predicts, for the requests that asked."""
         for index, request in enumerate(batch.requests):
             wanted = request.params.prompt_logprobs
@@ -44,58 +44,55 @@ class PromptLogprobs:
             following = request.known[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
             count = self._sampling.prompt_logprob_count(wanted)
             for first in range(0, len(following), _SLICE):
-                saw(self._signature(hidden_TH.shape[0], count))
+                saw(self._signature(count))
                 place = index * batch.shape.queries + first
-                packed, tokens = self._piece(hidden_TH, place, following[first : first + _SLICE], count)
+                packed, tokens = self._piece(place, following[first : first + _SLICE], count)
                 kept = count if wanted < 0 else wanted
                 request.prompt_logprobs.append(PromptScores(packed, tokens, count, kept))
 
-    def _piece(
-        self, hidden_TH: torch.Tensor, place: int, tokens: list[int], count: int
-    ) -> tuple[Callable[[], torch.Tensor], int]:
+    def _piece(self, place: int, tokens: list[int], count: int) -> tuple[torch.Tensor, int]:
         """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
         small = np.zeros((2, _SLICE), dtype=np.int64)
-        small[0] = np.minimum(place + np.arange(_SLICE), hidden_TH.shape[0] - 1)
+        small[0] = np.minimum(place + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
         small[1, : len(tokens)] = tokens
-        packed = self._score(hidden_TH, self._backend.upload(torch.from_numpy(small)), count)
-        return self._backend.start_download(packed), len(tokens)
+        packed = self._score(self._backend.upload(torch.from_numpy(small)), count)
+        return self._backend.download(packed), len(tokens)
 
-    def _score_slice(self, hidden_TH: torch.Tensor, small_2S: torch.Tensor, count: int) -> torch.Tensor:
+    def _score_slice(self, small_2S: torch.Tensor, count: int) -> torch.Tensor:
         """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
-        scores = self._target.logits(hidden_TH.index_select(0, small_2S[0]))
+        scores = self._target.logits(self._chunk_TH.index_select(0, small_2S[0]))
         if self._sampling.logprobs_mode.endswith("logprobs"):
             scores = scores.log_softmax(-1)
         result = gather_logprobs(scores, small_2S[1].int(), count)
         ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
         return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
 
-    def warm_up(self, hidden_TH: torch.Tensor, saw: Callable[[Hashable], None]) -> None:
+    def warm_up(self, saw: Callable[[Hashable], None]) -> None:
         for count in self._sampling.prompt_logprob_counts():
-            saw(self._signature(hidden_TH.shape[0], count))
-            self._piece(hidden_TH, 0, [0], count)
+            saw(self._signature(count))
+            self._piece(0, [0], count)
 
     @staticmethod
-    def _signature(num_tokens: int, count: int) -> Hashable:
-        return ("prompt logprobs", num_tokens, count)
+    def _signature(count: int) -> Hashable:
+        return ("prompt logprobs", count)
 
-    def signatures(self, shapes: Shapes) -> Iterator[Hashable]:
-        for tokens, count in product({s.tokens for s in shapes.prefills()}, self._sampling.prompt_logprob_counts()):
-            yield self._signature(tokens, count)
+    def signatures(self) -> Iterator[Hashable]:
+        return map(self._signature, self._sampling.prompt_logprob_counts())
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Of some neighbouring tokens of a prompt, on their way to the host."""
+    """Of some neighbouring tokens of a prompt, on the host."""
 
-    wait: Callable[[], torch.Tensor]
+    packed: torch.Tensor
     num_tokens: int
     count: int
     """The likeliest tokens of each,"""
     kept: int
     """of which so many were asked for."""
 
-    def on_host(self) -> LogprobsTensors:
-        words, width, kept = self.wait()[: self.num_tokens], 1 + self.count, 1 + self.kept
+    def tensors(self) -> LogprobsTensors:
+        words, width, kept = self.packed[: self.num_tokens], 1 + self.count, 1 + self.kept
         scores = words[:, width : 2 * width].contiguous().view(torch.float32)
         return LogprobsTensors(words[:, :kept], scores[:, :kept], words[:, 2 * width])
 

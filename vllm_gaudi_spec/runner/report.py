@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,10 +60,11 @@ class Step:
 
 
 class Reports:
-    """Makes a step's results travel as one int32 tensor."""
+    """Makes a step's results travel as one int32 tensor; behind the next step if steps overlap."""
 
-    def __init__(self, backend: DeviceBackend) -> None:
+    def __init__(self, backend: DeviceBackend, *, overlaps: bool) -> None:
         self._backend = backend
+        self._overlaps = overlaps
         self._pack = backend.graph(_pack)
 
     def send(self, step: Step) -> Report:
@@ -73,8 +75,11 @@ class Reports:
             return tensor
 
         step.moved(collect)
-        wait = self._backend.start_download(self._pack(*parts)) if parts else None
-        return Report(step, wait)
+        if not parts:
+            return Report(step, None)
+        words = self._pack(*parts)
+        download = self._backend.start_download if self._overlaps else partial(partial, self._backend.download)
+        return Report(step, download(words))
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
@@ -130,7 +135,7 @@ class Report(AsyncModelRunnerOutput):
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
             logprobs=_join(step, answers),
             prompt_logprobs_dict={
-                request.req_id: LogprobsTensors.cat([piece.on_host() for piece in pieces])
+                request.req_id: LogprobsTensors.cat([piece.tensors() for piece in pieces])
                 for request, pieces in step.prompt_logprobs
             },
         )

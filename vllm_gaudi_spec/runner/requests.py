@@ -60,8 +60,14 @@ class Requests:
         block_sizes: list[int],
         max_context: int,
         seed: int,
+        windows: Sequence[int | None] | None = None,
+        in_flight: int = 0,
     ) -> None:
+        """`windows`: how far back the layers of each KV cache group look, where they do not look at everything.
+        `in_flight`: by so many tokens the host's word of a row's length may be too high, a step's own included."""
         self.backend = backend
+        self._windows = list(windows or [None] * len(block_sizes))
+        self._in_flight = in_flight
         self.pad_row = max_rows
         self.block_sizes = block_sizes
         self.by_id: dict[str, Request] = {}
@@ -198,12 +204,18 @@ class Requests:
         if not self.backend.flat_decode:
             return self.blocks(rows_np, context)
         tables, flat = [], []
-        for table, counts, size in zip(self.tables_np, self.num_blocks, self.block_sizes, strict=True):
+        ends_np = np.zeros(len(rows_np), dtype=np.int64)
+        ends_np[: len(ends)] = ends
+        groups = zip(self.tables_np, self.num_blocks, self.block_sizes, self._windows, strict=True)
+        for table, counts, size, window in groups:
             own_np = table[rows_np]
-            num_np = np.zeros(len(rows_np), dtype=np.int64)
-            num_np[: len(ends)] = np.minimum(-(-np.array(ends, dtype=np.int64) // size), counts[rows_np[: len(ends)]])
+            # Padding has no end, and so no blocks.
+            end_np = np.minimum(-(-ends_np // size), counts[rows_np])
+            begin_np = np.zeros_like(ends_np)
+            if window is not None:
+                begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
             tables.append(self._upload(own_np))
-            flat.append(self._upload(_listed(own_np, num_np, context)))
+            flat.append(self._upload(_listed(own_np, begin_np, end_np, context)))
         return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- what the device knows ---
@@ -248,13 +260,14 @@ class Requests:
         return self.backend.upload(torch.from_numpy(array))
 
 
-def _listed(table_np: np.ndarray, num_np: np.ndarray, size: int) -> np.ndarray:
-    """int32 [3, size]: block, row and place of the first `num_np` blocks of each row. Padding belongs to no row.
+def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
+    """int32 [3, size]: block, row and place of the rows' blocks from `begin_np` to `end_np`. Padding belongs to no row.
 
-    What a sliding window left behind is block 0 in a table and is not listed.
+    vLLM gives a request that comes back block 0 for what a sliding window left behind; it is not listed.
     """
     rows, width = table_np.shape
-    used = (np.arange(width) < num_np[:, None]) & (table_np != 0)
+    place_np = np.arange(width)
+    used = (place_np >= begin_np[:, None]) & (place_np < end_np[:, None]) & (table_np != 0)
     row, place = np.nonzero(used)
     listed = np.zeros((3, size), dtype=np.int32)
     listed[1] = rows

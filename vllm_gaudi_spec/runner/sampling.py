@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.config import LONGEST_RULE_PREFIX, MOST_RULES, NUM_RULES, RULE_PREFIX
 from vllm_gaudi_spec.runner.logit_rules import LogitRules
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ class Sampling:
         self._ints_np[:, 0] = vocab_size
         self._branches = [Branch()] * (max_rows + 1)
         self._allowed_np: dict[int, np.ndarray] = {}
-        self.rules = LogitRules(max_rows)
+        fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.captures else (NUM_RULES, RULE_PREFIX)
+        self.rules = LogitRules(max_rows, *fixed)
         self.words = -(-vocab_size // 32)
 
     def admit(self, request: Request) -> None:

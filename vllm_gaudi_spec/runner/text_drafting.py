@@ -137,7 +137,7 @@ class TextDrafting:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # A grammar looks at the drafts before they are verified.
-            tokens = self._backend.start_download(self._unread_drafts.tokens_BK)().tolist()
+            tokens = self._backend.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
@@ -292,7 +292,7 @@ class TextDrafting:
 
     def _put_rewritten(self, step: Step, drafters: list[Drafter], drafts: Drafts) -> None:
         assert self._rewriter is not None
-        said = self._backend.start_download(drafts.tokens_BK)().tolist()
+        said = self._backend.download(drafts.tokens_BK).tolist()
         for drafter in drafters:
             timeline = self._timelines[drafter.request.row]
             own = said[drafter.place][: drafter.num_wanted]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +41,7 @@ def manifest(runner: ModelRunner) -> set[Hashable]:
     for num_rows, num_queries in product(shapes.decode_rows, shapes.decode_queries):
         signatures.update(sampling.every_signature(num_rows, num_queries))
     signatures.update(runner.report_signatures())
-    signatures.update(runner.prompt_logprobs.signatures(shapes))
+    signatures.update(runner.prompt_logprobs.signatures())
     if drafting is not None:
         signatures.update(drafting.signatures(sampling))
     return signatures
@@ -48,6 +52,9 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     nothing is compiled per shape, running them would cost time and gain nothing."""
     recorder, backend = runner.recorder, runner.backend
     recorder.expect(manifest(runner))
+    if backend.captures and runner.shows_progress:
+        path = write_manifest(runner)
+        logger.info("The %d programs of this configuration are listed in %s.", len(recorder.manifest), path)
     if config.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
@@ -55,6 +62,17 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     jobs = list(_jobs(runner, max_tokens))
     kinds = Counter(kind for kind, _ in jobs)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+    shapes = runner.shapes
+    logger.info(
+        "Decodes of %s rows, %s queries and %s; prompt chunks of %s tokens over contexts of %s.",
+        _listed(shapes.decode_rows),
+        _listed(shapes.decode_queries),
+        f"{_listed(shapes.entries)} blocks" if shapes.entries else f"contexts of {_listed(shapes.contexts)}",
+        _listed(shapes.prefill_queries),
+        _listed(shapes.contexts),
+    )
+    if estimate := backend.describe_warm_up(len(recorder.manifest)):
+        logger.info("It may take %s.", estimate)
     started = time.perf_counter()
     with backend.compiling_only(), tqdm(jobs, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar:
         for kind, job in bar:
@@ -68,6 +86,24 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
         len(recorder.warmed),
         len(recorder.manifest),
     )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def write_manifest(runner: ModelRunner) -> Path:
+    """A JSON file, named after what is in it; written whole or not at all."""
+    model = runner.vllm_config.model_config
+    device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
+    text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = config.cache_folder() / "manifests" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+        draft.write(text)
+    Path(draft.name).replace(path)
+    return path
 
 
 def _done(runner: ModelRunner) -> None:
@@ -100,15 +136,13 @@ def _jobs(runner: ModelRunner, max_tokens: int) -> Iterator[Job]:
 def _touch_states(runner: ModelRunner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
+    runner.prompt_logprobs.warm_up(runner.recorder.saw)
     if runner.drafting is not None:
         runner.drafting.warm_up()
 
 
 def _forward(runner: ModelRunner, shape: Shape) -> None:
-    batch = make_batch(runner.requests, shape, [], [], [])
-    hidden_TH = runner.forward(batch)
-    if hidden_TH is not None and runner.backend.captures:
-        runner.prompt_logprobs.warm_up(hidden_TH, runner.recorder.saw)
+    runner.forward(make_batch(runner.requests, shape, [], [], []))
 
 
 def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:
