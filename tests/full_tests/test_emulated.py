@@ -146,6 +146,16 @@ def test_a_universal_drafter(
         reads(llm, 2 if how == "slem" else 1)
 
 
+def test_two_cards(looping_llama: str, requests: list[Request], alone: Reference) -> None:
+    """Tensor parallel: collectives inside the captured programs, and ranks that decide alike without telling."""
+    with speculating(looping_llama, ngram(3), **SIZES, tensor_parallel_size=2) as llm:
+        alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+        for rank in llm.collective_rpc("step_report"):
+            assert rank["device"]["emulator"]["total"]["collectives"] > 0
+            assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0
+
+
 # --- what the card counted ---------------------------------------------------------------------------------------
 
 
