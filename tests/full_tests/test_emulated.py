@@ -3,6 +3,7 @@
 Runs with VGS_DEVICE=hpu-emulated in a process of its own: the emulated card changes torch for good.
 """
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.backends import describe_device
+from vllm_gaudi_spec.config import cache_folder
 
 pytestmark = pytest.mark.emulated
 
@@ -192,8 +194,12 @@ def captures_the_manifest(llm: LLM, before: int) -> None:
     """Design, "What must hold" 3: what was captured is what the configuration lists, program by program. `before`: what
     this process had captured for other engines."""
     listed: Counter[str] = Counter()
-    for signature in llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]:
+    signatures = llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
+    for signature in signatures:
         listed[PROGRAMS[kind_of(signature)]] += 1
+    files = (cache_folder() / "manifests").glob("*.json")
+    newest = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text())
+    assert newest["programs"] == sorted(map(str, signatures))
     captured = Counter(graph.name for graph in emulator.device().graphs[before:])
     changes_of_state = {name: captured.pop(name) for name in list(captured) if name not in listed}
     assert captured == listed

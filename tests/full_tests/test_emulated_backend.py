@@ -1,5 +1,7 @@
 """The Gaudi backend's own parts, on the emulated card: kernels against plain torch, KV memory, copies."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -168,7 +170,24 @@ def test_programs_are_told_apart_by_shapes_and_static_values(hpu: Any) -> None:
 
 
 def test_no_front_end_opens_the_card() -> None:
-    """vLLM asks these before it starts its engine process."""
+    """What vLLM asks before it starts its engine process: an open card would not be free for that."""
+    code = """
+import torch
+from vllm_gaudi_spec import emulator
+emulator.install()
+def opened(*args): raise AssertionError("the card was opened")
+for name in ("Stream", "Event", "mem_get_info", "synchronize", "current_stream"):
+    setattr(torch.hpu, name, opened)
+from vllm.platforms import current_platform
+from vllm_gaudi_spec.backends import load_backend
+load_backend()
+current_platform.import_ir_kernels()
+assert current_platform.get_device_name() == "hpu-emulated"
+assert emulator.device().pid == 0
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["closed"], done.stderr
     from vllm.platforms import current_platform
 
     assert current_platform.get_device_total_memory() == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -58,8 +58,9 @@ class Backend:
     warmup_tokens = -1
 
     def __init__(self) -> None:
-        # The import opens no device yet; it registers `torch.hpu` and the process group "hccl".
-        self.is_lazy = gaudi_is_lazy()  # first: the bridge reads the environment once, when it is imported
+        # vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The
+        # import does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once.
+        self.is_lazy = gaudi_is_lazy()
         self._habana = _bridge()
         if self._habana.utils.internal.is_lazy() != self.is_lazy:
             raise UnsupportedConfigError(
@@ -70,7 +71,6 @@ class Backend:
             # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
             torch.compiler.set_stance("force_eager")
         self.torch_device = torch.device("hpu")
-        self._downloads = torch.hpu.Stream()
         self.mode = "lazy" if self.is_lazy else "compiled (unverified)"
         self.num_host_reads = 0
         self._compiled_in_warmup = 0
@@ -208,6 +208,11 @@ class Backend:
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.torch_device, non_blocking=True)
+
+    @cached_property
+    def _downloads(self) -> Any:
+        """A stream for results on their way to the host."""
+        return torch.hpu.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_host_reads += 1

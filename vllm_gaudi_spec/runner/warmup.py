@@ -53,8 +53,7 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     recorder, backend = runner.recorder, runner.backend
     recorder.expect(manifest(runner))
     if backend.captures and runner.shows_progress:
-        path = write_manifest(runner)
-        logger.info("The %d programs of this configuration are listed in %s.", len(recorder.manifest), path)
+        write_manifest(runner)
     if config.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
@@ -92,18 +91,22 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def write_manifest(runner: ModelRunner) -> Path:
-    """A JSON file, named after what is in it; written whole or not at all."""
+def write_manifest(runner: ModelRunner) -> None:
+    """A JSON file, named after what is in it; written whole or not at all. A server runs without it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = config.cache_folder() / "manifests" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
-        draft.write(text)
-    Path(draft.name).replace(path)
-    return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+            draft.write(text)
+        Path(draft.name).replace(path)
+    except OSError as error:
+        logger.warning("The list of programs could not be written: %s.", error)
+        return
+    logger.info("The %d programs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
 
 def _done(runner: ModelRunner) -> None:
