@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
-    LONGEST_RULE_PREFIX,
     MAX_DRAFTS,
     METHODS,
     MOST_RULES,
@@ -241,20 +240,21 @@ def brings_logits_processors(model: ModelConfig) -> bool:
     return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
+# Of a model, its own stop token included.
+_MOST_END_TOKENS = 8
+
+
 def _too_many_rules(params: SamplingParams) -> str | None:
-    words = params.bad_words_token_ids or ()
-    stops = len(params.all_stop_token_ids) if params.min_tokens else 0
-    # Where the words are not spelled in tokens yet: each has two spellings, with and without a space before it.
-    num_spellings = len(words) or 2 * len(params.bad_words or ())
+    """vLLM asks before it spells bad words in tokens and adds the model's end tokens: hence the guesses."""
+    num_spellings = 2 * len(params.bad_words or ())  # with and without a space before each word
+    stops = len(params.stop_token_ids or ()) + _MOST_END_TOKENS if params.min_tokens else 0
     wanted = len(params.logit_bias or {}) + num_spellings + stops
-    if wanted > MOST_RULES:
-        return (
-            f"logit_bias, bad_words and stop tokens that min_tokens holds back make {wanted} rules; this device has "
-            f"room for {MOST_RULES} a request."
-        )
-    if (longest := max((len(word) for word in words), default=1) - 1) > LONGEST_RULE_PREFIX:
-        return f"bad_words has a word of {longest + 1} tokens; on this device {LONGEST_RULE_PREFIX + 1} is the most."
-    return None
+    if wanted <= MOST_RULES:
+        return None
+    return (
+        f"logit_bias, bad_words and stop tokens that min_tokens holds back make up to {wanted} rules; this device has "
+        f"room for {MOST_RULES} a request."
+    )
 
 
 def unsupported_request(params: SamplingParams, *, fixed_tables: bool) -> str | None:

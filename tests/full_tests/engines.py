@@ -45,7 +45,7 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
 
 
 def check_no_new_signatures(llm: LLM) -> None:
-    """Design, "What must hold" 3: after warm-up no step compiles."""
+    """After warm-up no step compiles."""
     for rank, report in enumerate(llm.collective_rpc("step_report")):
         new = report["graphs"]["after_warmup"]
         assert new == 0, f"rank {rank}: {new} step signatures appeared after warm-up: {report}"

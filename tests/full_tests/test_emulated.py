@@ -5,6 +5,7 @@ Runs with VGS_DEVICE=hpu-emulated in a process of its own: the emulated card cha
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.emulated
 # Few rows: each size of a batch is a program for every branch of sampling.
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
 BOTH = dict(SIZES, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +199,14 @@ PROGRAMS = {
 
 
 def captures_the_manifest(llm: LLM, before: int) -> None:
-    """Design, "What must hold" 3: what was captured is what the configuration lists, program by program. `before`: what
+    """What was captured is what the configuration lists, program by program. `before`: what
     this process had captured for other engines."""
     listed: Counter[str] = Counter()
     signatures = llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
     for signature in signatures:
         listed[PROGRAMS[kind_of(signature)]] += 1
     files = (cache_folder() / "manifests").glob("*.json")
-    newest = json.loads(max(files, key=lambda file: file.stat().st_mtime).read_text())
+    newest = json.loads(max(files, key=lambda file: file.stat().st_mtime_ns).read_text())
     assert newest["programs"] == sorted(map(str, signatures))
     captured = Counter(graph.name for graph in emulator.device().graphs[before:])
     changes_of_state = {name: captured.pop(name) for name in list(captured) if name not in listed}

@@ -14,6 +14,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.grammar import Grammar
 from vllm_gaudi_spec.runner.report import Reports, Step
 from vllm_gaudi_spec.runner.requests import Requests
@@ -156,7 +157,7 @@ class Case:
             mode,
         )
         done = Step(members, verified.verdict, verified.logprobs, verified.scores, num_drafts_B=num_drafts_B)
-        return inputs.branch, Reports(backend, overlaps=True).send(done).get_output()
+        return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:
         """What each request learns: its tokens, and of the log-probabilities what vLLM takes of them."""

@@ -12,6 +12,7 @@ from vllm.v1.outputs import LogprobsTensors
 from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -21,7 +22,7 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 
 def send(step: Step, backend: HostBackend) -> Report:
-    return Reports(backend, overlaps=True).send(step)  # type: ignore[arg-type]
+    return Reports(backend, Downloads(backend, overlap=True)).send(step)  # type: ignore[arg-type]
 
 
 def request(name: str, **params: Any) -> Request:
@@ -100,16 +101,19 @@ def same(found: LogprobsTensors | None, expected: LogprobsTensors) -> bool:
     return found is not None and all(torch.equal(*pair) for pair in zip(found[:3], expected[:3], strict=True))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 @pytest.mark.parametrize("chunk", [5, 100, 130, 200])
-def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(device: type[HostBackend], chunk: int) -> None:
+def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
+    device: type[HostBackend], chunk: int, overlap: bool
+) -> None:
     """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
     backend = device()
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
     requests = Requests(backend, 4, 600, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, 4, VOCAB, -1, "raw_logprobs")  # type: ignore[arg-type]
     chunk_TV, seen = torch.zeros(512, VOCAB), set()
-    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend)  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, Downloads(backend, overlap=overlap))  # type: ignore[arg-type]
     wanted = {"a": 3, "b": -1, "c": None}
     length = {"a": 131, "b": 64, "c": 20}
     prompts = {name: torch.randint(VOCAB, (length[name],)).tolist() for name in wanted}
@@ -153,7 +157,8 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
     requests = Requests(backend, 4, 100, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
     sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend)  # type: ignore[arg-type]
+    downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
     requests.apply(step({"a": 5}, new=[again]))
     (batch,) = plan_batches(step({"a": 5}), requests, listed, {})

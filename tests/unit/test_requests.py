@@ -224,6 +224,7 @@ def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) ->
         # The earliest query stands `in_flight` before the end at most, and sees itself and 19 keys before it.
         first_key = max(end - in_flight - 20, 0)
         assert [entry[2] for entry in entries(some) if entry[0]] == list(range(first_key // 16, -(-end // 16)))
+        assert (every.shape, some.shape) == ((3, 16), (3, 6)), "no longer than needed, whatever the context"
 
 
 def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:

@@ -57,7 +57,7 @@ class DraftRequest:
     num_drafts: int
     """K."""
     blocks: Blocks
-    """The rows' KV blocks, with room for the drafts of all but the last place."""
+    """The rows' KV blocks, with room for the drafts of all but the last place; none where the drafter keeps no KV."""
     choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
     """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] behind which they
     stand, to drafts: as the configuration says, with the rows' temperatures and filters."""

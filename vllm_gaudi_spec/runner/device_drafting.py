@@ -95,7 +95,8 @@ class DeviceDrafting:
             return None
         # One token more than were known, and the drafts.
         ends = [end + 1 + self._num_drafts for end in batch.ends]
-        drafts = self._draft(batch, lengths_B, inputs, most, ends, self._shapes.decode_context(ends))
+        context = 0 if self._state is None else self._shapes.decode_context(ends)
+        drafts = self._draft(batch, lengths_B, inputs, most, ends, context)
         if self._state is not None:
             self._state.drafted(batch.requests, able_np)
         return drafts
@@ -173,12 +174,16 @@ class DeviceDrafting:
         return DraftTokenIds(names, [row[:count] for row, count, _ in zip(tokens, counts, names, strict=False)])
 
     def _signature(self, num_rows: int, context: int, branch: Branch) -> Hashable:
-        return ("draft", num_rows, context if self._state is not None else None, branch)
+        return ("draft", num_rows, context, branch)
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Rows and contexts of rounds of drafts."""
+        return [(rows, 0) for rows in self._shapes.decode_rows] if self._state is None else self._shapes.decode_sizes()
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         """Rounds of drafts by rows, context and filters; and the prompt chunks that a drafter reads."""
         branches = self._choice.branches(sampling)
-        for (num_rows, context), branch in product(self._shapes.decode_sizes(), branches):
+        for (num_rows, context), branch in product(self._sizes(), branches):
             yield self._signature(num_rows, context, branch)
         if self._state is not None:
             for shape in self._shapes.prefills():
@@ -186,10 +191,7 @@ class DeviceDrafting:
 
     def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
         branches = sorted(self._choice.branches(sampling))
-        sizes = self._shapes.decode_sizes()
-        if self._state is None:
-            sizes = [(num_rows, 0) for num_rows in self._shapes.decode_rows]
-        for (num_rows, context), branch in product(reversed(sizes), branches):
+        for (num_rows, context), branch in product(reversed(self._sizes()), branches):
             yield num_rows, branch, partial(self._draft, most=self._num_drafts, ends=[], context=context)
 
     def no_drafts(self, num_rows: int) -> Drafts | None:

@@ -14,6 +14,7 @@ from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
+from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.runner.kv_cache import KVCache
@@ -124,8 +125,11 @@ class ModelRunner:
         self.landing = Landing(
             self.max_rows + 1, 1 + self.num_drafts, longest_chunk, model.get_hidden_size(), model.dtype, device
         )
-        self.prompt_logprobs = PromptLogprobs(self.target, self.landing.chunk_TH, self.sampling, self.backend)
-        self.reports = Reports(self.backend, overlaps=self.async_scheduling)
+        downloads = Downloads(self.backend, overlap=self.async_scheduling)
+        self.prompt_logprobs = PromptLogprobs(
+            self.target, self.landing.chunk_TH, self.sampling, self.backend, downloads
+        )
+        self.reports = Reports(self.backend, downloads)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
         if self.speculation is not None:

@@ -16,6 +16,7 @@ from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import Batch
+    from vllm_gaudi_spec.runner.downloads import Downloads, Wait
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel
     from vllm_gaudi_spec.runner.requests import Request
     from vllm_gaudi_spec.runner.sampling import Sampling
@@ -25,12 +26,20 @@ _SLICE = 64
 
 
 class PromptLogprobs:
-    def __init__(self, target: LoadedModel, chunk_TH: torch.Tensor, sampling: Sampling, backend: DeviceBackend) -> None:
+    def __init__(
+        self,
+        target: LoadedModel,
+        chunk_TH: torch.Tensor,
+        sampling: Sampling,
+        backend: DeviceBackend,
+        downloads: Downloads,
+    ) -> None:
         """`chunk_TH`: where the hidden states of each prompt chunk land."""
         self._target = target
         self._chunk_TH = chunk_TH
         self._sampling = sampling
         self._backend = backend
+        self._downloads = downloads
         self._score = backend.graph(self._score_slice)
 
     def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
@@ -50,13 +59,13 @@ class PromptLogprobs:
                 kept = count if wanted < 0 else wanted
                 request.prompt_logprobs.append(PromptScores(packed, tokens, count, kept))
 
-    def _piece(self, place: int, tokens: list[int], count: int) -> tuple[torch.Tensor, int]:
+    def _piece(self, place: int, tokens: list[int], count: int) -> tuple[Wait, int]:
         """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
         small = np.zeros((2, _SLICE), dtype=np.int64)
         small[0] = np.minimum(place + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
         small[1, : len(tokens)] = tokens
         packed = self._score(self._backend.upload(torch.from_numpy(small)), count)
-        return self._backend.download(packed), len(tokens)
+        return self._downloads.start(packed), len(tokens)
 
     def _score_slice(self, small_2S: torch.Tensor, count: int) -> torch.Tensor:
         """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
@@ -82,9 +91,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Of some neighbouring tokens of a prompt, on the host."""
+    """Of some neighbouring tokens of a prompt, on their way to the host."""
 
-    packed: torch.Tensor
+    wait: Wait
     num_tokens: int
     count: int
     """The likeliest tokens of each,"""
@@ -92,7 +101,7 @@ class PromptScores:
     """of which so many were asked for."""
 
     def tensors(self) -> LogprobsTensors:
-        words, width, kept = self.packed[: self.num_tokens], 1 + self.count, 1 + self.kept
+        words, width, kept = self.wait()[: self.num_tokens], 1 + self.count, 1 + self.kept
         scores = words[:, width : 2 * width].contiguous().view(torch.float32)
         return LogprobsTensors(words[:, :kept], scores[:, :kept], words[:, 2 * width])
 

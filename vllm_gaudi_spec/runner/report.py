@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.downloads import Downloads, Wait
     from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
     from vllm_gaudi_spec.runner.requests import Request
 
@@ -60,11 +60,10 @@ class Step:
 
 
 class Reports:
-    """Makes a step's results travel as one int32 tensor; behind the next step if steps overlap."""
+    """Makes a step's results travel as one int32 tensor."""
 
-    def __init__(self, backend: DeviceBackend, *, overlaps: bool) -> None:
-        self._backend = backend
-        self._overlaps = overlaps
+    def __init__(self, backend: DeviceBackend, downloads: Downloads) -> None:
+        self._downloads = downloads
         self._pack = backend.graph(_pack)
 
     def send(self, step: Step) -> Report:
@@ -75,11 +74,7 @@ class Reports:
             return tensor
 
         step.moved(collect)
-        if not parts:
-            return Report(step, None)
-        words = self._pack(*parts)
-        download = self._backend.start_download if self._overlaps else partial(partial, self._backend.download)
-        return Report(step, download(words))
+        return Report(step, self._downloads.start(self._pack(*parts)) if parts else None)
 
 
 def _pack(*parts: torch.Tensor) -> torch.Tensor:
@@ -89,7 +84,7 @@ def _pack(*parts: torch.Tensor) -> torch.Tensor:
 class _Copy:
     """All results in one tensor on its way to the host, to be cut up again there."""
 
-    def __init__(self, step: Step, wait: Callable[[], torch.Tensor] | None) -> None:
+    def __init__(self, step: Step, wait: Wait | None) -> None:
         self._step = step
         self._wait = wait
 
@@ -98,6 +93,7 @@ class _Copy:
         if self._wait is None:
             return self._step
         words, begin = self._wait(), 0
+        self._wait = None  # it holds the device's copy
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
@@ -117,7 +113,7 @@ class SpeculativeOutput(ModelRunnerOutput):
 class Report(AsyncModelRunnerOutput):
     """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
 
-    def __init__(self, step: Step, wait: Callable[[], torch.Tensor] | None) -> None:
+    def __init__(self, step: Step, wait: Wait | None) -> None:
         self._copy = _Copy(step, wait)
         self.step: Step | None = None
         """The step on the host; known once `get_output` was called."""

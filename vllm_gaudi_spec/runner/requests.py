@@ -211,11 +211,12 @@ class Requests:
             own_np = table[rows_np]
             # Padding has no end, and so no blocks.
             end_np = np.minimum(-(-ends_np // size), counts[rows_np])
-            begin_np = np.zeros_like(ends_np)
+            begin_np, length = np.zeros_like(ends_np), context
             if window is not None:
                 begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
+                length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
             tables.append(self._upload(own_np))
-            flat.append(self._upload(_listed(own_np, begin_np, end_np, context)))
+            flat.append(self._upload(_listed(own_np, begin_np, end_np, length)))
         return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- what the device knows ---

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from functools import partial
 from itertools import product
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,13 +96,13 @@ def write_manifest(runner: ModelRunner) -> None:
     device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = config.cache_folder() / "manifests" / f"{name}.json"
     try:
+        path = config.cache_folder() / "manifests" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
-            draft.write(text)
-        Path(draft.name).replace(path)
-    except OSError as error:
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(text)
+        draft.replace(path)
+    except (OSError, RuntimeError) as error:  # no folder, no space, or no home
         logger.warning("The list of programs could not be written: %s.", error)
         return
     logger.info("The %d programs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
@@ -139,7 +138,8 @@ def _jobs(runner: ModelRunner, max_tokens: int) -> Iterator[Job]:
 def _touch_states(runner: ModelRunner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
-    runner.prompt_logprobs.warm_up(runner.recorder.saw)
+    if runner.backend.captures:
+        runner.prompt_logprobs.warm_up(runner.recorder.saw)
     if runner.drafting is not None:
         runner.drafting.warm_up()
 
