@@ -106,7 +106,6 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         for signature in sampling.every_signature(rows, queries)
     }
     reports = {branch.of_reports() for branch in sampling.branches()}
-    prompt_tokens = {shape.tokens for shape in shapes.prefills()}
     own = {mode: _drafts(shapes, sampling, backend, k, mode) for mode in ("greedy", "probabilistic", "coupled")}
     assert own["probabilistic"] == own["coupled"]
     return Graphs(
@@ -119,7 +118,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         prompt=sum(shape.phase == PREFILL for shape in every),
         finish=len(finish),
         report=len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports),
-        prompt_logprobs=len(prompt_tokens) * len(sampling.prompt_logprob_counts()),
+        prompt_logprobs=len(sampling.prompt_logprob_counts()),
         draft_greedy=own["greedy"],
         draft_random=own["probabilistic"],
     )
