@@ -1,0 +1,78 @@
+"""What a host says of its Gaudis, and what a Gaudi process finds in its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_gaudi_spec import backends, config
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    backends.gaudi_is_available.cache_clear()
+    yield
+    backends.gaudi_is_available.cache_clear()
+
+
+@pytest.fixture
+def software(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+
+
+def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).touch()
+    monkeypatch.setattr(backends, "_GAUDI_NODES", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
+
+
+@pytest.mark.parametrize(
+    ("names", "there"), [((), False), (("accel0",), True), (("hl3",), True), (("accel_c",), False)]
+)
+def test_a_card_shows_in_dev(
+    software: None, names: tuple[str, ...], there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes(monkeypatch, tmp_path, *names)
+    assert backends.gaudi_is_available() is there
+    monkeypatch.setattr(backends, "other_platform_plugins", tuple)
+    monkeypatch.delenv("VGS_DEVICE", raising=False)
+    assert backends.choose_device() == ("hpu" if there else "cpu")
+
+
+def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nodes(monkeypatch, tmp_path, "accel0")
+    assert not backends.gaudi_is_available()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, ValueError])
+def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(name: str) -> Any:
+        raise error(name)
+
+    nodes(monkeypatch, tmp_path, "accel0")
+    monkeypatch.setattr(backends, "find_spec", broken)
+    assert backends.gaudi_is_available() is False
+
+
+@pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
+def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in config._GAUDI_DEFAULTS:
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    if value is not None:
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", value)
+    assert config.gaudi_is_lazy() is lazy
+    assert os.environ["PT_HPU_WEIGHT_SHARING"] == "0"
+    assert config.gaudi_has_lazy_collectives()
+    monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false")
+    assert not config.gaudi_has_lazy_collectives(), "what the user says stays"
+
+
+def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_EMULATED_GENERATION", "gaudi1")
+    with pytest.raises(config.UnsupportedConfigError, match="use gaudi2 or gaudi3"):
+        config.emulated_generation()
