@@ -61,7 +61,9 @@ class HpuSpecPlatform(SpecPlatform):
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
         from vllm.config.kernel import IrOpPriorityConfig
 
-        norms = ["vgs_hpu", "native"]
+        from vllm_gaudi_spec.backends import hpu_layers
+
+        norms = [hpu_layers.PROVIDER, "native"]
         return IrOpPriorityConfig.with_default(["native"], rms_norm=norms, fused_add_rms_norm=norms)
 
     @classmethod

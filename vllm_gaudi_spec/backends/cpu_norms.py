@@ -7,7 +7,8 @@ The build has them, but upstream leaves norms to its compiler and so never calls
 from __future__ import annotations
 
 import torch
-from vllm import ir
+
+from vllm_gaudi_spec.backends import ir_norms
 
 PROVIDER = "vgs_cpu"
 
@@ -16,40 +17,17 @@ def available() -> bool:
     return hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
 
 
-def _same_dtype(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
-
-
-def _supports(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return _same_dtype(x, weight, variance_size)
-
-
-def _supports_add(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> bool:
-    return _same_dtype(x, weight, variance_size) and x_residual.is_contiguous()
-
-
-@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports, supported=available())
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out
 
 
-@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_supports_add, supported=available(), inplace=True)
-def fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual
+    torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
+    return x, residual
+
+
+ir_norms.register(PROVIDER, _norm, _add_norm, available=available(), takes=lambda x: x.is_contiguous(), in_place=True)

@@ -6,9 +6,10 @@ import importlib
 from typing import Any
 
 import torch
-from vllm import ir
 from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.backends import ir_norms
 
 logger = init_logger(__name__)
 
@@ -31,42 +32,19 @@ _modes = _load("kernels", "RotaryPosEmbeddingMode")
 # --- norms ---
 
 
-def _supports(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype
-
-
-def _supports_add(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> bool:
-    return _supports(x, weight, epsilon, variance_size)
-
-
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     # The kernel wants three dimensions.
     return _rms_norm.apply(x.reshape(1, -1, x.shape[-1]), weight, epsilon).view(x.shape)
 
 
-@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports, supported=_rms_norm is not None)
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
-    return _normed(x, weight, epsilon)
-
-
-@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_supports_add, supported=_rms_norm is not None)
-def fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    added = x + x_residual
-    return _normed(added, weight, epsilon), added
+    added = x + residual
+    return _norm(added, weight, epsilon), added
+
+
+ir_norms.register(PROVIDER, _norm, _add_norm, available=_rms_norm is not None)
 
 
 # --- rotary embeddings ---

@@ -24,7 +24,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
 
     import torch
 
-    from vllm_gaudi_spec.emulator import factories, fused, guard, habana, hccl, runtime
+    from vllm_gaudi_spec.emulator import factories, fused, guard, habana, handlers, hccl, runtime
     from vllm_gaudi_spec.emulator.card import DEVICE
 
     if DEVICE.installed:
@@ -37,6 +37,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     DEVICE.configure(generation, lazy)
     guard.install_device_guard()
     factories.register()
+    handlers.register()
     fused.register()
     guard.install_patches()
     module = runtime.make_module()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.library import Library
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
@@ -27,7 +28,7 @@ _COMPUTED = (
     "randperm.generator",
 )
 _UNINITIALIZED = ("empty.memory_format", "empty_strided")
-_library: torch.library.Library | None = None
+_library: Library | None = None
 
 
 def _kernel(func: Any, computes: bool) -> Any:
@@ -80,7 +81,7 @@ def _local_scalar(tensor: HpuTensor) -> Any:
 
 def register() -> None:
     global _library
-    _library = torch.library.Library("aten", "IMPL", "HPU")
+    _library = Library("aten", "IMPL", "HPU")
     for names, computes in ((_COMPUTED, True), (_UNINITIALIZED, False)):
         for name in names:
             packet, _, overload = name.partition(".")

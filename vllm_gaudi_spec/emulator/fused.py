@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.library import Library
 
 from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.emulator.card import DEVICE
 
-_library: torch.library.Library | None = None
+_library: Library | None = None
 
 _SCHEMAS = """
 rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
@@ -209,7 +210,7 @@ def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
 
 def register() -> None:
     global _library
-    _library = torch.library.Library("hpu", "DEF")
+    _library = Library("hpu", "DEF")
     for schema in _SCHEMAS.replace("\n ", " ").strip().splitlines():
         _library.define(schema)
     kernels_by_name: dict[str, Any] = {

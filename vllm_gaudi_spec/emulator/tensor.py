@@ -59,7 +59,7 @@ class HpuTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        info = _infos.get(func) or _info_of(func)
+        info = _infos.get(func) or info_of(func)
         kwargs = kwargs or {}
         if info.handler is not None:
             return info.handler(info, args, kwargs)
@@ -90,7 +90,7 @@ class HpuTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         refuse_values("tolist")
-        return _download("tolist", self).tolist()
+        return download("tolist", self).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -107,7 +107,7 @@ class HpuTensor(torch.Tensor):
     def __repr__(self, **kwargs: Any) -> str:
         if self.ghost or DEVICE.compile_only:
             return f"tensor(..., device='{HPU}', size={tuple(self.shape)}, dtype={self.dtype})"
-        text = repr(_download("print", self))
+        text = repr(download("print", self))
         return f"{text[:-1]}, device='{HPU}')"
 
     def __format__(self, spec: str) -> str:
@@ -124,7 +124,7 @@ class HpuTensor(torch.Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _from_host, (_download("pickle", self),)
+        return _from_host, (download("pickle", self),)
 
 
 _OWN_STATE = frozenset(
@@ -201,11 +201,11 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     if info.int_arithmetic and device.lazy and not device.compile_only:
         for item in results:
             if item.dtype is torch.int64:
-                _check_range(item.inner, info.name)
+                check_range(item.inner, info.name)
     if computes and not device.compile_only:
         for item in new:
             if item.dtype is torch.float64:
-                _as_float32(item, info.name)
+                as_float32(item, info.name)
     return result
 
 
@@ -336,7 +336,7 @@ def refuse_values(what: str) -> None:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
 
-def _check_range(values: torch.Tensor, what: str) -> None:
+def check_range(values: torch.Tensor, what: str) -> None:
     if values.numel() == 0:
         return
     low, high = values.aminmax()
@@ -347,7 +347,7 @@ def _check_range(values: torch.Tensor, what: str) -> None:
         )
 
 
-def _as_float32(tensor: HpuTensor, what: str) -> None:
+def as_float32(tensor: HpuTensor, what: str) -> None:
     DEVICE.counters.step.float64_ops += 1
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
@@ -382,131 +382,30 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
         step.flops += info.flops(args, results[0])
 
 
-# -- copies between host and device --
-
-
-def _download(what: str, tensor: HpuTensor) -> torch.Tensor:
+def download(what: str, tensor: HpuTensor) -> torch.Tensor:
     DEVICE.host_read(what, tensor.inner.nbytes)
     if DEVICE.compile_only:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return real(tensor).clone()
 
 
-def _upload(target: HpuTensor, host: torch.Tensor) -> None:
-    device = DEVICE
-    if device.blocked is not None:
-        raise DeviceRefusal(device.blocked)
-    device.refuse_in_capture("a host tensor is copied to the device")
-    step = device.counters.step
-    step.uploads += 1
-    step.upload_bytes += host.nbytes
-    if device.lazy and host.dtype is torch.int64 and not host.is_meta:
-        _check_range(host, "upload")
-    if device.lazy_graph.is_pending(target):
-        device.implicit_marker("upload onto a pending tensor")
-    if device.compile_only:
-        return
-    if target.dtype is torch.float8_e4m3fn and host.dtype is not torch.float8_e4m3fn:
-        host = kernels.to_e4m3(host.float(), device.e4m3_max)
-    real(target).copy_(host)
-    if target.dtype is torch.float64:
-        _as_float32(target, "upload")
-    target.epoch = 0
+Handler = Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]
+# Operations that are not plain computation, by name; and all of a namespace, such as collectives. Filled by others.
+_HANDLERS: dict[str, Handler] = {}
+_NAMESPACES: dict[str, Handler] = {}
 
 
-def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target, source = args[0], args[1]
-    if not isinstance(target, HpuTensor):
-        DEVICE.host_read("copy to the host", source.inner.nbytes)
-        if DEVICE.compile_only:
-            return target.zero_()
-        return target.copy_(real(source))
-    if not isinstance(source, HpuTensor):
-        if source.dim() == 0 and not DEVICE.lazy_graph.is_pending(target) and source.numel() != target.numel():
-            return execute(_info_of(torch.ops.aten.fill_.Scalar), (target, source.item()), {})
-        _upload(target, source)
-        return target
-    if target.dtype is torch.float8_e4m3fn and source.dtype is not torch.float8_e4m3fn:
-        return execute(info, (target, source), {}, _copy_e4m3)
-    return execute(info, (target, source), {})
+def handle(name: str, handler: Handler) -> None:
+    _HANDLERS[name] = handler
 
 
-def _copy_e4m3(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return target.copy_(kernels.to_e4m3(source, DEVICE.e4m3_max))
-
-
-def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor: HpuTensor = args[0]
-    where = kwargs.get("device")
-    dtype = kwargs.get("dtype")
-    if where is not None and torch.device(where).type != "hpu":
-        result = _download("copy to the host", tensor)
-        return result.to(dtype) if dtype is not None else result
-    rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
-    if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:
-        return execute(info, (tensor,), {}, _cast_e4m3)
-    return execute(info, (tensor,), rest)
-
-
-def _cast_e4m3(tensor: torch.Tensor) -> torch.Tensor:
-    return kernels.to_e4m3(tensor, DEVICE.e4m3_max)
-
-
-def _to_dtype(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if args[1] is torch.float8_e4m3fn and args[0].dtype is not torch.float8_e4m3fn:
-        return execute(_info_of(torch.ops.aten._to_copy.default), (args[0],), {}, _cast_e4m3)
-    return execute(info, args, kwargs)
-
-
-def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if num_classes == -1:
-        DEVICE.dynamic("aten.one_hot without num_classes")
-        num_classes = int(real(args[0]).max()) + 1
-    return execute(info, (args[0], num_classes), {}, kernels.one_hot)
-
-
-def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Indexing by tensors: masks have data-dependent shapes, and host indices are sent over."""
-    indices = []
-    for index in args[1]:
-        if isinstance(index, torch.Tensor):
-            if index.dtype in (torch.bool, torch.uint8):
-                DEVICE.dynamic(f"aten.{info.name} with a boolean mask")
-            if not isinstance(index, HpuTensor):
-                DEVICE.fallback(f"aten.{info.name} with indices on the host")
-                index = index.to(HPU)
-        indices.append(index)
-    if any(index is None for index in indices) and info.packet != "index":
-        DEVICE.counters.event("index_put_ with an empty index", info.name)
-    return execute(info, (args[0], indices, *args[2:]), kwargs)
-
-
-def _expand_pin(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return False
-
-
-HANDLERS: dict[str, Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]] = {
-    "copy_.default": _copy_,
-    "_to_copy.default": _to_copy,
-    "to.dtype": _to_dtype,
-    "one_hot.default": _one_hot,
-    "index.Tensor": _indexed,
-    "index_put_.default": _indexed,
-    "index_put.default": _indexed,
-    "is_pinned.default": _expand_pin,
-}
-# Operations of other namespaces that are not plain computation, such as collectives; filled by their modules.
-_NAMESPACES: dict[str, Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]] = {}
-
-
-def handle_namespace(name: str, handler: Callable[[OpInfo, Sequence[Any], dict[str, Any]], Any]) -> None:
+def handle_namespace(name: str, handler: Handler) -> None:
     _NAMESPACES[name] = handler
 
 
-def _info_of(func: Any) -> OpInfo:
+def info_of(func: Any) -> OpInfo:
     info = _infos.get(func)
     if info is None:
         info = _infos[func] = classify(func)
-        info.handler = HANDLERS.get(info.name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
+        info.handler = _HANDLERS.get(info.name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
     return info

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.proposers.base import DeviceProposer, DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts
 from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
 
@@ -145,15 +145,7 @@ class DeviceDrafting:
         if self._state is not None:
             wanted_B = torch.where(self._state.reads_all(rows_B, lengths_B), wanted_B, 0)
         drafts = self._proposer.propose(
-            DraftRequest(
-                rows_B=rows_B,
-                history_RM=self._requests.history_RM,
-                lengths_B=lengths_B,
-                num_wanted_B=wanted_B,
-                num_drafts=self._num_drafts,
-                blocks=blocks,
-                choose=self._choice.behind(lengths_B, inputs),
-            )
+            self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
         )
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._laws.put(rows_B, drafts)

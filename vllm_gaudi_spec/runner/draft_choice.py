@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from vllm_gaudi_spec.proposers.base import DraftRequest
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import restrict
 from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
@@ -23,6 +26,7 @@ class DraftChoice:
     def __init__(self, speculation: Speculation) -> None:
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_laws = speculation.keeps_laws
+        self._num_drafts = speculation.num_drafts
 
     def branch(self, inputs: SamplingInputs) -> Branch:
         return Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
@@ -31,7 +35,7 @@ class DraftChoice:
         """All that can be."""
         return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
 
-    def behind(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
+    def _behind(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
         """For rows of which so many tokens are known: from logits in the target's ids, which it may change, and
         positions."""
         branch = self.branch(inputs)
@@ -44,6 +48,26 @@ class DraftChoice:
             return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
 
         return choose
+
+    def request(
+        self,
+        requests: Requests,
+        rows_B: torch.Tensor,
+        lengths_B: torch.Tensor,
+        wanted_B: torch.Tensor,
+        blocks: Blocks,
+        inputs: SamplingInputs,
+    ) -> DraftRequest:
+        """What a proposer is asked."""
+        return DraftRequest(
+            rows_B=rows_B,
+            history_RM=requests.history_RM,
+            lengths_B=lengths_B,
+            num_wanted_B=wanted_B,
+            num_drafts=self._num_drafts,
+            blocks=blocks,
+            choose=self._behind(lengths_B, inputs),
+        )
 
 
 class DraftLaws:

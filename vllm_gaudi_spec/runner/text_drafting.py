@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
-from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.base import Drafts
 from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
 from vllm_gaudi_spec.proposers.universal.timeline import Timeline
 from vllm_gaudi_spec.runner.shapes import PREFILL
@@ -267,15 +267,7 @@ class TextDrafting:
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
-        request = DraftRequest(
-            rows_B=rows_B,
-            history_RM=self._requests.history_RM,
-            lengths_B=lengths_B,
-            num_wanted_B=wanted_B,
-            num_drafts=self._num_drafts,
-            blocks=blocks,
-            choose=self._choice.behind(lengths_B, inputs),
-        )
+        request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
         drafts = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
             self._requests.put_drafts(rows_B, lengths_B, drafts)

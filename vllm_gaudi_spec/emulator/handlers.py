@@ -1,0 +1,136 @@
+"""Operations that are more than their computation: copies to and from the host, casts that round as the card does, and
+indices that may be masks or stand on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.emulator import kernels
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.tensor import (
+    HPU,
+    Handler,
+    HpuTensor,
+    as_float32,
+    check_range,
+    download,
+    execute,
+    handle,
+    info_of,
+    real,
+)
+
+
+def _upload(target: HpuTensor, host: torch.Tensor) -> None:
+    device = DEVICE
+    if device.blocked is not None:
+        raise DeviceRefusal(device.blocked)
+    device.refuse_in_capture("a host tensor is copied to the device")
+    step = device.counters.step
+    step.uploads += 1
+    step.upload_bytes += host.nbytes
+    if device.lazy and host.dtype is torch.int64 and not host.is_meta:
+        check_range(host, "upload")
+    if device.lazy_graph.is_pending(target):
+        device.implicit_marker("upload onto a pending tensor")
+    if device.compile_only:
+        return
+    if target.dtype is torch.float8_e4m3fn and host.dtype is not torch.float8_e4m3fn:
+        host = kernels.to_e4m3(host.float(), device.e4m3_max)
+    real(target).copy_(host)
+    if target.dtype is torch.float64:
+        as_float32(target, "upload")
+    target.epoch = 0
+
+
+def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, HpuTensor):
+        DEVICE.host_read("copy to the host", source.inner.nbytes)
+        if DEVICE.compile_only:
+            return target.zero_()
+        return target.copy_(real(source))
+    if not isinstance(source, HpuTensor):
+        if source.dim() == 0 and not DEVICE.lazy_graph.is_pending(target) and source.numel() != target.numel():
+            return execute(info_of(torch.ops.aten.fill_.Scalar), (target, source.item()), {})
+        _upload(target, source)
+        return target
+    if target.dtype is torch.float8_e4m3fn and source.dtype is not torch.float8_e4m3fn:
+        return execute(info, (target, source), {}, _copy_e4m3)
+    return execute(info, (target, source), {})
+
+
+def _copy_e4m3(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return target.copy_(kernels.to_e4m3(source, DEVICE.e4m3_max))
+
+
+def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor: HpuTensor = args[0]
+    where = kwargs.get("device")
+    dtype = kwargs.get("dtype")
+    if where is not None and torch.device(where).type != "hpu":
+        result = download("copy to the host", tensor)
+        return result.to(dtype) if dtype is not None else result
+    rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
+    if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:
+        return execute(info, (tensor,), {}, _cast_e4m3)
+    return execute(info, (tensor,), rest)
+
+
+def _cast_e4m3(tensor: torch.Tensor) -> torch.Tensor:
+    return kernels.to_e4m3(tensor, DEVICE.e4m3_max)
+
+
+def _to_dtype(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if args[1] is torch.float8_e4m3fn and args[0].dtype is not torch.float8_e4m3fn:
+        return execute(info_of(torch.ops.aten._to_copy.default), (args[0],), {}, _cast_e4m3)
+    return execute(info, args, kwargs)
+
+
+def _one_hot(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if num_classes == -1:
+        DEVICE.dynamic("aten.one_hot without num_classes")
+        num_classes = int(real(args[0]).max()) + 1
+    return execute(info, (args[0], num_classes), {}, kernels.one_hot)
+
+
+def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Indexing by tensors: masks have data-dependent shapes, and host indices are sent over."""
+    indices = []
+    for index in args[1]:
+        if isinstance(index, torch.Tensor):
+            if index.dtype in (torch.bool, torch.uint8):
+                DEVICE.dynamic(f"aten.{info.name} with a boolean mask")
+            if not isinstance(index, HpuTensor):
+                DEVICE.fallback(f"aten.{info.name} with indices on the host")
+                index = index.to(HPU)
+        indices.append(index)
+    if any(index is None for index in indices) and info.packet != "index":
+        DEVICE.counters.event("index_put_ with an empty index", info.name)
+    return execute(info, (args[0], indices, *args[2:]), kwargs)
+
+
+def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return False
+
+
+_BY_NAME: dict[str, Handler] = {
+    "copy_.default": _copy_,
+    "_to_copy.default": _to_copy,
+    "to.dtype": _to_dtype,
+    "one_hot.default": _one_hot,
+    "index.Tensor": _indexed,
+    "index_put_.default": _indexed,
+    "index_put.default": _indexed,
+    "is_pinned.default": _never_pinned,
+}
+
+
+def register() -> None:
+    for name, handler in _BY_NAME.items():
+        handle(name, handler)
