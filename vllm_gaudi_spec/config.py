@@ -213,7 +213,10 @@ MAX_DRAFTS = 16
 
 # Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
 WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
-METHODS = (*WEIGHTLESS_METHODS, "draft_model")
+EAGLE, EAGLE3, MTP, MEDUSA = "eagle", "eagle3", "mtp", "medusa"
+# Those whose drafter reads the target's hidden states and keeps KV beside the target's.
+HEAD_METHODS = (EAGLE, EAGLE3, MTP)
+METHODS = (*WEIGHTLESS_METHODS, "draft_model", *HEAD_METHODS, MEDUSA)
 
 # Logit rules of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
 # holds back. The table grows where that makes no new program; elsewhere it is this large, and more is refused.
@@ -258,6 +261,11 @@ class Speculation:
     def has_model(self) -> bool:
         """Whether the drafter is a model, to be loaded beside the target."""
         return self.method not in WEIGHTLESS_METHODS
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the drafter is a head: a small model on the target's hidden states, with KV of its own."""
+        return self.method in HEAD_METHODS
 
     @property
     def retokenizes(self) -> bool:

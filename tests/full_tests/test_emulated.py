@@ -191,7 +191,7 @@ PROGRAMS = {
     "sample": "ModelRunner._finish",
     "draft": "DeviceDrafting._draft_on_device",
     "draft text": "TextDrafting._draft_behind",
-    "follow": "DeviceDrafting._read_rows",
+    "follow": "DrafterState._read_rows",
     "read": "TextDrafting._read",
     "report": "_pack",
     "prompt logprobs": "PromptLogprobs._score_slice",

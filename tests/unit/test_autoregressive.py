@@ -17,13 +17,15 @@ from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
+from vllm_gaudi_spec.proposers.base import DeviceProposer, Hidden
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.proposers.translation import SameTokens
-from vllm_gaudi_spec.runner.batch import Batch, SampleBatch, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Batch, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
+from vllm_gaudi_spec.runner.reading import Reading
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
@@ -44,7 +46,8 @@ class Remembers:
         self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
         self.longest, self.vocab = longest, vocab
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is None, "only heads are told more than tokens"
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
         self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
         call = inputs.calls[0]
@@ -57,7 +60,7 @@ class Remembers:
             context = self.kv.view(-1, BLOCK)[blocks].flatten()
             for query in range(call.num_queries):
                 hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % self.vocab)
-        return torch.stack(hidden)[:, None].float()
+        return Hidden(torch.stack(hidden)[:, None].float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # The output matrix is padded beyond the vocabulary, with ids that must never be drafted.
@@ -77,43 +80,44 @@ class Rows:
         exact_context: bool = True,
         backend: HostBackend | None = None,
     ) -> None:
-        speculation = Speculation(
-            method="draft_model",
-            num_drafts=num_drafts,
-            rule="strict",
-            drafting="greedy",
-            drafter_max_len=drafter_max_len,
-        )
         self.max_len = max_len
         self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
         backend = backend or HostBackend()
         width = self.shapes.max_context + 1 + num_drafts
         self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
         self.sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
-        self.model = Remembers(drafter_max_len)
         self.recorder = StepRecorder()
-        self.drafting = DeviceDrafting(
-            AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3)),
-            LengthSplit(backend, 4, speculation, max_len),  # type: ignore[arg-type]
-            self.requests,
-            self.recorder,
-            self.shapes,
-            speculation,
-            DraftLaws(speculation, 4, VOCAB, backend.torch_device),
-            DrafterState(
-                self.requests,
-                self.shapes,
-                drafter_max_len,
-                num_drafts,
-                ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0]),
-            ),
-        )
-        self.recorder.expect(self.drafting.signatures(self.sampling))
         self.num_drafts = num_drafts
+        self.drafting = self.build(drafter_max_len)
+        self.recorder.expect(self.drafting.signatures(self.sampling))
         self.overlapping = True
         self.drafted: dict[str, int] = {}
         self.rejected: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
+
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.model = Remembers(drafter_max_len)
+        proposer = AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3))
+        blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
+        reading = DrafterState(
+            proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
+        )
+        return self.drafting_of("draft_model", proposer, reading, drafter_max_len)
+
+    def drafting_of(
+        self, method: str, proposer: DeviceProposer, reading: Reading, drafter_max_len: int
+    ) -> DeviceDrafting:
+        speculation = Speculation(
+            method=method,
+            num_drafts=self.num_drafts,
+            rule="strict",
+            drafting="greedy",
+            drafter_max_len=drafter_max_len,
+        )
+        backend = self.requests.backend
+        split = LengthSplit(backend, 4, speculation, self.max_len)
+        laws = DraftLaws(speculation, 4, VOCAB, backend.torch_device)
+        return DeviceDrafting(proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, reading)
 
     def start(
         self, prompts: dict[str, list[int]], chunk: int = 24, num_computed: int = 0, blocks: list[int] | None = None
@@ -156,7 +160,8 @@ class Rows:
         """Each named row gets these tokens from the target; returns what is drafted behind them."""
         members = [self.requests.by_id[name] for name in answers]
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
-        batch: SampleBatch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, ends)
+        queries = self.computed(list(answers))
+        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), queries, members, ends)
         verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
@@ -176,6 +181,10 @@ class Rows:
             found = {name: row[:count] for name, row, count in rows}
         self.drafted |= {name: len(row) for name, row in found.items()}
         return found
+
+    def computed(self, names: list[str]) -> int:
+        """What the target's forward leaves of the rows that sample; the answer is how many positions of each."""
+        return 1
 
     def expected(self, name: str) -> list[int]:
         tokens, room = list(self.tokens[name]), min(self.model.longest, self.max_len - 1) - len(self.tokens[name])
@@ -302,7 +311,7 @@ def test_requests_that_come_together_share_what_was_read() -> None:
     ]
     rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
     rows.drafting.apply(rows.requests)
-    blocks = rows.drafting._state._blocks  # type: ignore[union-attr]
+    blocks = rows.drafting._reading._blocks  # type: ignore[attr-defined]
     assert [blocks.reach(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_gaudi_spec.config import HEAD_METHODS, MEDUSA
+
 if TYPE_CHECKING:
     import torch
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -70,12 +72,26 @@ def _draft_model(setting: Setting) -> dict[str, Any]:
     return {"model": setting.model, "translation": translation}
 
 
+def _head(setting: Setting) -> dict[str, Any]:
+    return {"model": setting.model, "translation": _of_head(setting)}
+
+
+def _of_head(setting: Setting) -> Translation:
+    """A head reads the target's tokens, and may say fewer."""
+    from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
+
+    said = getattr(setting.model, "said", None)
+    return SameTokens(setting.vocab_size, setting.vocab_size) if said is None else FewerTokens(said, setting.vocab_size)
+
+
 _METHODS = {
     "ngram": _Method("ngram.NgramProposer", _ngram),
     "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram, on_device=True),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
     "custom_class": _Method("custom.CustomProposer", _custom),
     "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True),
+    **dict.fromkeys(HEAD_METHODS, _Method("head.HeadProposer", _head, on_device=True)),
+    MEDUSA: _Method("medusa.MedusaProposer", _head, on_device=True),
 }
 
 

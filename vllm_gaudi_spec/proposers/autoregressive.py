@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
@@ -30,14 +30,15 @@ class AutoregressiveProposer:
         self._model = model
         self._translation = translation
 
-    def follow(self, chunk: Inputs) -> None:
+    def read(self, chunk: Inputs) -> None:
+        """Tokens of the target's, a prompt chunk say."""
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
         return draft_behind(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
 
-    def _read_newest(self, request: DraftRequest) -> torch.Tensor:
-        """Hidden states behind each row's newest token."""
+    def _read_newest(self, request: DraftRequest) -> Hidden:
+        """Behind each row's newest token."""
         drafts_B = request.num_wanted_B > 0
         first_B = torch.where(drafts_B, request.lengths_B - NUM_NEWEST, 0)
         place = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
@@ -45,23 +46,29 @@ class AutoregressiveProposer:
         tokens_BN = request.history_RM.view(-1).index_select(0, index.flatten()).view(index.shape)
         num_real_B = drafts_B.int() * NUM_NEWEST
         hidden = forward(self._model, self._translation.to_drafter(tokens_BN), first_B, num_real_B, request.blocks)
-        return hidden.view(*index.shape, -1).select(1, NUM_NEWEST - 1)
+        return Hidden(hidden.last.view(*index.shape, -1).select(1, NUM_NEWEST - 1))
 
 
 def draft_behind(
-    model: Model, translation: Translation, request: DraftRequest, hidden_BH: torch.Tensor, starts_B: torch.Tensor
+    model: Model, translation: Translation, request: DraftRequest, hidden: Hidden, starts_B: torch.Tensor
 ) -> Drafts:
-    """The steps of a round, from the hidden states behind each row's newest token on. `starts_B`: where the first draft
-    stands in the drafter's own count, which need not be the target's."""
-    wanted_B, lengths_B = request.num_wanted_B, request.lengths_B
+    """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: where that
+    draft stands in the drafter's own count, which need not be the target's."""
+    wanted_B = request.num_wanted_B
     drafted: list[Drafted] = []
     for place in range(request.num_drafts):
         if place:
             goes_on_B = (wanted_B > place).int()
             tokens_B1 = translation.to_drafter(drafted[-1].tokens_B[:, None])
-            hidden_BH = forward(model, tokens_B1, starts_B + place - 1, goes_on_B, request.blocks)
-        logits_BV = translation.to_target(model.logits(hidden_BH))
-        drafted.append(request.choose(logits_BV, lengths_B - 1 + place))
+            step = starts_B + place - 1
+            hidden = forward(model, tokens_B1, step, goes_on_B, request.blocks, hidden.carried)
+        logits_BV = translation.to_target(model.logits(hidden.last))
+        drafted.append(request.choose(logits_BV, request.lengths_B - 1 + place))
+    return gathered(drafted, wanted_B)
+
+
+def gathered(drafted: list[Drafted], wanted_B: torch.Tensor) -> Drafts:
+    """The places of a round, side by side."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
     return Drafts(
         torch.stack([draft.tokens_B for draft in drafted], dim=1),
@@ -71,8 +78,13 @@ def draft_behind(
 
 
 def forward(
-    model: Model, tokens_BN: torch.Tensor, starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Blocks
-) -> torch.Tensor:
-    """Hidden states [B * N, H]. A row that has no token here stands at position 0 and writes to the pad block."""
+    model: Model,
+    tokens_BN: torch.Tensor,
+    starts_B: torch.Tensor,
+    num_real_B: torch.Tensor,
+    blocks: Blocks,
+    carried: torch.Tensor | None = None,
+) -> Hidden:
+    """[B * N, H]. A row that has no token here stands at position 0 and writes to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
-    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks))
+    return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks), carried)

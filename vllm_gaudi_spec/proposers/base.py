@@ -32,6 +32,15 @@ class Context:
     """At least 1: the most drafts that this request has use for."""
 
 
+class Hidden(NamedTuple):
+    """Hidden states behind tokens: a model's answer."""
+
+    last: torch.Tensor
+    """What logits are made of."""
+    carried: torch.Tensor | None = None
+    """What a head reads of them, beside the token that follows; often the same."""
+
+
 class HostProposer(Protocol):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
         """At most `num_wanted` drafts for each context, fewer or none where there is nothing to say."""
@@ -61,6 +70,8 @@ class DraftRequest:
     choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
     """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] behind which they
     stand, to drafts: as the configuration says, with the rows' temperatures and filters."""
+    hidden: Hidden | None = None
+    """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
 
 
 class Drafts(NamedTuple):
@@ -75,18 +86,14 @@ class Drafts(NamedTuple):
 class DeviceProposer(Protocol):
     """Static shapes, no wait for the device."""
 
-    def follow(self, chunk: Inputs) -> None:
-        """A prompt chunk that the target has computed; the drafter may want to read it as well."""
-        ...
-
     def propose(self, request: DraftRequest) -> Drafts: ...
 
 
 class Model(Protocol):
     """A loaded model."""
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Hidden states [T, H]; KV of all T tokens is written."""
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        """[T, H]; KV of all T tokens is written. A head wants what was carried to it, other models nothing."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.proposers.autoregressive import draft_behind, forward
+from vllm_gaudi_spec.proposers.base import Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
@@ -42,7 +43,7 @@ class RetokenizedProposer:
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
         rows, width = unread.tokens_BN.shape
         hidden = forward(self._model, unread.tokens_BN, unread.starts_B, unread.num_real_B, request.blocks)
-        row_B = torch.arange(rows, dtype=torch.int32, device=hidden.device)
-        last_BH = hidden.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
+        row_B = torch.arange(rows, dtype=torch.int32, device=unread.starts_B.device)
+        last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
         ends_B = unread.starts_B + unread.num_real_B
-        return draft_behind(self._model, self._translation, request, last_BH, ends_B)
+        return draft_behind(self._model, self._translation, request, Hidden(last_BH), ends_B)

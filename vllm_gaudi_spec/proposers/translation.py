@@ -55,6 +55,23 @@ class MappedTokens:
         return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)
 
 
+class FewerTokens:
+    """A head reads the target's tokens, and says only some of them."""
+
+    def __init__(self, said: torch.Tensor, vocab_size: int) -> None:
+        """`said`: the target's ids of what the head can say."""
+        index_V = torch.full((vocab_size,), -1, dtype=torch.int64)
+        index_V[said.cpu().long()] = torch.arange(len(said))
+        self._said_V = (index_V >= 0).to(said.device)
+        self._index_V = index_V.clamp(min=0).to(said.device)
+
+    def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
+        return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)
+
+
 class OwnTokens:
     """No translation: the drafter says what it likes of its own tokens, for the host to write anew."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -11,23 +12,24 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts
 from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
+from vllm_gaudi_spec.runner.reading import NOWHERE, Placed, Reading
+from vllm_gaudi_spec.runner.sampling import Branch
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.draft_choice import DraftLaws
-    from vllm_gaudi_spec.runner.drafter_state import DrafterState, Read
     from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -41,7 +43,7 @@ class DeviceDrafting:
         shapes: Shapes,
         speculation: Speculation,
         laws: DraftLaws,
-        state: DrafterState | None = None,
+        reading: Reading | None = None,
         coverage: Coverage | None = None,
     ) -> None:
         self._proposer = proposer
@@ -52,18 +54,16 @@ class DeviceDrafting:
         self._num_drafts = speculation.num_drafts
         self._choice = DraftChoice(speculation)
         self._laws = laws
-        self._state = state
+        self._reading = reading or Reading()
         self._coverage = coverage
         self._draft_rows = requests.backend.graph(self._draft_on_device)
-        self._read = requests.backend.graph(self._read_rows)
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
-        if self._state is not None:
-            self._state.apply()
+        self._reading.apply()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
@@ -76,62 +76,43 @@ class DeviceDrafting:
         return self._split.wanted_np(rows_np, shortest_np, most)
 
     def follow(self, batch: Batch) -> None:
-        if self._state is not None and (read := self._state.chunk(batch)) is not None:
-            self._read_chunk(read)
+        self._reading.follow(batch)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
 
     def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        if self._state is not None:
-            self._state.settle(rows_B, lengths_B)
+        self._reading.settle(rows_B, lengths_B)
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        able_np = self._possible(batch.requests, most)
-        if self._state is not None:
-            for read in self._state.catch_up(batch, able_np):
-                self._read_chunk(read)
-        if not most or not able_np.any():
+        if not batch.requests:  # a sampling pass that is warmed up; rounds are warmed up on their own
             return None
-        # One token more than were known, and the drafts.
-        ends = [end + 1 + self._num_drafts for end in batch.ends]
-        context = 0 if self._state is None else self._shapes.decode_context(ends)
-        drafts = self._draft(batch, lengths_B, inputs, most, ends, context)
-        if self._state is not None:
-            self._state.drafted(batch.requests, able_np)
+        able_np = self._possible(batch.requests, most)
+        drafts_follow = most > 0 and able_np.any()
+        placed = NOWHERE
+        if self._reading.has_kv and (drafts_follow or self._reading.every_step):
+            # One token more than were known, and the drafts.
+            ends = [end + 1 + self._num_drafts for end in batch.ends]
+            placed = self._place(batch, ends, self._shapes.decode_context(ends))
+        self._reading.before_round(batch, lengths_B, able_np, placed)
+        if not drafts_follow:
+            return None
+        drafts = self._draft(batch, lengths_B, inputs, most, placed)
+        self._reading.drafted(batch.requests, able_np)
         return drafts
 
+    def _place(self, batch: SampleBatch, ends: list[int], context: int) -> Placed:
+        return Placed(context, self._requests.decode_blocks(batch.rows_np, ends, context))
+
     def _draft(
-        self,
-        batch: SampleBatch,
-        lengths_B: torch.Tensor,
-        inputs: SamplingInputs,
-        most: int,
-        ends: list[int],
-        context: int,
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int, placed: Placed
     ) -> Drafts:
         branch = self._choice.branch(inputs)
-        self._recorder.saw(self._signature(len(batch.rows_np), context, branch))
-        return self._draft_rows(
-            batch.rows_B,
-            lengths_B,
-            self._split.upload(batch.rows_np, most),
-            # Without KV of its own a drafter has no use for blocks, and is one program for every context.
-            Blocks((), ()) if self._state is None else self._requests.decode_blocks(batch.rows_np, ends, context),
-            inputs.for_drafting(branch),
-        )
+        self._recorder.saw(self._signature(len(batch.rows_np), placed.context, branch))
+        limits_B2 = self._split.upload(batch.rows_np, most)
+        return self._draft_rows(batch.rows_B, lengths_B, limits_B2, placed.blocks, inputs.for_drafting(branch))
 
     # --- what runs on the device ---
-
-    def _read_chunk(self, read: Read) -> None:
-        self._recorder.saw(("draft", *read.shape))
-        self._read(read.rows_P, read.host_2P, read.blocks, read.shape.queries, read.single_row_real)
-
-    def _read_rows(
-        self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int, single_row_real: int | None
-    ) -> None:
-        assert self._state is not None
-        self._proposer.follow(self._state.read(rows_P, host_2P, blocks, queries, single_row_real))
 
     def _draft_on_device(
         self,
@@ -141,16 +122,14 @@ class DeviceDrafting:
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
-        wanted_B = wanted(limits_B2, lengths_B)
-        if self._state is not None:
-            wanted_B = torch.where(self._state.reads_all(rows_B, lengths_B), wanted_B, 0)
+        wanted_B = self._reading.able(rows_B, lengths_B, wanted(limits_B2, lengths_B))
+        hidden = self._reading.hidden(rows_B, lengths_B)
         drafts = self._proposer.propose(
-            self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
+            self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
         )
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._laws.put(rows_B, drafts)
-        if self._state is not None:
-            self._state.wrote(rows_B, lengths_B, drafts)
+        self._reading.wrote(rows_B, lengths_B, drafts)
         return drafts
 
     # --- behind a step ---
@@ -170,21 +149,31 @@ class DeviceDrafting:
 
     def _sizes(self) -> list[tuple[int, int]]:
         """Rows and contexts of rounds of drafts."""
-        return [(rows, 0) for rows in self._shapes.decode_rows] if self._state is None else self._shapes.decode_sizes()
+        return self._shapes.decode_sizes() if self._reading.has_kv else [(rows, 0) for rows in self._shapes.decode_rows]
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
-        """Rounds of drafts by rows, context and filters; and the prompt chunks that a drafter reads."""
+        """Rounds of drafts by rows, context and filters; and what a drafter reads besides."""
         branches = self._choice.branches(sampling)
         for (num_rows, context), branch in product(self._sizes(), branches):
             yield self._signature(num_rows, context, branch)
-        if self._state is not None:
-            for shape in self._shapes.prefills():
-                yield ("draft", *shape)
+        yield from self._reading.signatures()
 
     def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+        for num_rows, num_queries, context in self._reading.read_padding():
+            yield num_rows, Branch(), partial(self._read_padding, num_queries=num_queries, context=context)
         branches = sorted(self._choice.branches(sampling))
         for (num_rows, context), branch in product(reversed(self._sizes()), branches):
-            yield num_rows, branch, partial(self._draft, most=self._num_drafts, ends=[], context=context)
+            yield num_rows, branch, partial(self._draft_padding, context=context)
+
+    def _read_padding(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, num_queries: int, context: int
+    ) -> None:
+        none_np, batch = np.zeros(0, dtype=np.int32), replace(batch, num_queries=num_queries)
+        self._reading.before_round(batch, lengths_B, none_np, self._place(batch, [], context))
+
+    def _draft_padding(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, context: int) -> None:
+        placed = self._place(batch, [], context) if self._reading.has_kv else NOWHERE
+        self._draft(batch, lengths_B, inputs, self._num_drafts, placed)
 
     def no_drafts(self, num_rows: int) -> Drafts | None:
         upload = self._requests.backend.upload
@@ -192,5 +181,4 @@ class DeviceDrafting:
         return Drafts(tokens_BK, upload(torch.zeros(num_rows, dtype=torch.int32)))
 
     def warm_up(self) -> None:
-        if self._state is not None:
-            self._state.warm_up()
+        self._reading.warm_up()

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.proposers.base import Drafts, Hidden
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 
@@ -57,6 +57,7 @@ class DraftChoice:
         wanted_B: torch.Tensor,
         blocks: Blocks,
         inputs: SamplingInputs,
+        hidden: Hidden | None = None,
     ) -> DraftRequest:
         """What a proposer is asked."""
         return DraftRequest(
@@ -67,6 +68,7 @@ class DraftChoice:
             num_drafts=self._num_drafts,
             blocks=blocks,
             choose=self._behind(lengths_B, inputs),
+            hidden=hidden,
         )
 
 

@@ -6,7 +6,7 @@ to catch up, and in which shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
+from vllm_gaudi_spec.runner.reading import Placed, Reading
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.proposers.base import Drafts
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
+    from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shape, Shapes
 
@@ -48,11 +50,23 @@ class _Behind:
     """Up to so many tokens are unread."""
 
 
-class DrafterState:
+class DrafterState(Reading):
+    has_kv = True
+
     def __init__(
-        self, requests: Requests, shapes: Shapes, drafter_max_len: int, num_drafts: int, blocks: ReadBlocks
+        self,
+        read: Callable[[Inputs], None],
+        requests: Requests,
+        recorder: StepRecorder,
+        shapes: Shapes,
+        drafter_max_len: int,
+        num_drafts: int,
+        blocks: ReadBlocks,
     ) -> None:
+        """`read`: what makes the drafter read tokens, on the device."""
+        self._read = read
         self._requests = requests
+        self._recorder = recorder
         self._shapes = shapes
         self._longest = drafter_max_len
         self._num_drafts = num_drafts
@@ -66,7 +80,7 @@ class DrafterState:
         self._arrived: set[int] = set()
         """Rows whose first forward is still to come."""
         self._blocks = blocks
-
+        self._run_read = requests.backend.graph(self._read_rows)
         self._set_reach = requests.backend.graph(self._put)
 
     # --- what the host tells ---
@@ -77,7 +91,19 @@ class DrafterState:
             self._arrived.add(request.row)
         self._blocks.clear_new()
 
-    def chunk(self, batch: Batch) -> Read | None:
+    def follow(self, batch: Batch) -> None:
+        if (read := self._chunk(batch)) is not None:
+            self._read_chunk(read)
+
+    def before_round(self, batch: SampleBatch, lengths_B: torch.Tensor, able_np: np.ndarray, placed: Placed) -> None:
+        for read in self._catch_up(batch, able_np):
+            self._read_chunk(read)
+
+    def _read_chunk(self, read: Read) -> None:
+        self._recorder.saw(("draft", *read.shape))
+        self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries, read.single_row_real)
+
+    def _chunk(self, batch: Batch) -> Read | None:
         """What the drafter is to read of a batch: a prompt chunk, cut at its longest context."""
         self._welcome(batch.requests)
         if batch.shape.phase != PREFILL:
@@ -114,9 +140,6 @@ class DrafterState:
         rows_np[: len(rows)] = rows
         self._tell(rows_np)
 
-    def warm_up(self) -> None:
-        self._tell(np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64))
-
     def _tell(self, rows_np: np.ndarray) -> None:
         upload = self._requests.backend.upload
         self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
@@ -126,7 +149,7 @@ class DrafterState:
             self._blocks.note(row, int(self._reach_np[row]), reach)
             self._reach_np[row] = reach
 
-    def catch_up(self, batch: SampleBatch, able_np: np.ndarray) -> Iterator[Read]:
+    def _catch_up(self, batch: SampleBatch, able_np: np.ndarray) -> Iterator[Read]:
         """What the drafter has to read first, in the shapes of prompt chunks: of rows that may draft now and did not
         before. Rows that may not draft fall behind."""
         rows_np = batch.rows_np[: len(able_np)]
@@ -162,9 +185,9 @@ class DrafterState:
 
     # --- what the device does ---
 
-    def read(
+    def _read_rows(
         self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int, single_row_real: int | None
-    ) -> Inputs:
+    ) -> None:
         """The next tokens that the drafter has not read, of rows that it has read up to where the host says at least;
         all but the newest token."""
         reach_P = self._reach_R.index_select(0, rows_P)
@@ -174,16 +197,16 @@ class DrafterState:
         self._put(rows_P, reach_P + num_real_P)
         place_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + place_L)
-        return rectangle(tokens_PL, starts_P, num_real_P, blocks, single_row_real)
+        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks, single_row_real))
 
     def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Once behind each verdict: beyond the newest token nothing counts that was written for drafts. They were
         rejected."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
-    def reads_all(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """bool [B]: rows of which the drafter has read all but the newest tokens."""
-        return self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST
+    def able(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
+        """Of rows of which the drafter has read all but the newest tokens."""
+        return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, wanted_B, 0)
 
     def wrote(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """KV of the newest tokens and of all drafts but the last."""
@@ -193,3 +216,12 @@ class DrafterState:
 
     def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
         self._reach_R.index_copy_(0, rows_B, torch.where(rows_B == self._requests.pad_row, 0, reach_B).int())
+
+    # --- warm-up ---
+
+    def signatures(self) -> Iterator[Hashable]:
+        for shape in self._shapes.prefills():
+            yield ("draft", *shape)
+
+    def warm_up(self) -> None:
+        self._tell(np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
-from vllm_gaudi_spec.config import SLEM, TLI, cache_folder
+from vllm_gaudi_spec.config import MEDUSA, SLEM, TLI, cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer, is_on_device
+from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.custom import CustomProposer
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
@@ -23,9 +24,12 @@ from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.followed import Followed
+from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
+from vllm_gaudi_spec.runner.heads import head_size, load_head
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
+from vllm_gaudi_spec.runner.reading import Reading
 from vllm_gaudi_spec.runner.slab import Slab
 from vllm_gaudi_spec.runner.text_drafting import TextDrafting
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.kv_cache import KVCache
+    from vllm_gaudi_spec.runner.landing import Landing
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -102,10 +107,14 @@ class Drafting(Protocol):
         ...
 
 
-def load_drafter(speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend) -> LoadedModel | None:
+def load_drafter(
+    speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
+) -> LoadedModel | None:
     """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
+    if speculation.is_head or speculation.method == MEDUSA:
+        return load_head(speculation.method, vllm_config, backend, target)
     return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model")
 
 
@@ -131,6 +140,7 @@ def load_drafting(
     recorder: StepRecorder,
     shapes: Shapes,
     kv_cache: KVCache,
+    landing: Landing,
     target_model: LoadedModel,
     model: LoadedModel | None,
 ) -> Drafting:
@@ -164,13 +174,19 @@ def load_drafting(
         )
     proposer = build_proposer(Setting(speculation, vllm_config, device, model, pair))
     if is_on_device(speculation):
-        longest, state = speculation.drafter_max_len, None
-        if model is not None and longest is not None:
+        longest = min(speculation.drafter_max_len or target.max_model_len, target.max_model_len)
+        reading = Reading()
+        if speculation.method == MEDUSA:
+            reading = LastState(landing)
+        elif speculation.is_head and model is not None:
+            reading = HeadReading(model, landing, requests, recorder, shapes, head_size(vllm_config), longest)
+        elif model is not None:
             groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & set(model.layer_names)]
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups)
-            state = DrafterState(requests, shapes, min(longest, target.max_model_len), speculation.num_drafts, blocks)
+            read = cast(AutoregressiveProposer, proposer).read
+            reading = DrafterState(read, requests, recorder, shapes, longest, speculation.num_drafts, blocks)
         return DeviceDrafting(
-            cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, state, coverage
+            cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, reading, coverage
         )
     if isinstance(proposer, CustomProposer):
         proposer.load_model(target_model.model)

@@ -3,12 +3,15 @@ the step was cut into."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_gaudi_spec.runner.batch import Located, sampled_places
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.proposers.base import Hidden
 
 
 class Landed(NamedTuple):
@@ -30,23 +33,34 @@ class Landing:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        carried_size: int | None = None,
     ) -> None:
+        """`carried_size`: of what heads read, where those are not the very states that logits are made of."""
+        self.dtype = dtype
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
         """N = R * Q: one line of memory, changed as a whole."""
         self.chunk_TH = torch.zeros(longest_chunk, hidden_size, dtype=dtype, device=device)
         """Of the newest prompt chunk, all: for the scores of its tokens."""
+        self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
+        if carried_size is not None:
+            self._carried_NH, self._carried_chunk_TH = (
+                torch.zeros(tensor.shape[0], carried_size, dtype=dtype, device=device)
+                for tensor in (self._hidden_NH, self.chunk_TH)
+            )
         self._first_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._num_drafts_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
-    def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden_TH: torch.Tensor) -> None:
+    def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
+        """`hidden`: of all T tokens."""
         places_BQ, positions_BQ = sampled_places(phase, queries, located)
-        chosen_NH = hidden_TH.index_select(0, places_BQ.flatten())
-        self._hidden_NH.index_copy_(0, self._index(rows_B, places_BQ.shape[1]), chosen_NH)
+        chosen_N, index_N = places_BQ.flatten(), self._index(rows_B, places_BQ.shape[1])
+        for states_TH, rows_NH, chunk_TH in self._kept(hidden):
+            rows_NH.index_copy_(0, index_N, states_TH.index_select(0, chosen_N))
+            if phase == PREFILL:
+                place_T = torch.arange(states_TH.shape[0], dtype=torch.int64, device=rows_B.device)
+                chunk_TH.index_copy_(0, place_T, states_TH)
         self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
-        if phase == PREFILL:
-            place_T = torch.arange(hidden_TH.shape[0], dtype=torch.int64, device=rows_B.device)
-            self.chunk_TH.index_copy_(0, place_T, hidden_TH)
         if phase == DECODE:
             num_drafts_B = (located.num_real_B - 1).clamp(min=0)
         else:
@@ -60,6 +74,33 @@ class Landing:
             self._first_R.index_select(0, rows_B)[:, None] + place,
             self._num_drafts_R.index_select(0, rows_B),
         )
+
+    # --- what heads read ---
+
+    def _kept(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """States, and where those of rows and of chunks are kept."""
+        kept = [(hidden.last, self._hidden_NH, self.chunk_TH)]
+        if self._carried_NH is not self._hidden_NH:
+            assert hidden.carried is not None
+            kept.append((hidden.carried, self._carried_NH, self._carried_chunk_TH))
+        return kept
+
+    def first(self, rows_B: torch.Tensor) -> torch.Tensor:
+        """int32 [B]: position of the first state of each row."""
+        return self._first_R.index_select(0, rows_B)
+
+    def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
+        """[B * Q, H], from the first of each row on."""
+        return self._carried_NH.index_select(0, self._index(rows_B, num_queries))
+
+    def chunk(self, num_tokens: int) -> torch.Tensor:
+        """[T, H] of the newest prompt chunk."""
+        return self._carried_chunk_TH.narrow(0, 0, num_tokens)
+
+    def behind(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """[B, H]: the states that the last of `lengths_B` tokens were sampled from."""
+        place_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
+        return self._hidden_NH.index_select(0, rows_B * self._num_queries + place_B)
 
     def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
         place = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -12,10 +13,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from vllm_gaudi_spec.attention import latent  # noqa: F401  (puts its layer in place of vLLM's)
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.proposers.base import Hidden
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from torch import nn
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.inputs import Inputs
@@ -29,11 +33,31 @@ def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
 
 
+def _logits_only(output: torch.Tensor) -> Hidden:
+    return Hidden(output)
+
+
 class LoadedModel:
-    def __init__(self, vllm_config: VllmConfig, backend: DeviceBackend, prefix: str = "") -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        backend: DeviceBackend,
+        prefix: str = "",
+        model_config: ModelConfig | None = None,
+        load_config: LoadConfig | None = None,
+        adapt: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
+        before it goes to the device."""
         self.vllm_config = vllm_config
+        self.hidden_of: Callable[[Any], Hidden] = _logits_only
+        """From what the model's class returns."""
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
-        self.model = get_model(vllm_config=vllm_config, prefix=prefix)
+        self.model = get_model(
+            vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
+        )
+        if adapt is not None:
+            adapt(self.model)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
@@ -65,16 +89,16 @@ class LoadedModel:
         """The layers of each KV cache group."""
         self._groups = layer_names
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Hidden states [T, hidden]; KV of all T tokens is written."""
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        """[T, H]; KV of all T tokens is written. A head wants what was carried to it."""
         metadata, slots = {}, {}
         for names, call, group_slots in zip(self._groups, inputs.calls, inputs.slots, strict=True):
             metadata.update(dict.fromkeys(names, call))
             slots.update(dict.fromkeys(names, group_slots))
         num_tokens = inputs.token_ids_T.shape[0]
         with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
-            hidden: torch.Tensor = self.model(inputs.token_ids_T, inputs.positions_T)
-        return hidden
+            carried = () if carried_TH is None else (carried_TH,)
+            return self.hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, V]."""

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.config import Options, Speculation
+from vllm_gaudi_spec.config import EAGLE3, Options, Speculation
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
+from vllm_gaudi_spec.runner.heads import head_size
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
@@ -73,7 +74,9 @@ class ModelRunner:
 
     def load_model(self) -> None:
         self.target = LoadedModel(self.vllm_config, self.backend)
-        self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend) if self.speculation else None
+        self.drafter: LoadedModel | None = None
+        if self.speculation is not None:
+            self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
 
     def drafting_bytes(self) -> dict[str, int]:
         """Memory that drafting takes besides weights and the KV cache, and what for."""
@@ -94,9 +97,11 @@ class ModelRunner:
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()
-        if self.drafter is not None and self.speculation is not None and not self.speculation.retokenizes:
-            specs |= self.drafter.kv_cache_spec_of_drafter()
-        return specs
+        if self.drafter is None or self.speculation is None or self.speculation.retokenizes:
+            return specs
+        # A head never catches up: what vLLM freed it has no more use for.
+        own = self.drafter.kv_cache_spec() if self.speculation.is_head else self.drafter.kv_cache_spec_of_drafter()
+        return specs | own
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         model = self.vllm_config.model_config
@@ -123,7 +128,13 @@ class ModelRunner:
         )
         longest_chunk = max(shape.tokens for shape in self.shapes.prefills())
         self.landing = Landing(
-            self.max_rows + 1, 1 + self.num_drafts, longest_chunk, model.get_hidden_size(), model.dtype, device
+            self.max_rows + 1,
+            1 + self.num_drafts,
+            longest_chunk,
+            model.get_hidden_size(),
+            model.dtype,
+            device,
+            head_size(self.vllm_config) if self.speculation and self.speculation.method == EAGLE3 else None,
         )
         downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.prompt_logprobs = PromptLogprobs(
@@ -140,6 +151,7 @@ class ModelRunner:
                 self.recorder,
                 self.shapes,
                 self.kv_cache,
+                self.landing,
                 self.target,
                 self.drafter,
             )
@@ -260,8 +272,8 @@ class ModelRunner:
 
     def _forward(self, phase: str, queries: int, rows: Rows, single_row_real: int | None) -> None:
         located = locate(phase, rows, self.requests)
-        hidden_TH = self.target.forward(build_inputs(queries, rows, located, self.requests, single_row_real))
-        self.landing.put(phase, queries, rows.rows_B, located, hidden_TH)
+        hidden = self.target.forward(build_inputs(queries, rows, located, self.requests, single_row_real))
+        self.landing.put(phase, queries, rows.rows_B, located, hidden)
         # What samples moves on in `_finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 

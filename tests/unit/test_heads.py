@@ -1,0 +1,272 @@
+"""Heads, over a target whose state and a head whose answer depend on every token and state at its own position.
+
+So one slot, position, token or hidden state that is off by one gives another draft.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.unit.fakes import CapturingBackend, HostBackend, step
+from tests.unit.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.proposers.base import Hidden
+from vllm_gaudi_spec.proposers.head import HeadProposer
+from vllm_gaudi_spec.proposers.medusa import MedusaProposer
+from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
+from vllm_gaudi_spec.runner.batch import Batch, Located, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
+from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
+from vllm_gaudi_spec.runner.landing import Landing
+from vllm_gaudi_spec.runner.shapes import DECODE
+
+NOBODYS = 89.0  # the state of what is no real token
+
+
+def state_behind(tokens: list[int]) -> int:
+    """The target's, behind the last of them."""
+    return (11 * following(tokens) + 2) % VOCAB
+
+
+def carry(said: torch.Tensor) -> torch.Tensor:
+    return (3 * said + 1) % VOCAB
+
+
+class ReadsStates:
+    """Keeps (position + 1) * token + 5 * state in the KV slots, and says the sum over the context."""
+
+    def __init__(self, longest: int) -> None:
+        self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
+        self.longest = longest
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is not None
+        assert int(inputs.positions_T.max()) < self.longest, "a position that the head does not have"
+        kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
+        self.kv[inputs.slots[0]] = kept
+        call, said = inputs.calls[0], []
+        if call.num_real_queries is not None:
+            assert int((inputs.slots[0] >= BLOCK).sum()) <= call.num_real_queries, "what it reads is real"
+            assert int(call.starts_B[0]) + call.num_real_queries <= self.longest
+        for row in range(call.num_rows):
+            context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
+            said += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
+        last_TH = (torch.stack(said) % VOCAB)[:, None].float()
+        return Hidden(last_TH, carry(last_TH))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
+
+
+class HeadRows(Rows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.head = ReadsStates(drafter_max_len)
+        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.fresh: set[str] = set()
+        reading = HeadReading(
+            self.head, self.landing, self.requests, self.recorder, self.shapes, head_size=1, longest=drafter_max_len
+        )
+        return self.drafting_of("eagle", HeadProposer(self.head, SameTokens(VOCAB, VOCAB)), reading, drafter_max_len)
+
+    def forward(self, batch: Batch) -> None:
+        located = locate(batch.shape.phase, batch.uploaded, self.requests)
+        states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
+        for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+            for query in range(count):
+                states[row, query] = state_behind(request.known[: request.num_computed + query + 1])
+        self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
+        self.fresh |= {request.req_id for request in batch.requests}
+        super().forward(batch)
+
+    def computed(self, names: list[str]) -> int:
+        decodes = [name for name in names if name not in self.fresh]
+        self.fresh -= set(names)
+        queries = 1 + self.num_drafts if any(self.drafted.get(name) for name in decodes) else 1
+        states = torch.full((len(decodes), queries), NOBODYS)
+        starts = [len(self.tokens[name]) - 1 for name in decodes]
+        counts = [1 + self.drafted.get(name, 0) for name in decodes]
+        for row, (name, start, count) in enumerate(zip(decodes, starts, counts, strict=True)):
+            request_row = self.requests.by_id[name].row
+            history = self.requests.history_RM[request_row].tolist()
+            for query in range(count):
+                states[row, query] = state_behind(history[: start + query + 1])
+        if decodes:
+            rows_B = torch.tensor([self.requests.by_id[name].row for name in decodes])
+            self.land(DECODE, rows_B, Located(torch.tensor(starts).int(), torch.tensor(counts).int()), states)
+        return queries
+
+    def land(self, phase: str, rows_B: torch.Tensor, located: Located, states: torch.Tensor) -> None:
+        states_TH = states.flatten()[:, None]
+        self.landing.put(phase, states.shape[1], rows_B, located, Hidden(states_TH, states_TH))
+
+    def expected(self, name: str) -> list[int]:
+        tokens = list(self.tokens[name])
+        kept = [(place + 1) * token + 5 * state_behind(tokens[: place + 1]) for place, token in enumerate(tokens[1:])]
+        room = min(self.head.longest, self.max_len - 1) - len(tokens)
+        drafts: list[int] = []
+        for place in range(len(tokens) - 1, len(tokens) - 1 + max(0, min(self.num_drafts, room))):
+            if drafts:
+                kept.append(place * drafts[-1] + 5 * ((3 * drafts[-1] + 1) % VOCAB))
+            drafts.append(sum(kept) % VOCAB)
+        return drafts
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_all_tokens_and_states(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
+    """Whatever is accepted, in any company, with steps at which nobody may draft."""
+    rng = random.Random(seed)
+    rows = HeadRows(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    for _ in range(14):
+        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
+        answers = {}
+        for name in scheduled:
+            accepted = drafts[name][: rng.randint(0, num_drafts)]
+            answers[name] = [*accepted, rng.randrange(VOCAB)]
+        off = rng.random() < 0.3
+        drafts |= rows.sample(answers, most=0 if off else None)
+        for name in scheduled:
+            assert drafts[name] == ([] if off else rows.expected(name)), name
+    assert not rows.recorder.unexpected
+
+
+def test_a_row_past_the_heads_longest_rides_along_without_drafts() -> None:
+    rows = HeadRows(num_drafts=4, drafter_max_len=32)
+    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
+    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
+    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
+    assert len(drafted["near"]) == 3
+    rows.sample({"a": [2], "near": [4, 5, 6]})
+    assert rows.sample({"near": [4, 5]})["near"] == []
+    assert rows.sample({"a": [9]})["a"] == rows.expected("a")
+
+
+def test_a_head_that_is_not_asked_reads_on() -> None:
+    """Through a request that wants no drafts, whose blocks another request takes over."""
+    rows = HeadRows(num_drafts=3)
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=0)
+    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    # Of the last shared block the head's last slot belongs to a token that need not be the same: vLLM drops that block.
+    told = [*rows.tokens["a"][: 2 * BLOCK], *rows.tokens["a"][2 * BLOCK : 2 * BLOCK + 1], 9, 9]
+    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+
+
+def test_nothing_is_read_when_every_row_is_past() -> None:
+    rows = HeadRows(num_drafts=2, drafter_max_len=16)
+    rows.start({"a": list(range(1, 60))}, chunk=64)
+    rows.sample({"a": [1]})
+    rows.recorder._seen.clear()
+    kv = rows.head.kv.clone()
+    rows.sample({"a": [2]})
+    assert not rows.recorder._seen
+    assert torch.equal(rows.head.kv, kv)
+
+
+def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
+    """After each step, the slots up to the last position that was read hold exactly what the tokens say."""
+    rng = random.Random(1)
+    rows = HeadRows(num_drafts=4)
+    rows.start(PROMPTS)
+    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    for _ in range(10):
+        answers = {name: [*drafts[name][: rng.randint(0, 4)], rng.randrange(VOCAB)] for name in PROMPTS}
+        drafts |= rows.sample(answers)
+        for name in PROMPTS:
+            tokens = rows.tokens[name]
+            blocks = rows.requests.tables_np[0][rows.requests.by_id[name].row]
+            own = rows.head.kv.view(-1, BLOCK)[torch.from_numpy(blocks).long()].flatten()[: len(tokens) - 1]
+            kept = [(p + 1) * tokens[p + 1] + 5 * state_behind(tokens[: p + 1]) for p in range(len(tokens) - 1)]
+            assert own.tolist() == kept
+
+
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+    rows = HeadRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
+    for shape in rows.shapes.all():
+        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
+    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
+        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
+        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
+    rows.drafting.warm_up()
+    assert rows.recorder._seen == rows.recorder.manifest
+    rows.start(PROMPTS)
+    assert rows.sample({"a": [1], "b": [2]}) == {"a": rows.expected("a"), "b": rows.expected("b")}, "nothing was left"
+
+
+# --- Medusa ---
+
+
+class SaysMultiples:
+    """Head i says (i + 1) times the state."""
+
+    def logits(self, hidden_BH: torch.Tensor) -> list[torch.Tensor]:
+        said_B = hidden_BH[:, 0].long()
+        return [torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6)]
+
+
+class MedusaRows(HeadRows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.fresh: set[str] = set()
+        proposer = MedusaProposer(SaysMultiples(), SameTokens(VOCAB, VOCAB))
+        return self.drafting_of("medusa", proposer, LastState(self.landing), drafter_max_len)
+
+    def expected(self, name: str) -> list[int]:
+        state = state_behind(self.tokens[name][:-1])
+        return [state * (place + 1) % VOCAB for place in range(self.num_drafts)]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_medusa_reads_the_state_behind_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
+    rng = random.Random(0)
+    rows = MedusaRows(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    for _ in range(10):
+        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
+        answers = {n: [*drafts[n][: rng.randint(0, num_drafts)], rng.randrange(VOCAB)] for n in scheduled}
+        drafts |= rows.sample(answers)
+        assert {name: drafts[name] for name in scheduled} == {name: rows.expected(name) for name in scheduled}
+    assert not rows.recorder.unexpected
+
+
+# --- vocabularies ---
+
+
+def test_a_head_that_says_fewer_tokens() -> None:
+    said = torch.tensor([2, 5, 6])
+    translation = FewerTokens(said, 8)
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    expected = torch.full((1, 8), -torch.inf)
+    expected[0, said] = logits[0]
+    assert torch.equal(translation.to_target(logits), expected)
+    assert torch.equal(translation.to_drafter(said), said)
+
+
+def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
+    landing = Landing(3, 2, 8, 1, torch.float32, torch.device("cpu"), carried_size=2)
+    rows_B, located = torch.tensor([0, 1]), Located(torch.tensor([4, 7]).int(), torch.tensor([2, 1]).int())
+    last, carried = torch.arange(4.0)[:, None], torch.arange(8.0).view(4, 2)
+    landing.put(DECODE, 2, rows_B, located, Hidden(last, carried))
+    assert torch.equal(landing.carried(rows_B, 2), carried)
+    assert torch.equal(landing.take(rows_B, 2).hidden_NH, last)
+    assert landing.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+
+
+def test_requests_end_and_their_rows_serve_others() -> None:
+    rows = HeadRows(num_drafts=3)
+    rows.start({"a": list(range(1, 40))})
+    rows.sample({"a": [4]})
+    rows.requests.apply(step({}, finished={"a"}))
+    rows.start({"b": [7, 8]})
+    assert rows.sample({"b": [1]}) == {"b": rows.expected("b")}

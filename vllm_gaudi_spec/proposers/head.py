@@ -1,0 +1,29 @@
+"""EAGLE, EAGLE-3 and MTP: a head that reads the target's hidden states, each beside the token that follows it.
+
+At position p it reads token p + 1 and what the target says behind token p, keeps its KV there, and its answer is a
+guess at what the target will say behind token p + 1: the next draft follows from it, and the step after that reads it
+in the target's place. Whatever it wrote for drafts is written again, from the target's own states, once it is known
+which were accepted (`runner/head_reading.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.proposers.autoregressive import draft_behind
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts, Model
+    from vllm_gaudi_spec.proposers.translation import Translation
+
+
+class HeadProposer:
+    def __init__(self, model: Model, translation: Translation) -> None:
+        self._model = model
+        self._translation = translation
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        assert request.hidden is not None
+        # The newest token stands beside the state before it, so a head is one position behind the target.
+        starts_B = request.lengths_B - 1
+        return draft_behind(self._model, self._translation, request, request.hidden, starts_B)

@@ -1,0 +1,34 @@
+"""Medusa: as many heads as drafts, all on the target's one hidden state. No loop, and no KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_gaudi_spec.proposers.autoregressive import gathered
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+    from vllm_gaudi_spec.proposers.translation import Translation
+
+
+class Heads(Protocol):
+    def logits(self, hidden_BH: torch.Tensor) -> list[torch.Tensor]:
+        """float32 [B, U] of each head."""
+        ...
+
+
+class MedusaProposer:
+    def __init__(self, model: Heads, translation: Translation) -> None:
+        self._heads = model
+        self._translation = translation
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        assert request.hidden is not None
+        said = self._heads.logits(request.hidden.last)[: request.num_drafts]
+        drafted = [
+            request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + place)
+            for place, logits_BU in enumerate(said)
+        ]
+        return gathered(drafted, request.num_wanted_B)
