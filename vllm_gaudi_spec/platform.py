@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import CpuArchEnum, Platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
@@ -29,6 +30,8 @@ logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
+_LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
+_LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
 
 
 def is_active() -> bool:
@@ -76,7 +79,11 @@ class SpecPlatform(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        return _ATTENTION
+        return _LATENT_ATTENTION if attn_selector_config.use_mla else _ATTENTION
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
+        return resolve_obj_by_qualname(_LATENT_PREFILL)
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

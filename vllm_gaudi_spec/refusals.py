@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    EAGLE3,
+    HEAD_METHODS,
     MAX_DRAFTS,
+    MEDUSA,
     METHODS,
     MOST_RULES,
+    MTP,
     REQUEST_OPTION,
     RETOKENIZE,
     SLEM,
@@ -47,8 +51,8 @@ def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
-    if model.use_mla:
-        yield f"{model.model} uses MLA attention, which is not supported yet; use a model without it."
+    if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
+        yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
     if model.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
         yield "Mixture-of-experts models do not run data parallel yet; use --data-parallel-size 1."
 
@@ -214,8 +218,29 @@ def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
             "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
             "not; use strict with coupled in --speculative-config."
         )
+    if given.method in (*HEAD_METHODS, MEDUSA):
+        yield from _head_refusals(given)
     useless = [*_set_options(given, _DRAFTER_LAYER_OPTIONS), *_set_options(given, _NGRAM_OPTIONS)]
+    if given.method in HEAD_METHODS:  # the scheduler listens to it
+        useless = [name for name in useless if name != "disable_eagle_block_drop"]
     yield from _refuse_useless(given, [*useless, *_changed_suffix_options(given)])
+
+
+def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
+    config, target = given.draft_model_config.hf_config, given.target_model_config
+    if given.method == MTP and getattr(config, "n_predict", 1) != 1:
+        yield (
+            f"{target.model} predicts with {config.n_predict} layers one after the other; only models with one such "
+            "layer are supported, which is run again for each draft. Use another method in --speculative-config."
+        )
+    wanted = given.draft_model_config.get_hidden_size()
+    if given.method == EAGLE3:
+        wanted = getattr(config, "target_hidden_size", None) or wanted
+    if wanted != target.get_hidden_size():
+        yield (
+            f"{given.model} reads hidden states of size {wanted}, and those of {target.model} have "
+            f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
+        )
 
 
 def _refuse_useless(given: SpeculativeConfig, names: list[str]) -> Iterator[str]:

@@ -55,7 +55,8 @@ def qwen2_audio() -> PreTrainedConfig:
 
 
 def deepseek() -> PreTrainedConfig:
-    return DeepseekV3Config(**common(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1))
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+    return DeepseekV3Config(**common(**experts, index_topk=64))
 
 
 # Architecture, its configuration, and words of the refusal. No weights: it comes before they are looked for.
@@ -66,7 +67,7 @@ MODELS = [
         "attention only",
     ),
     ("JambaForCausalLM", lambda: JambaConfig(**common()), "attention only"),
-    ("DeepseekV3ForCausalLM", deepseek, "MLA"),
+    ("DeepseekV3ForCausalLM", deepseek, "sparse MLA"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
     ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
 ]

@@ -4,13 +4,17 @@ The weights are drawn wide (`initializer_range` 0.2 and more), so that logits sp
 logits would make every comparison of greedy tokens a comparison of rounding errors.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GraniteConfig,
@@ -129,6 +133,52 @@ def qwen3_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common(**experts)))
 
 
+def deepseek(**overrides: Any) -> PreTrainedModel:
+    """DeepSeek-V3 in small: every size another, so that one taken for another shows."""
+    shape = dict(
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=48,
+        kv_lora_rank=40,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=16,
+        v_head_dim=20,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=10_000.0,
+            factor=4.0,
+            original_max_position_embeddings=MAX_LEN // 4,
+            beta_fast=32,
+            beta_slow=1,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    )
+    config = common(**(shape | overrides))
+    del config["head_dim"]
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**config))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    return model
+
+
+def deepseek_lite() -> PreTrainedModel:
+    """Queries from one matrix, and plain rotary embeddings."""
+    return deepseek(q_lora_rank=None, rope_parameters=dict(rope_type="default", rope_theta=10_000.0))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "mistral": mistral,
@@ -138,6 +188,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3": gemma3,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "deepseek": deepseek,
+    "deepseek_lite": deepseek_lite,
 }
 
 
@@ -153,4 +205,23 @@ def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = V
     model.generation_config.do_sample = False
     model.save_pretrained(folder)
     byte_tokenizer(vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
+    """A DeepSeek checkpoint with a layer that predicts one token more, under the names that DeepSeek gave it."""
+    save(lambda: deepseek(num_hidden_layers=4), folder, seed=seed)
+    # What was made as the last layer is the predicting one.
+    described = json.loads((folder / "config.json").read_text())
+    described["num_hidden_layers"] -= 1
+    (folder / "config.json").write_text(json.dumps(described))
+    prefix, hidden = f"model.layers.{described['num_hidden_layers']}.", described["hidden_size"]
+    weights = load_file(folder / "model.safetensors")
+    norms = {f"{prefix}{name}.weight": 1 + 0.1 * torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights |= norms | {
+        f"{prefix}eh_proj.weight": 0.2 * torch.randn(hidden, 2 * hidden),
+        f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)

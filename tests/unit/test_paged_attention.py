@@ -56,7 +56,8 @@ class Scene:
     call: AttentionCall
     query_BQHD: torch.Tensor
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
+    """None where they are a part of the keys."""
     starts: list[int]
     real: list[int]
     """How many queries of a row are real."""
@@ -66,16 +67,17 @@ class Scene:
     def attend(self, form: Form, call: AttentionCall | None = None) -> torch.Tensor:
         """[B, Q, H, D]."""
         query = self.query_BQHD.flatten(0, 1)
-        out = torch.full_like(query, torch.nan)
+        out = query.new_full((*query.shape[:-1], self.spec.output_size), torch.nan)
         form(query, self.keys, self.values, call or self.call, self.spec, out)
-        return out.view(self.query_BQHD.shape)
+        return out.unflatten(0, self.query_BQHD.shape[:2])
 
     def dense(self) -> list[torch.Tensor]:
+        values = self.keys[..., : self.spec.output_size] if self.values is None else self.values
         return [
             attend_row(
                 self.query_BQHD[row, :real],
                 self.keys,
-                self.values,
+                values,
                 blocks,
                 start,
                 scale=self.spec.scale,
@@ -102,6 +104,7 @@ def make_scene(
     pad_entries: int = 5,
     pad_size: float = 1e4,
     query_size: float = 1.0,
+    value_size: int | None = None,
 ) -> Scene:
     """Rows own random blocks, those wholly behind the window none. Entries of the list are shuffled, padding with them.
 
@@ -152,6 +155,7 @@ def make_scene(
             logits_soft_cap=soft_cap,
             dtype=dtype,
             block_size=block_size,
+            value_size=value_size,
         ),
         call=AttentionCall(
             num_rows=rows,
@@ -162,7 +166,7 @@ def make_scene(
         ),
         query_BQHD=query.to(dtype),
         keys=keys,
-        values=values,
+        values=values if value_size is None else None,
         starts=starts,
         real=real,
         blocks=blocks,
@@ -225,6 +229,15 @@ def test_bfloat16(window: int | None, queries: int, soft_cap: float) -> None:
         [0, 31, 128, 700], queries, heads=8, head_size=128, window=window, soft_cap=soft_cap, dtype=torch.bfloat16
     )
     check(scene)
+
+
+@pytest.mark.parametrize(("head_size", "value_size"), [(576, 512), (56, 40), (64, 64)])
+@pytest.mark.parametrize("queries", [1, 2, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, queries: int, dtype: torch.dtype) -> None:
+    """The cache of latent attention: one head for all queries."""
+    sizes = dict(heads=8, kv_heads=1, head_size=head_size, value_size=value_size)
+    check(make_scene([0, 31, 70, 200], queries, **sizes, dtype=dtype, real=[queries, 1, queries, 1]))
 
 
 def test_scores_far_apart() -> None:
@@ -367,6 +380,17 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
     assert watch.gathers == [("keys", num_listed * queries), ("values", num_listed * queries)]
     atol, rtol = TOLERANCE[torch.float32]
     torch.testing.assert_close(rectangle, rows_of_one, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("form", ["padded", "flat"])
+def test_keys_that_hold_their_values_are_read_once(form: str) -> None:
+    scene = make_scene([0, 31, 70], 5, kv_heads=1, head_size=56, value_size=40)
+    listed = scene.call.flat
+    assert listed is not None
+    with Watch(keys=scene.keys) as watch:
+        scene.attend(FORMS[form])
+    num_read = listed.ids_N.numel() if form == "flat" else scene.call.block_table_BW.numel()
+    assert watch.gathers == [("keys", num_read)]
 
 
 def test_the_table_reads_as_wide_as_the_longest_row() -> None:

@@ -48,6 +48,9 @@ class RectangleAttentionBackend(AttentionBackend):
 
 
 class RectangleAttentionImpl(AttentionImpl):
+    value_size: int | None = None
+    """As in `AttentionLayerSpec`."""
+
     def __init__(
         self,
         num_heads: int,
@@ -90,6 +93,7 @@ class RectangleAttentionImpl(AttentionImpl):
                 logits_soft_cap=self.logits_soft_cap,
                 dtype=query.dtype,
                 block_size=backend.kv_block_size(kv_cache),
+                value_size=self.value_size,
             )
             self._ops = backend if backend.supports_attention(self._spec) else torch_ops
         return self._spec
@@ -98,7 +102,7 @@ class RectangleAttentionImpl(AttentionImpl):
         self,
         layer: torch.nn.Module,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         kv_cache: Any,
         slot_mapping: torch.Tensor,
     ) -> None:
@@ -110,7 +114,7 @@ class RectangleAttentionImpl(AttentionImpl):
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         kv_cache: Any,
         attn_metadata: AttentionCall | None,
         output: torch.Tensor,

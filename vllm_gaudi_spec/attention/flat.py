@@ -16,9 +16,9 @@ from vllm_gaudi_spec.attention.padded import (
     LOWEST,
     group_queries,
     in_reach,
-    matmul_form,
     query_positions,
     score,
+    weigh,
     write_out,
 )
 
@@ -46,7 +46,7 @@ class _Plan:
 def attend(
     query_THD: torch.Tensor,
     keys_NSKD: torch.Tensor,
-    values_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
@@ -54,14 +54,14 @@ def attend(
 ) -> None:
     """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
 
-    A query that sees no key of the listed blocks comes out zero.
+    `values_NSKD`: None where they are a part of the keys. A query that sees no key of the listed blocks comes out zero.
     """
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     plan = call.plan(("flat", spec.sliding_window, spec.block_size), lambda: _plan(call, spec))
     # [N, S, K, D] -> [N, K, S, D]
     keys = keys_NSKD.index_select(0, flat.ids_N).transpose(1, 2)
-    values = matmul_form(values_NSKD.index_select(0, flat.ids_N).transpose(1, 2))
+    values = keys if values_NSKD is None else values_NSKD.index_select(0, flat.ids_N).transpose(1, 2)
     query = group_queries(query_THD, call, spec).index_select(0, plan.readers_N)
     scores = score(query, keys, call, spec)
     softmax = block_softmax or torch_block_softmax
@@ -77,13 +77,12 @@ def attend(
     row_max = row_max.index_reduce_(0, flat.rows_N, max_NL, "amax")
     rescale_NL = torch.exp(max_NL - row_max.index_select(0, flat.rows_N))
 
-    weights = (exp * rescale_NL.view(*scores.shape[:-1], 1)).to(values.dtype)
-    parts = (weights.flatten(2, 3) @ values).reshape(scores.shape[0], lanes * spec.head_size)
-    total = _one_hot(call, values.dtype) @ parts
+    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec).flatten(1)
+    total = _one_hot(call, parts.dtype) @ parts
     sums_BL = _one_hot(call, torch.float32) @ (sums_NL * rescale_NL)
     shape = (call.num_rows, *scores.shape[1:-1])
     # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
-    result = total.view(*shape, spec.head_size).float() / sums_BL.clamp(min=1.0).view(*shape, 1)
+    result = total.view(*shape, spec.output_size).float() / sums_BL.clamp(min=1.0).view(*shape, 1)
     write_out(result, out_THD)
 
 

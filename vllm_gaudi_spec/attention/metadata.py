@@ -21,6 +21,12 @@ class AttentionLayerSpec:
     logits_soft_cap: float
     dtype: torch.dtype
     block_size: int
+    value_size: int | None = None
+    """Of a layer that keeps no values: how many of a key's first numbers are its value."""
+
+    @property
+    def output_size(self) -> int:
+        return self.head_size if self.value_size is None else self.value_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ LOWEST = torch.finfo(torch.float32).min
 def attend(
     query_THD: torch.Tensor,
     keys_NSKD: torch.Tensor,
-    values_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
 ) -> None:
     """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
 
-    A query that sees no key of its table comes out zero.
+    `values_NSKD`: None where they are a part of the keys. A query that sees no key of its table comes out zero.
     """
 
     def build() -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,10 +33,9 @@ def attend(
 
     seen, sees_any = call.plan(("padded", spec.sliding_window, spec.block_size), build)
     keys = gather_rows(keys_NSKD, call.block_table_BW)
-    values = matmul_form(gather_rows(values_NSKD, call.block_table_BW))
+    values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW)
     scores = score(group_queries(query_THD, call, spec), keys, call, spec)
-    weights = torch.where(seen, scores, LOWEST).softmax(-1).to(values.dtype)
-    result = (weights.flatten(2, 3) @ values).view(*scores.shape[:-1], spec.head_size)
+    result = weigh(torch.where(seen, scores, LOWEST).softmax(-1), values, spec)
     write_out(torch.where(sees_any, result, 0), out_THD)
 
 
@@ -90,6 +89,14 @@ def score(query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: At
         products = products * spec.scale
     group = spec.num_heads // spec.num_kv_heads
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
+
+
+def weigh(weights: torch.Tensor, values: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+    """[..., K, G, Q, output size] of weights [..., K, G, Q, keys] and values [..., K, keys, D]."""
+    values = matmul_form(values)
+    summed = weights.to(values.dtype).flatten(-3, -2) @ values
+    # Whole keys are multiplied where they hold the values: to take a part of each out would copy them all.
+    return summed[..., : spec.output_size].unflatten(-2, weights.shape[-3:-1])
 
 
 def matmul_form(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,12 +83,13 @@ class DeviceBackend(Protocol):
     def write_kv(
         self,
         key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
         kv_cache: Any,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
-        """Store keys and values at their slots. Duplicated slots may only be pad slots."""
+        """Store keys and values at their slots; values are None where they are a part of the keys. Duplicated slots may
+        only be pad slots."""
         ...
 
     def attend(

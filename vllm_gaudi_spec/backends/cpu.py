@@ -69,6 +69,8 @@ class Backend:
         return kv_cache.shape[2]
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
+        if spec.value_size is not None:
+            return False  # the kernel for latent KV takes one query a row
         supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
@@ -77,7 +79,7 @@ class Backend:
     def write_kv(
         self,
         key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
         kv_cache: torch.Tensor,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,

@@ -37,12 +37,17 @@ class KVPair(NamedTuple):
     """Keys and values of a layer, a tensor [slots, K, D] each: Gaudi changes tensors as a whole, not through views."""
 
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
+    """None where they are a part of the keys."""
     block_size: int
 
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.keys,) if self.values is None else (self.keys, self.values)
+
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For reading: [blocks, block_size, K, D]."""
-        return self.keys.unflatten(0, (-1, self.block_size)), self.values.unflatten(0, (-1, self.block_size))
+        keys, *values = (tensor.unflatten(0, (-1, self.block_size)) for tensor in self.tensors())
+        return keys, values[0] if values else None
 
 
 class Backend:
@@ -118,8 +123,8 @@ class Backend:
         for layer in kv_layers(kv_cache_config):
             if layer.place not in by_place:
                 shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
-                keys, values = (torch.zeros(shape, dtype=layer.dtype, device=self.torch_device) for _ in range(2))
-                by_place[layer.place] = KVPair(keys, values, layer.block_size)
+                make = partial(torch.zeros, shape, dtype=layer.dtype, device=self.torch_device)
+                by_place[layer.place] = KVPair(make(), make() if layer.has_values else None, layer.block_size)
             by_layer[layer.name] = by_place[layer.place]
         if self.is_lazy:
             self._habana.core.mark_step()
@@ -160,13 +165,14 @@ class Backend:
     def write_kv(
         self,
         key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
         kv_cache.keys.index_copy_(0, slots_T, key_TKD)
-        kv_cache.values.index_copy_(0, slots_T, value_TKD)
+        if kv_cache.values is not None:
+            kv_cache.values.index_copy_(0, slots_T, value_TKD)
 
     def attend(
         self,
@@ -179,7 +185,8 @@ class Backend:
         keys, values = kv_cache.blocks()
         if call.flat is not None:
             flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax)
-        elif self._fused_sdpa is None or spec.logits_soft_cap:
+        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None:
+            # No size of a latent key is among those that the fused kernel is documented for.
             padded.attend(query_THD, keys, values, call, spec, out_THD)
         else:
             self._attend_fused(query_THD, keys, values, call, spec, out_THD)
@@ -296,7 +303,7 @@ def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
     for pair in kv_pairs:
         offset = torch.arange(pair.block_size, device=blocks_2N.device)
         source, target = ((side[:, None] * pair.block_size + offset).flatten() for side in blocks_2N.unbind(0))
-        for tensor in (pair.keys, pair.values):
+        for tensor in pair.tensors():
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 

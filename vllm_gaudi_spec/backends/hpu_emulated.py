@@ -37,8 +37,8 @@ class Backend(hpu.Backend):
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
         for pair in by_layer.values():
-            emulator.tag_kv(pair.keys)
-            emulator.tag_kv(pair.values)
+            for tensor in pair.tensors():
+                emulator.tag_kv(tensor)
         return by_layer
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:

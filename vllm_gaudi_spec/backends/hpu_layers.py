@@ -1,4 +1,4 @@
-"""Gaudi's fused norms and rotary embeddings in place of vLLM's layers. Importing this registers them."""
+"""Gaudi's fused norms and rotary embeddings, and experts, in place of vLLM's layers. Importing this registers them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from vllm_gaudi_spec.backends import ir_norms
+from vllm_gaudi_spec.backends import hpu_moe, ir_norms  # noqa: F401
 
 logger = init_logger(__name__)
 
@@ -54,7 +55,7 @@ class _FusedRotary:
     """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
 
     def forward_oot(
-        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         table = self._match_cos_sin_cache_dtype(query)
         cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
@@ -65,7 +66,7 @@ class _FusedRotary:
             cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
 
         def turn(heads: torch.Tensor) -> torch.Tensor:
-            split = heads.view(-1, heads.shape[-1] // self.head_size, self.head_size)
+            split = heads.view(cos.shape[0], -1, self.head_size)
             turned = _rotate(split[..., : self.rotary_dim], cos, sin, None, 0, mode)
             if self.rotary_dim < self.head_size:
                 turned = torch.cat((turned, split[..., self.rotary_dim :]), dim=-1)
@@ -74,12 +75,13 @@ class _FusedRotary:
         return turn(query), None if key is None else turn(key)
 
 
-def _all_subclasses(cls: type[RotaryEmbedding]) -> list[type[RotaryEmbedding]]:
+def _all_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
     return [cls, *(found for own in cls.__subclasses__() for found in _all_subclasses(own))]
 
 
 if _rotate is not None and _modes is not None:
-    for _cls in _all_subclasses(RotaryEmbedding):
-        # Only what turns as the base class does, whatever its table holds.
-        if _cls.forward_native is RotaryEmbedding.forward_native:
-            _cls.register_oot(type(f"Hpu{_cls.__name__}", (_FusedRotary, _cls), {}))
+    for _base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
+        for _cls in _all_subclasses(_base):
+            # Only what turns as these do, whatever its table holds.
+            if _cls.forward_native is _base.forward_native:
+                _cls.register_oot(type(f"Hpu{_cls.__name__}", (_FusedRotary, _cls), {}))

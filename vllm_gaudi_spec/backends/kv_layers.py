@@ -25,6 +25,8 @@ class KVLayer:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    has_values: bool
+    """False where they are a part of the keys."""
 
 
 def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
@@ -33,7 +35,7 @@ def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
         for index, name in enumerate(tensor.layers):
             spec = _spec_of(kv_cache_config, name)
             place = tensor.offset + index * tensor.layer_stride
-            kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
+            kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.head_size_v > 0)
             if by_place.setdefault(place, kind) != kind:
                 raise UnsupportedConfigError(
                     f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."

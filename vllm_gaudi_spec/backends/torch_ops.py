@@ -1,10 +1,12 @@
 """Attention in plain torch: serves layers that a device's kernel does not take, and is the tests' oracle.
 
 KV of a layer is [blocks, K, block_size, 2 * D] as vLLM allocates it; a head of a block holds its keys, then its values.
+Where values are a part of the keys it is [blocks, K, block_size, D].
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,15 +26,16 @@ def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def write_kv(
     key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    value_TKD: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slots_T: torch.Tensor,
     spec: AttentionLayerSpec,
 ) -> None:
-    keys, values = split_kv(kv_cache)
+    keys, values = _keys_and_values(kv_cache, spec)
     block, offset = slots_T // spec.block_size, slots_T % spec.block_size
     keys[block, :, offset] = key_TKD
-    values[block, :, offset] = value_TKD
+    if values is not None:
+        values[block, :, offset] = value_TKD
 
 
 def attend(
@@ -42,5 +45,16 @@ def attend(
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
 ) -> None:
-    keys, values = split_kv(kv_cache)
-    attend_padded(query_THD, keys.transpose(1, 2), values.transpose(1, 2), call, spec, out_THD)
+    keys, values = _keys_and_values(kv_cache, spec)
+    values = None if values is None else values.transpose(1, 2)
+
+    def as_wide_as_needed() -> AttentionCall:
+        num_blocks = -(-(int(call.starts_B.max()) + call.num_queries) // spec.block_size)
+        return replace(call, block_table_BW=call.block_table_BW[:, :num_blocks], _plans={})
+
+    needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), as_wide_as_needed)
+    attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, out_THD)
+
+
+def _keys_and_values(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (kv_cache, None) if spec.value_size is not None else split_kv(kv_cache)

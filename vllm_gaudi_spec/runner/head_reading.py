@@ -73,7 +73,7 @@ class HeadReading(Reading):
         starts = [request.num_computed for request in batch.requests]
         if batch.shape.phase != PREFILL or min(starts, default=0) >= self._longest:
             return
-        self._recorder.saw(("draft", *batch.shape))
+        self._recorder.saw(("head chunk", *batch.shape))
         rows_P, host_2P, blocks = batch.uploaded
         known = batch.single_row_real
         if known is not None:
@@ -138,11 +138,11 @@ class HeadReading(Reading):
     # --- warm-up ---
 
     def _signature(self, num_rows: int, num_queries: int, context: int) -> Hashable:
-        return ("read", num_rows, num_queries, context)
+        return ("head", num_rows, num_queries, context)
 
     def signatures(self) -> Iterator[Hashable]:
         for shape in self._shapes.prefills():
-            yield ("draft", *shape)
+            yield ("head chunk", *shape)
         for num_rows, num_queries, context in self.read_padding():
             yield self._signature(num_rows, num_queries, context)
 

@@ -1,0 +1,63 @@
+"""DeepSeek-V3's layers, latent attention and grouped experts, against transformers: every score, and every KV path."""
+
+from collections.abc import Callable
+
+import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+
+from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.equality import Tally
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.reference import Reference
+from tests.full_tests.tiny_models import VOCAB
+
+CLOSE = 1e-4
+# Several blocks, and several chunks of the 64 tokens that a step gets here.
+LENGTHS = [3, 33, 90, 200]
+
+
+def check_scores(reference: Reference, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+    """Log-probabilities of all tokens, those of the prompt too, and of the likeliest ones at each place."""
+    for prompt, result in zip(prompts, outputs, strict=True):
+        (output,) = result.outputs
+        laws = reference.logits_after(prompt[:1], prompt[1:] + list(output.token_ids)).log_softmax(-1)
+        assert result.prompt_logprobs is not None
+        assert output.logprobs is not None
+        reported = [*result.prompt_logprobs[1:], *output.logprobs]
+        assert len(reported) == len(laws)
+        for law, scores in zip(laws, reported, strict=True):
+            assert scores is not None
+            for token, score in scores.items():
+                assert score.logprob == pytest.approx(float(law[token]), abs=CLOSE)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_lite"])
+def test_scores_are_those_of_transformers(family: str, tiny: Callable[[str], str]) -> None:
+    prompts = random_prompts(LENGTHS, VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    with engine(tiny(family), max_num_batched_tokens=64) as llm:
+        outputs = generate(llm, prompts, params)
+    check_scores(Reference(tiny(family)), prompts, outputs)
+
+
+def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return first_tokens(generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
+
+
+def test_cached_prefixes_and_preemptions(tiny: Callable[[str], str]) -> None:
+    """Rows that read blocks of others, or lost theirs and come again, say what they say alone."""
+    shared = random_prompts([130], VOCAB, seed=3)[0]
+    prompts = [shared + rest for rest in random_prompts([5, 20, 40] * 4, VOCAB, seed=4)]
+    reference, tally = Reference(tiny("deepseek")), Tally()
+    with engine(tiny("deepseek"), max_num_batched_tokens=64, enable_prefix_caching=True) as llm:
+        alone = [greedy(llm, [prompt])[0] for prompt in prompts]
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+    little = dict(SMALL_KV, kv_cache_memory_bytes=400 << 10)
+    with engine(tiny("deepseek"), max_num_batched_tokens=64, enable_prefix_caching=False, **little) as llm:
+        crowded = greedy(llm, prompts)
+        assert preemptions(llm) > 0
+    for prompt, *outputs in zip(prompts, alone, crowded, strict=True):
+        logits = reference.logits_after(prompt, outputs[0])
+        tally.greedy("alone", outputs[0], logits)
+        tally.compare("crowded", outputs[1], outputs[0], logits.__getitem__)
+    tally.check()

@@ -1,0 +1,89 @@
+"""The experts of Gaudi: who is chosen, with what weight, and what they say, against plain loops over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_here() -> Iterator[None]:
+    """What registers itself here shall not be in models of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(custom_op, "op_registry_oot", {})
+        yield
+
+
+def choose(scores: list[float], wanted: list[float], groups: int, top_groups: int, top_k: int) -> dict[int, float]:
+    """Of one token: expert -> its score."""
+    size = len(wanted) // groups
+    best = {
+        g: sum(sorted(wanted[g * size : (g + 1) * size])[-2 if wanted is not scores else -1 :]) for g in range(groups)
+    }
+    open_groups = sorted(best, key=best.__getitem__)[-top_groups:]
+    candidates = [e for g in open_groups for e in range(g * size, (g + 1) * size)]
+    return {e: scores[e] for e in sorted(candidates, key=wanted.__getitem__)[-top_k:]}
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, biased: bool) -> None:
+    from vllm_gaudi_spec.backends.hpu_moe import route
+
+    torch.manual_seed(0)
+    logits, bias = torch.randn(30, 16), torch.randn(16) * 0.3
+    weights = route(
+        logits,
+        top_k=3,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias_E=bias if biased else None,
+        num_groups=groups,
+        top_groups=top_groups,
+    )
+    for token, row in enumerate(logits):
+        law = row.sigmoid() if scoring == "sigmoid" else row.softmax(0)
+        scores = law.tolist()
+        wanted = (law + bias).tolist() if biased else scores
+        chosen = choose(scores, wanted, groups, top_groups, top_k=3)
+        total = sum(chosen.values()) if renormalize else 1.0
+        expected = torch.tensor([chosen.get(expert, 0.0) / total for expert in range(16)])
+        torch.testing.assert_close(weights[token], expected)
+
+
+def test_experts() -> None:
+    from vllm_gaudi_spec.backends.hpu_moe import DenseExperts, route
+
+    torch.manual_seed(0)
+    experts, hidden, inner = 6, 8, 5
+    layer: Any = SimpleNamespace(
+        top_k=2,
+        scoring_func="softmax",
+        renormalize=True,
+        e_score_correction_bias=None,
+        use_grouped_topk=False,
+        num_expert_group=None,
+        topk_group=None,
+        routed_scaling_factor=1.5,
+        activation=MoEActivation.SILU,
+        w13_weight=torch.randn(experts, 2 * inner, hidden),
+        w2_weight=torch.randn(experts, hidden, inner),
+    )
+    x, logits = torch.randn(7, hidden), torch.randn(7, experts)
+    ours = DenseExperts.apply_monolithic(None, layer, x, logits)
+    weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
+    for token in range(7):
+        expected = torch.zeros(hidden)
+        for expert in weights[token].nonzero()[:, 0].tolist():
+            gate, up = (layer.w13_weight[expert] @ x[token]).chunk(2)
+            said = layer.w2_weight[expert] @ (torch.nn.functional.silu(gate) * up)
+            expected += weights[token, expert] * said
+        torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)

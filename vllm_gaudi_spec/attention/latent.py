@@ -1,0 +1,124 @@
+"""Multi-head latent attention: one row of numbers a token, which is the key of all heads and holds their value.
+
+T tokens, H query heads. Queries are multiplied into the latent space before, and results out of it behind attention,
+so that prompt chunks, decodes and verify steps are one rectangle over the same rows as anywhere else. Importing this
+puts the layer in place of vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.metadata import AttentionCall
+
+
+class LatentAttentionBackend(RectangleAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[LatentAttentionImpl]:
+        return LatentAttentionImpl
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+class LatentAttentionImpl(RectangleAttentionImpl):
+    def __init__(
+        self,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: nn.Module,
+        indexer: object | None,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        self.value_size = kv_lora_rank
+
+
+class NoPrefill:
+    """vLLM's layer wants a second kernel, for prompts."""
+
+    def __init__(self, **of_the_layer: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_name() -> str:
+        return "no separate"
+
+
+class LatentAttention(MLAAttention):
+    """vLLM's layer, with its weights and its place among the layers that keep KV, called as the others are."""
+
+    def bind_kv_cache(self, kv_cache: Any) -> None:
+        self.kv_cache = kv_cache
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        # Its halves are kept as queries and results are multiplied with them; nobody needs it whole.
+        self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        output_shape: torch.Size | None = None,
+        q_dcp_replicated: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        context = get_forward_context()
+        call: AttentionCall = context.attn_metadata[self.layer_name]
+        latent_T1D = torch.cat((kv_c_normed.unsqueeze(1), k_pe), dim=-1)
+        self.impl.do_kv_cache_update(self, latent_T1D, None, self.kv_cache, context.slot_mapping[self.layer_name])
+        nope_THN, rope_THR = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+        query_THD = torch.cat((_by_head(nope_THN, self.W_UK_T), rope_THR), dim=-1)
+        out_THL = query_THD.new_empty((*query_THD.shape[:-1], self.kv_lora_rank))
+        self.impl.forward(self, query_THD, latent_T1D, None, self.kv_cache, call, out_THL)
+        return _by_head(out_THL, self.W_UV).flatten(1)
+
+
+def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
+    """[T, H, O]: each head's numbers through its own matrix."""
+    return torch.bmm(x_THI.transpose(0, 1), weight_HIO).transpose(0, 1)
+
+
+class _FlatRotary(nn.Module):
+    """vLLM's CPU kernel takes heads side by side in contiguous rows, and is not told if they come otherwise."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(
+        self, positions: torch.Tensor, query_THR: torch.Tensor, key_T1R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = self.rotary(positions, query_THR.flatten(1).contiguous(), key_T1R.flatten(1).contiguous())
+        return query.view(query_THR.shape), key.view(key_T1R.shape)
+
+
+@MultiHeadLatentAttentionWrapper.register_oot
+class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
+    """What vLLM does around its layer: projections, norms, rotary embedding."""
+
+    rotary_emb: nn.Module | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The wrapper makes a layer of vLLM's class, and offers no way to name another.
+        self.mla_attn.__class__ = LatentAttention
+        if isinstance(self.rotary_emb, RotaryEmbedding):
+            self.rotary_emb = _FlatRotary(self.rotary_emb)

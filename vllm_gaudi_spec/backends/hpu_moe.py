@@ -1,0 +1,107 @@
+"""Experts without quantisation, for which vLLM leaves out-of-tree platforms without a kernel. Importing this registers
+them.
+
+T tokens, E experts, I inner size. Every expert sees every token, and those not chosen count nothing: which experts a
+token chooses decides no shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+_ACTIVATIONS = {
+    MoEActivation.SILU: torch.nn.functional.silu,
+    MoEActivation.GELU: torch.nn.functional.gelu,
+}
+
+
+@MoERunner.register_oot
+class VisibleRunner(MoERunner):
+    """Without the operation in which vLLM hides its experts from compilers: here they are a part of the step."""
+
+    def _select_forward(self) -> Callable[..., Any]:
+        return self._run
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        *of_the_operation: Any,
+    ) -> Any:
+        return self._forward_impl(hidden, router_logits, shared_input, input_ids)
+
+
+@UnquantizedFusedMoEMethod.register_oot
+class DenseExperts(UnquantizedFusedMoEMethod):
+    # It routes too: vLLM's routers are kernels of other devices.
+    is_monolithic = True
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        for given, what in (
+            (self.moe.has_bias, "biases"),
+            (layer.custom_routing_function is not None, "routing of its own"),
+            (layer.apply_router_weight_on_input, "weighted inputs"),
+            (layer.expert_map is not None, "experts on other cards (leave out --enable-expert-parallel)"),
+            (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
+        ):
+            if given:
+                raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported on Gaudi.")
+        super().create_weights(layer, *args, **kwargs)
+
+    def apply_monolithic(
+        self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        weights_TE = route(
+            router_logits,
+            top_k=layer.top_k,
+            scoring=layer.scoring_func,
+            renormalize=layer.renormalize,
+            bias_E=layer.e_score_correction_bias,
+            num_groups=layer.num_expert_group if layer.use_grouped_topk else 1,
+            top_groups=layer.topk_group if layer.use_grouped_topk else 1,
+        )
+        weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
+        gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
+        inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI) * up_ETI * weights_TE.T.unsqueeze(-1)
+        return torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+
+
+def route(
+    logits_TE: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> torch.Tensor:
+    """float32 [T, E]: the weight of each expert, 0 for those not chosen. A bias has a say in the choice only.
+
+    Of several groups of experts the best are chosen first: by their best expert, or with a bias by their best two.
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
+    wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if top_groups < num_groups:
+        groups_TGE = wanted_TE.unflatten(-1, (num_groups, -1))
+        group_scores_TG = groups_TGE.topk(1 if bias_E is None else 2, dim=-1).values.sum(-1)
+        open_TG = _chosen(group_scores_TG, top_groups)
+        wanted_TE = torch.where(open_TG.unsqueeze(-1), groups_TGE, float("-inf")).flatten(1)
+    weights_TE = torch.where(_chosen(wanted_TE, top_k), scores_TE, 0.0)
+    return weights_TE / weights_TE.sum(-1, keepdim=True) if renormalize else weights_TE
+
+
+def _chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
+    best = scores.topk(count, dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
