@@ -5,7 +5,11 @@ PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task compare --osl 6
 
 Several tasks run one after the other, and end in one table beside the baseline; `compare` stands for baseline, ngram,
 draft_model and universal. Without --model the target is the demo model, and --draft_model may be left out: its drafters
-are in demo/. With a model of your own and no --draft_model, `compare` leaves out what needs one.
+are in demo/. For eagle3, medusa and mtp the demo has a tiny model of its own, which says little but drafts well. With a
+model of your own and no --draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
+
+A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second rate,
+on prompts that have nothing to do with its training.
 
 Exit status: 0 when the task ran and met what was asked of it, 1 when it failed (the last line says why), 2 for options
 that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
@@ -15,6 +19,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +53,17 @@ class Task:
     options: tuple[str, ...] = ()
     """Options of this script that go to vLLM under the same name."""
     demo_drafter: str | None = None
-    """The folder under demo/ that drafts for the demo model; set for tasks that need a draft model."""
+    """The folder under demo/ that drafts for the demo's target; set for tasks that need a draft model."""
+    demo_target: str | None = None
+    """The folder under demo/ that is the target, where it is not the demo model."""
 
     @property
     def needs_draft_model(self) -> bool:
         return self.demo_drafter is not None
+
+    @property
+    def was_trained_on_the_prompts(self) -> bool:
+        return self.needs_draft_model and self.demo_target is None
 
 
 TASKS = {
@@ -61,10 +72,15 @@ TASKS = {
     "suffix": Task("suffix"),
     "draft_model": Task("draft_model", demo_drafter="draft-same-vocab"),
     "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
+    "eagle": Task("eagle", demo_drafter="eagle-head"),
+    "eagle3": Task("eagle3", demo_drafter="tiny/eagle3", demo_target="tiny/target"),
+    "medusa": Task("medusa", demo_drafter="tiny/medusa", demo_target="tiny/target"),
+    "mtp": Task("mtp", demo_target="tiny/mtp"),
 }
 COMPARE = "compare"
 COMPARED = ("baseline", "ngram", "draft_model", "universal")
 DEMO = Path(__file__).parents[2] / "demo"
+OTHER_PROMPTS = 8
 
 RULES = ("strict", "standard", "block", "synthetic")
 DRAFTING = ("greedy", "probabilistic", "coupled")
@@ -91,6 +107,27 @@ def draft_model(name: str, options: argparse.Namespace) -> str | None:
     if options.draft_model or options.model or not TASKS[name].needs_draft_model:
         return options.draft_model
     return str(DEMO / TASKS[name].demo_drafter)
+
+
+def demo_targets(options: argparse.Namespace) -> set[str | None]:
+    """Those of the tasks that draft; None is the demo model."""
+    drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
+    return {task.demo_target for task in drafting} or {None}
+
+
+def target_model(options: argparse.Namespace) -> str:
+    (folder,) = demo_targets(options) if not options.model else (None,)
+    return options.model or (str(demo_model_path()) if folder is None else str(DEMO / folder))
+
+
+def other_prompts(options: argparse.Namespace) -> list[str]:
+    """Some that the demo's drafters were not trained on, nor on any of their form."""
+    (name, *others) = options.tasks
+    if others or options.model or options.draft_model or not TASKS[name].was_trained_on_the_prompts:
+        return []
+    written = runpy.run_path(str(DEMO / "training_prompts.py"))
+    questions = written["OUT_OF_TEMPLATE"]
+    return [written["as_chat"](question) for question in questions[:: len(questions) // OTHER_PROMPTS]]
 
 
 def tasks_of(options: argparse.Namespace) -> list[str]:
@@ -177,6 +214,8 @@ def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
     if all(TASKS[name].method is None for name in options.tasks):
         if options.acceptance or options.assert_accept_rate is not None:
             return f"task {names} drafts nothing; leave out --acceptance and --assert_accept_rate"
+    if not options.model and len(demo_targets(options)) > 1:
+        return f"the demo has no target for {names} together; run one at a time, or give --model"
     if options.prompts and options.num_prompts:
         return "--num_prompts is for the fixed prompts; leave it out with --prompts"
     if len(options.tasks) > 1 and options.accuracy_rate is not None:
@@ -208,7 +247,8 @@ def run_tasks(options: argparse.Namespace) -> None:
     if options.do_profile is not None:
         stay_in_process()
     setup = Setup(
-        model=options.model or str(demo_model_path()),
+        model=target_model(options),
+        other_prompts=other_prompts(options),
         prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options),
         dtype=options.dtype or ("float32" if device["device"] in ("cpu", "hpu-emulated") else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS},

@@ -14,6 +14,7 @@ from vllm.tokenizers import get_tokenizer
 
 LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
 WARMUP_TOKENS = 16
+OTHER_TOKENS = 128
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
 MOST_POSITIONS = 64
@@ -28,6 +29,8 @@ class Setup:
 
     model: str
     prompts: list[str]
+    other_prompts: list[str]
+    """For a second rate of accepted drafts, behind the measured run; or none."""
     dtype: str
     osl: int
     batch_size: int
@@ -38,7 +41,9 @@ class Setup:
 
     def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = get_tokenizer(self.model)
-        longest = max(LONGEST_FIXED_PROMPT, *(len(tokenizer.encode(prompt)) for prompt in self.prompts))
+        longest = max(
+            LONGEST_FIXED_PROMPT, *(len(tokenizer.encode(text)) for text in self.prompts + self.other_prompts)
+        )
         return dict(
             model=self.model,
             dtype=self.dtype,
@@ -83,7 +88,7 @@ def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path 
     with profiled(trace):
         outputs = setup.generate(llm, setup.prompts, setup.osl)
         latency = time.perf_counter() - started
-    counts = {name: count - before[name] for name, count in draft_counts(llm).items()}
+    counts = drafted_since(before, llm)
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
     k = config["num_speculative_tokens"] if config else 0
@@ -98,12 +103,25 @@ def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path 
         "graphs": steps["graphs"],
         "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
         "host_syncs_per_step": steps["host_syncs_per_step"],
+        "acc_rate_elsewhere": rate_elsewhere(setup, llm) if k and setup.other_prompts else None,
         "matches_baseline": None,
         "trace": str(trace) if trace else None,
         "prompts": [output.prompt for output in outputs],
         "texts": [output.outputs[0].text for output in outputs],
     }
     return Run(llm, outputs, report)
+
+
+def rate_elsewhere(setup: Setup, llm: LLM) -> float | None:
+    print(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone", flush=True)
+    before = draft_counts(llm)
+    setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
+    rate: float | None = acceptance(drafted_since(before, llm), 0)["acc_rate"]
+    return rate
+
+
+def drafted_since(before: dict[str, int], llm: LLM) -> dict[str, int]:
+    return {name: count - before[name] for name, count in draft_counts(llm).items()}
 
 
 def draft_counts(llm: LLM) -> dict[str, int]:

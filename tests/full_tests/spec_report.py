@@ -15,6 +15,8 @@ def show(report: dict[str, Any]) -> None:
     if report["k"]:
         rate = "no drafts" if report["acc_rate"] is None else f"{report['acc_rate']:.3f}"
         print(f"acc_rate             {rate}")
+        if report["acc_rate_elsewhere"] is not None:
+            print(f"acc_rate elsewhere   {report['acc_rate_elsewhere']:.3f}, on prompts unlike those of its training")
         print(f"acc_counts           {report['acc_counts']}")
         print(f"mean accepted length {report['mean_accepted_length']:.2f}")
         print(f"num_drafts           {report['num_drafts']}")

@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 from tests.full_tests.engines import SMALL_KV, counter, engine, generate, preemptions
 from tests.full_tests.equality import Tally
-from tests.full_tests.speculation import accepted, ngram, speculating, suffix
+from tests.full_tests.speculation import accepted, head, ngram, speculating, suffix
 from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.backends import describe_device
@@ -135,6 +135,23 @@ def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: lis
         reads_once(llm)
 
 
+# One that reads several layers and says fewer tokens, one that is part of its target.
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "medusa"))]
+)
+def test_a_head(method: str, requests: list[Request]) -> None:
+    target, config = head(method, 3)
+    with engine(target, **SIZES) as llm:
+        answers = run_together(llm, requests)
+        reference = Reference(answers, answers_of_ties(llm, requests, answers))
+    before = len(emulator.device().graphs)
+    with speculating(target, config, **BOTH) as llm:
+        captures_the_manifest(llm, before)
+        reference.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+        reads_once(llm)
+
+
 UNIVERSAL: dict[str, dict[str, Any]] = {
     "map": {},
     "retokenize": dict(universal_context="retokenize"),
@@ -193,6 +210,8 @@ PROGRAMS = {
     "draft text": "TextDrafting._draft_behind",
     "follow": "DrafterState._read_rows",
     "read": "TextDrafting._read",
+    "head": "HeadReading._read_newest",
+    "head chunk": "HeadReading._read_chunk",
     "report": "_pack",
     "prompt logprobs": "PromptLogprobs._score_slice",
 }

@@ -104,7 +104,7 @@ def spoil_device_drafter() -> None:
 
 
 def test_what_the_engine_refuses_is_a_wrong_option(tiny_llama: str) -> None:
-    status, said = run(tiny_llama, *SMALL, speculation={"method": "medusa", "num_speculative_tokens": 2})
+    status, said = run(tiny_llama, *SMALL, speculation={"method": "extract_hidden_states", "num_speculative_tokens": 2})
     assert status == 2, said
     assert "error: " in said.strip().splitlines()[-1]
 

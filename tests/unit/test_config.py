@@ -123,7 +123,7 @@ DRAFT = dict(method="draft_model", model="the target's folder")
 
 def here(speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A drafter's model has to be somewhere: the target's folder will do."""
-    own = speculative.get("method") in ("draft_model", "universal_draft", "medusa")
+    own = speculative.get("method") in ("draft_model", "universal_draft", "eagle", "medusa")
     return speculative | dict(model=str(folder)) if own else speculative
 
 
@@ -146,6 +146,7 @@ def here(speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
         DRAFT | dict(draft_sample_method="probabilistic", rejection_sample_method="block", max_model_len=128),
         DRAFT | dict(draft_sample_method="coupled", rejection_sample_method="strict"),
         DRAFT | dict(method="universal_draft", rejection_sample_method="probabilistic"),
+        dict(method="eagle", disable_eagle_block_drop=True),
     ],
     ids=str,
 )
@@ -159,7 +160,11 @@ def test_plain_speculation_is_let_in(speculative: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        (dict(method="medusa"), "Speculative method medusa is not supported yet; use one of ngram, ngram_gpu, suffix,"),
+        (
+            dict(method="extract_hidden_states"),
+            "extract_hidden_states is not supported yet; use one of ngram, ngram_gpu",
+        ),
+        (dict(method="medusa", disable_eagle_block_drop=True), "disable_eagle_block_drop has no effect with .* medusa"),
         (NGRAM | dict(num_speculative_tokens=17), "17 drafts .* set num_speculative_tokens .* to 16 or less"),
         # Upstream takes the tree's depth.
         (SUFFIX | dict(num_speculative_tokens=None), "24 drafts .* set num_speculative_tokens .* to 16 or less"),
