@@ -1,7 +1,7 @@
 """How much of what a drafter drafts is accepted: plain speculative decoding in batches, without an engine."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,18 @@ from training_prompts import TEXT_END
 END_OF_TURN = 2
 
 
-class Drafter(Protocol):
-    def start(self, ids: Tensor, lengths: Tensor) -> None:
-        """New texts: ids [B, L], of which the first lengths[b] are real; the buffer is as wide as it will ever be."""
+class Drafter:
+    def start(self, ids: Tensor, lengths: Tensor, streams: list[Tensor]) -> None:
+        """New texts: ids [B, L], of which the first lengths[b] are real; the buffer is as wide as it will ever be.
+        `streams` is what the target made of them, from position 0 on."""
+        raise NotImplementedError
+
+    def see(self, positions: Tensor, streams: list[Tensor]) -> None:
+        """What the target has made of the tokens at positions [B, T] since, drafts included; of no use to most."""
 
     def propose(self, ids: Tensor, lengths: Tensor, k: int, temperature: float) -> tuple[Tensor, list[Tensor]]:
         """k tokens of the target [B, k], and at temperatures above 0 the law each was drawn from, k times [B, V]."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -38,7 +44,13 @@ class Outcome:
 
 @torch.no_grad()
 def decode(
-    target: Llama, drafter: Drafter | None, prompts: list[list[int]], k: int, temperature: float, max_new: int
+    target: Llama,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    k: int,
+    temperature: float,
+    max_new: int,
+    end: int = END_OF_TURN,
 ) -> Outcome:
     """Up to `max_new` tokens of every prompt, the last step's in full, and none behind the end token; without a drafter
     the target decodes alone."""
@@ -50,12 +62,12 @@ def decode(
         ids[row, : len(prompt)] = torch.tensor(prompt)
     cache, rows = Cache(target.shape, ids.shape, target.output), torch.arange(num_rows, device=device)
     positions = torch.arange(longest, device=device).expand(num_rows, -1)
-    hidden = target(ids[:, :longest], positions, cache.attend(positions, longest))
-    ids[rows, prompt_lengths], _ = pick(hidden[rows, prompt_lengths - 1] @ target.output.T, temperature)
-    active = ids[rows, prompt_lengths] != END_OF_TURN
+    streams = target.streams(ids[:, :longest], positions, cache.attend(positions, longest))
+    ids[rows, prompt_lengths], _ = pick(streams[-1][rows, prompt_lengths - 1] @ target.output.T, temperature)
+    active = ids[rows, prompt_lengths] != end
     lengths = prompt_lengths + 1
     if drafter:
-        drafter.start(ids, lengths)
+        drafter.start(ids, lengths, streams)
     steps = emitted = 0
     hits = torch.zeros(k, dtype=torch.long, device=device)
     nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
@@ -65,7 +77,10 @@ def decode(
         fed = torch.cat([ids.gather(1, (lengths - 1)[:, None]), drafts], 1)
         positions = (lengths - 1)[:, None] + span
         top = min(ids.shape[1], int(lengths.max()) + k)
-        logits = target(fed, positions, cache.attend(positions, top)) @ target.output.T
+        streams = target.streams(fed, positions, cache.attend(positions, top))
+        if drafter:
+            drafter.see(positions, streams)
+        logits = streams[-1] @ target.output.T
         if temperature == 0:
             new, accepted = verify_greedy(logits, drafts)
         else:
@@ -77,7 +92,7 @@ def decode(
         emitted += int(kept.sum())
         hits += ((accepted[:, None] > span[:k]) & active[:, None]).sum(0)
         lengths = torch.where(active, lengths + accepted + 1, lengths)
-        ended = ((new == END_OF_TURN) & kept).any(1)
+        ended = ((new == end) & kept).any(1)
         active = active & ~ended & (lengths - prompt_lengths < max_new)
     return Outcome(steps, [round(hit / steps, 4) for hit in hits.tolist()], round(emitted / steps, 4), ids, lengths)
 
@@ -144,13 +159,13 @@ class Cache:
 # ---- drafters ------------------------------------------------------------------------------------------------
 
 
-class SameVocabDrafter:
+class SameVocabDrafter(Drafter):
     """Token by token, with a cache of its own."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
 
-    def start(self, ids: Tensor, lengths: Tensor) -> None:
+    def start(self, ids: Tensor, lengths: Tensor, streams: list[Tensor]) -> None:
         self.cache = Cache(self.model.shape, ids.shape, self.model.output)
         top = int(lengths.max())
         positions = torch.arange(top, device=ids.device).expand(len(ids), -1)
@@ -171,7 +186,7 @@ class SameVocabDrafter:
         return torch.stack(drafts, 1), laws
 
 
-class OtherVocabDrafter:
+class OtherVocabDrafter(Drafter):
     """Drafts tokens whose bytes are a token of the target. What it reads is the target's text in its own tokens
     (`retokenize`), or every token of the target on its own, <|endoftext|> in place of those without a partner."""
 
@@ -187,7 +202,7 @@ class OtherVocabDrafter:
                 self.to_target[token], self.to_draft[of_target[name]] = of_target[name], token
         self.barred = torch.where(self.to_target < 0, float("-inf"), 0.0)
 
-    def start(self, ids: Tensor, lengths: Tensor) -> None:
+    def start(self, ids: Tensor, lengths: Tensor, streams: list[Tensor]) -> None:
         self.texts = [b""] * len(ids)
         self.read = [0] * len(ids)
 

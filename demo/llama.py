@@ -73,12 +73,13 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, width: int) -> None:
+        """`width` is that of its input; its output is as wide as the model."""
         super().__init__()
         self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
@@ -101,10 +102,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.self_attn, self.mlp = Attention(shape), MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps) if input_norm else nn.Identity()
+        self.self_attn, self.mlp = Attention(shape, shape.hidden), MLP(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor]) -> Tensor:
@@ -112,33 +113,47 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Llama(nn.Module):
-    """Answers with the hidden states after the final norm; logits are these times the embedding, which is tied."""
+class Rotary(nn.Module):
+    """What turns its queries and keys by their positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.rope: tuple[Tensor, Tensor] | None = None
+
+    def turns(self, positions: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for `like` [B, T, ...]; without positions [B, T] they count from 0 in every row."""
+        if self.rope is None:
+            self.rope = rope_table(self.shape, MAX_POSITIONS, like.device)
+        cos, sin = self.rope
+        if positions is None:
+            return cos[: like.shape[1]], sin[: like.shape[1]]
+        return cos[positions][:, None], sin[positions][:, None]
+
+
+class Llama(Rotary):
+    """Answers with the hidden states after the final norm; logits are these times the embedding, which is tied."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        self.rope: tuple[Tensor, Tensor] | None = None
 
     @property
     def output(self) -> Tensor:
         return self.embed_tokens.weight
 
     def forward(self, ids: Tensor, positions: Tensor | None = None, attend: Attend = causal) -> Tensor:
-        """ids and positions [B, T]; without positions they count from 0 in every row."""
-        if self.rope is None:
-            self.rope = rope_table(self.shape, MAX_POSITIONS, self.output.device)
-        if positions is None:
-            cos, sin = (table[: ids.shape[1]] for table in self.rope)
-        else:
-            cos, sin = (table[positions][:, None] for table in self.rope)
-        x = self.embed_tokens(ids)
+        return self.streams(ids, positions, attend)[-1]
+
+    def streams(self, ids: Tensor, positions: Tensor | None = None, attend: Attend = causal) -> list[Tensor]:
+        """The residual stream before every layer and behind the last, and then what the final norm makes of it."""
+        cos, sin = self.turns(positions, ids)
+        streams = [self.embed_tokens(ids)]
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, partial(attend, i))
-        return self.norm(x)
+            streams.append(layer(streams[-1], cos, sin, partial(attend, i)))
+        return [*streams, self.norm(streams[-1])]
 
 
 def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
@@ -149,8 +164,13 @@ def load(folder: Path, device: str, dtype: torch.dtype) -> Llama:
 
 
 def save(folder: Path, config: dict[str, Any], model: Llama) -> None:
+    save_weights(folder, config, {f"model.{name}": value for name, value in model.state_dict().items()})
+
+
+def save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Floating-point weights in bfloat16, others as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {f"model.{name}": value.detach().to("cpu", torch.bfloat16) for name, value in model.state_dict().items()}
-    weights = {name: value.contiguous().clone() for name, value in weights.items()}
+    floats = {name: value.to(torch.bfloat16) for name, value in weights.items() if value.is_floating_point()}
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in (weights | floats).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -126,13 +126,14 @@ def generate(
     past_end: Tensor,
     max_new: int,
     finished_share: float = 0.985,
+    end: int = END_OF_TURN,
 ) -> list[np.ndarray]:
     """Sampling without padding: every row starts at position 0, is fed its own prompt one token a step, and samples
     from then on. Ends when nearly all rows have, and cuts the others there."""
     device = temperatures.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest, shortest = int(lengths.max()), int(lengths.min())
-    tokens = torch.full((len(prompts), longest + max_new + 1), END_OF_TURN, device=device)
+    tokens = torch.full((len(prompts), longest + max_new + 1), end, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     decoder = OneTokenDecoder(model, len(prompts), longest + max_new)
@@ -145,7 +146,7 @@ def generate(
         chosen = choose(F.linear(hidden, model.output), temperatures)
         live = (at + 1 >= lengths) & ~done & (at + 1 < ends)
         tokens[:, at + 1] = torch.where(live, chosen, tokens[:, at + 1])
-        stopped = live & (chosen == END_OF_TURN) & ~past_end
+        stopped = live & (chosen == end) & ~past_end
         ends = torch.where(stopped, at + 2, ends)  # the end token is part of the sample
         done |= stopped | (at + 2 >= ends)
         # Reading the share waits for the device, so not at every step.
@@ -154,7 +155,7 @@ def generate(
             break
     ends = ends.clamp(max=longest + max_new)
     rows = zip(tokens.cpu().numpy(), ends.tolist(), strict=True)
-    return [row[:end].astype(np.uint16) for row, end in rows]
+    return [row[:length].astype(np.uint16) for row, length in rows]
 
 
 def choose(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Train the two demo drafters for SmolLM2-135M-Instruct by self-distillation; README.md beside it has the results.
+"""Train the three demo drafters for SmolLM2-135M-Instruct by self-distillation; README.md beside it has the results.
 
 No data set is needed: the text is sampled from the target. Needs torch, numpy, safetensors and tokenizers, and a large
 GPU: with the default sizes sampling holds 55 GB of KV cache (--batch lowers that), training 38 GB of hidden states. The
@@ -16,11 +16,13 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import llama
 import torch
 from acceptance import Drafter, OtherVocabDrafter, Outcome, SameVocabDrafter, decode
+from eagle import HeadDrafter, load_head, save_head, train_eagle
 from llama import Llama
 from other_tokenizer import make_tokenizer
 from sampling import LONGEST_PROMPT, sample
@@ -28,7 +30,7 @@ from tokenizers import Tokenizer
 from training import Plan, Samples, target_states, train_other_vocab, train_same_vocab
 from training_prompts import FIXED_OPENINGS, OUT_OF_TEMPLATE, as_chat
 
-SAME, OTHER = "draft-same-vocab", "draft-other-vocab"
+SAME, OTHER, EAGLE = "draft-same-vocab", "draft-other-vocab", "eagle-head"
 CHAT_SHARE = 0.7
 
 
@@ -39,7 +41,8 @@ def parse_options() -> argparse.Namespace:
     add("--target", type=Path, required=True, help="folder with config.json, model.safetensors and tokenizer.json")
     add("--work", type=Path, default=Path("work"), help="the sampled text")
     add("--out", type=Path, default=Path("drafters"), help="the trained drafters")
-    add("--drafters", nargs="+", choices=[SAME, OTHER], default=[SAME, OTHER], help="which to train or evaluate")
+    every = [SAME, EAGLE, OTHER]
+    add("--drafters", nargs="+", choices=every, default=every, help="which to train or evaluate")
     add("--device", default="cuda")
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("sample").add_argument
@@ -55,7 +58,10 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--batch_tokens", type=int, default=16384)
     add("--peak_rate", type=float, default=2e-3)
+    add("--eagle_rate", type=float, default=1e-3, help="peak rate of the EAGLE head")
+    add("--eagle_steps", type=int, default=4, help="unrolled steps of the EAGLE head")
     add("--same_seconds", type=float, default=250)
+    add("--eagle_seconds", type=float, default=300)
     add("--other_seconds", type=float, default=130)
     add("--log_every", type=int, default=250)
     add = parser.add_argument_group("eval").add_argument
@@ -85,14 +91,20 @@ def run_tokenizer(options: argparse.Namespace) -> None:
 
 def run_train(options: argparse.Namespace) -> None:
     target = llama.load(options.target, options.device, training_dtype(options))
-    if SAME in options.drafters:
+    if SAME in options.drafters or EAGLE in options.drafters:
         samples = Samples(options.work / "samples.npz", options.device)
         states = target_states(target, samples, training_dtype(options))
-        model, config, figures = train_same_vocab(target, samples, states, plan(options, options.same_seconds))
-        save(options.out / SAME, model, config, figures)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (options.target / name).exists():
-                shutil.copy(options.target / name, options.out / SAME / name)
+        if SAME in options.drafters:
+            model, config, figures = train_same_vocab(target, samples, states, plan(options, options.same_seconds))
+            save(options.out / SAME, model, config, figures)
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                if (options.target / name).exists():
+                    shutil.copy(options.target / name, options.out / SAME / name)
+        if EAGLE in options.drafters:
+            eagle_plan = replace(plan(options, options.eagle_seconds), peak_rate=options.eagle_rate)
+            head, config, figures = train_eagle(target, samples, states, eagle_plan, options.eagle_steps)
+            save_head(options.out / EAGLE, config, head)
+            write_figures(options.out / EAGLE, figures)
         del samples, states
     if OTHER in options.drafters:
         samples = Samples(options.work / "other.npz", options.device)
@@ -109,7 +121,7 @@ def run_eval(options: argparse.Namespace) -> None:
     for set_name, prompts in prompt_sets(options).items():
         lengths = range(1, 6) if set_name == "held-out" else (3,)
         plain = decode(target, None, prompts, 0, 0.0, options.eval_tokens)
-        for name, drafter in drafters(options):
+        for name, drafter in drafters(options, target):
             for temperature, k in [(t, k) for t in (0.0, 1.0) for k in lengths]:
                 outcome = decode(target, drafter, prompts, k, temperature, options.eval_tokens)
                 found = outcome.figures()
@@ -134,9 +146,11 @@ def prompt_sets(options: argparse.Namespace) -> dict[str, list[list[int]]]:
     return {name: [e.ids[:LONGEST_PROMPT] for e in tokenizer.encode_batch(some)] for name, some in texts.items()}
 
 
-def drafters(options: argparse.Namespace) -> Iterator[tuple[str, Drafter]]:
+def drafters(options: argparse.Namespace, target: Llama) -> Iterator[tuple[str, Drafter]]:
     if SAME in options.drafters:
         yield SAME, SameVocabDrafter(llama.load(options.out / SAME, options.device, torch.float32))
+    if EAGLE in options.drafters:
+        yield EAGLE, HeadDrafter(load_head(options.out / EAGLE, target.shape, options.device), target)
     if OTHER in options.drafters:
         model = llama.load(options.out / OTHER, options.device, torch.float32)
         tokenizers = (tokenizer_of(options.out / OTHER), tokenizer_of(options.target))
@@ -158,6 +172,10 @@ def plan(options: argparse.Namespace, seconds: float) -> Plan:
 
 def save(folder: Path, model: Llama, config: dict, figures: dict) -> None:
     llama.save(folder, config, model)
+    write_figures(folder, figures)
+
+
+def write_figures(folder: Path, figures: dict) -> None:
     (folder / "training.json").write_text(json.dumps(figures))
 
 

@@ -1,4 +1,4 @@
-"""Training of the two drafters on the sampled text."""
+"""Training on the sampled text: what all drafters share, and the two that are models of their own."""
 
 import math
 import time
@@ -160,7 +160,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, states: Tensor, teacher: Tensor, chunk: int = 8192) -> Tensor:
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = torch.zeros((), device=hidden.device)
         for i in range(0, len(hidden), chunk):
             part = hidden[i : i + chunk]
@@ -170,7 +170,8 @@ class SoftCrossEntropy(torch.autograd.Function):
             loss -= torch.dot(p.view(-1), logs.view(-1)) if p.numel() < 2**31 - 1 else (p * logs).sum()
             gradient = logs.exp_().sub_(p).to(hidden.dtype)
             of_hidden[i : i + chunk] = gradient @ weight
-            of_weight += gradient.T @ part
+            if of_weight is not None:
+                of_weight += gradient.T @ part
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.rows, ctx.dtype = len(hidden), weight.dtype
         return loss / len(hidden)
@@ -179,7 +180,8 @@ class SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = of_loss / ctx.rows
-        return of_hidden * scale.to(of_hidden.dtype), (of_weight * scale).to(ctx.dtype), None, None, None
+        to_weight = None if of_weight is None else (of_weight * scale).to(ctx.dtype)
+        return of_hidden * scale.to(of_hidden.dtype), to_weight, None, None, None
 
 
 # ---- the drafter with tokens of its own ----------------------------------------------------------------------
@@ -225,7 +227,7 @@ def start_from_bytes(model: Llama, tokenizer: Tokenizer, target: Llama, target_t
             model.output.data[token].normal_(std=START_STD)
 
 
-# ---- both ----------------------------------------------------------------------------------------------------
+# ---- all ----------------------------------------------------------------------------------------------------
 
 
 def draft_config(vocab: int, layers: int, token_ids: dict[str, int | None]) -> dict[str, Any]:
@@ -257,12 +259,16 @@ def draft_config(vocab: int, layers: int, token_ids: dict[str, int | None]) -> d
 
 def fresh_model(config: dict[str, Any], device: str) -> Llama:
     model = Llama(Shape.of(config)).to(device)
+    set_at_random(model)
+    return model
+
+
+def set_at_random(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
             # Smaller where a block adds to the residual stream.
             scale = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             nn.init.normal_(weight, std=scale / math.sqrt(weight.shape[1]))
-    return model
 
 
 def main_directions(embedding: Tensor) -> Tensor:
@@ -274,7 +280,9 @@ def main_directions(embedding: Tensor) -> Tensor:
     return narrow / narrow.std() * START_STD
 
 
-def fit(name: str, model: Llama, loss_of: Callable[[Batch], Tensor], samples: Samples, plan: Plan) -> dict[str, Any]:
+def fit(
+    name: str, model: nn.Module, loss_of: Callable[[Batch], Tensor], samples: Samples, plan: Plan
+) -> dict[str, Any]:
     """AdamW for a time and not for a number of steps; the rate rises over 3% of it, then falls to zero as a cosine."""
     optimizer = optimizer_for(model, plan)
     started = time.time()
@@ -300,7 +308,7 @@ def fit(name: str, model: Llama, loss_of: Callable[[Batch], Tensor], samples: Sa
     return dict(steps=steps, tokens=num_tokens, full_epochs=epoch, curve=curve)
 
 
-def optimizer_for(model: Llama, plan: Plan) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """No weight decay on the embedding and on norms."""
     parameters = list(model.named_parameters())
     decayed = [weight for name, weight in parameters if weight.ndim == 2 and "embed" not in name]
