@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm import LLM, RequestOutput
 
 from tests.full_tests.engines import counter, engine
-
-TINY = Path(__file__).parents[2] / "demo" / "tiny"
 
 
 def ngram(k: int = 3, lookup: tuple[int, int] = (1, 4), **options: Any) -> dict[str, Any]:
@@ -26,14 +23,6 @@ def ngram(k: int = 3, lookup: tuple[int, int] = (1, 4), **options: Any) -> dict[
 
 def suffix(k: int = 3, **options: Any) -> dict[str, Any]:
     return dict(method="suffix", num_speculative_tokens=k, **options)
-
-
-def head(method: str, k: int, **options: Any) -> tuple[str, dict[str, Any]]:
-    """The tiny target in demo/ and one of the heads that were trained for it."""
-    config = dict(method=method, num_speculative_tokens=k, **options)
-    if method == "mtp":  # part of its target
-        return str(TINY / "mtp"), config
-    return str(TINY / "target"), config | dict(model=str(TINY / method))
 
 
 METHODS = {"ngram": ngram, "suffix": suffix}

@@ -208,9 +208,23 @@ def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = V
     return str(folder)
 
 
+def _looping_deepseek() -> PreTrainedModel:
+    model = deepseek(num_hidden_layers=4)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30)
+        model.lm_head.weight.mul_(3)
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.mul_(0.1)
+    return model
+
+
 def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
-    """A DeepSeek checkpoint with a layer that predicts one token more, under the names that DeepSeek gave it."""
-    save(lambda: deepseek(num_hidden_layers=4), folder, seed=seed)
+    """A DeepSeek checkpoint with a layer that predicts one token more, under the names that DeepSeek gave it.
+
+    The next token follows mostly from the last one, so the layer, which reads that one's embedding, is often right.
+    """
+    save(_looping_deepseek, folder, seed=seed)
     # What was made as the last layer is the predicting one.
     described = json.loads((folder / "config.json").read_text())
     described["num_hidden_layers"] -= 1
@@ -219,7 +233,8 @@ def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
     weights = load_file(folder / "model.safetensors")
     norms = {f"{prefix}{name}.weight": 1 + 0.1 * torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
     weights |= norms | {
-        f"{prefix}eh_proj.weight": 0.2 * torch.randn(hidden, 2 * hidden),
+        # The embedding first, as large as it is in the target; then the target's state, a little of everything.
+        f"{prefix}eh_proj.weight": torch.cat((6 * torch.eye(hidden), 0.1 * torch.randn(hidden, hidden)), dim=1),
         f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
