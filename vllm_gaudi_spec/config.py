@@ -268,6 +268,11 @@ class Speculation:
         return self.method in HEAD_METHODS
 
     @property
+    def reads_states(self) -> bool:
+        """Whether the drafter looks at the target's hidden states, with KV or without."""
+        return self.is_head or self.method == MEDUSA
+
+    @property
     def retokenizes(self) -> bool:
         """Whether the drafter reads the text in its own tokens, which the host keeps."""
         return self.universal and self.universal_context == RETOKENIZE

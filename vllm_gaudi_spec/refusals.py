@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    EAGLE,
     EAGLE3,
     HEAD_METHODS,
     MAX_DRAFTS,
@@ -228,11 +229,15 @@ def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
 
 def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
     config, target = given.draft_model_config.hf_config, given.target_model_config
+    if given.use_gemma4_mtp() or given.use_step3p5_mtp():
+        yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
     if given.method == MTP and getattr(config, "n_predict", 1) != 1:
         yield (
             f"{target.model} predicts with {config.n_predict} layers one after the other; only models with one such "
             "layer are supported, which is run again for each draft. Use another method in --speculative-config."
         )
+    if given.method == MEDUSA and (most := _num_medusa_heads(given)) < given.num_speculative_tokens:
+        yield f"{given.model} has {most} heads; set num_speculative_tokens in --speculative-config to that or less."
     wanted = given.draft_model_config.get_hidden_size()
     if given.method == EAGLE3:
         wanted = getattr(config, "target_hidden_size", None) or wanted
@@ -241,6 +246,20 @@ def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
             f"{given.model} reads hidden states of size {wanted}, and those of {target.model} have "
             f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
         )
+    own, theirs = given.draft_model_config.get_vocab_size(), target.get_vocab_size()
+    if given.method in (EAGLE, EAGLE3) and own != theirs:
+        yield (
+            f"{given.model} reads {own} tokens, and {target.model} has {theirs}; give a head that was trained for this "
+            "model in --speculative-config."
+        )
+
+
+def _num_medusa_heads(given: SpeculativeConfig) -> int:
+    """As its file says: vLLM's own configuration has as many heads as there are to be drafts."""
+    from transformers import PretrainedConfig
+
+    written, _ = PretrainedConfig.get_config_dict(given.model, revision=given.revision)
+    return next((int(value) for name, value in written.items() if "num" in name and "heads" in name), MAX_DRAFTS)
 
 
 def _refuse_useless(given: SpeculativeConfig, names: list[str]) -> Iterator[str]:

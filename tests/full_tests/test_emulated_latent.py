@@ -70,7 +70,13 @@ def test_keys_that_hold_their_values() -> None:
         torch.testing.assert_close(out.cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek_lite", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_lite", "mixtral", "qwen3_moe")),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(
     family: str, tiny: Callable[[str], str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

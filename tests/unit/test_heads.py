@@ -6,13 +6,19 @@ So one slot, position, token or hidden state that is off by one gives another dr
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.unit.fakes import CapturingBackend, HostBackend, step
+from tests.unit.fakes import CapturingBackend, HostBackend, cached, new_request, step
 from tests.unit.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.proposers.head import HeadProposer
 from vllm_gaudi_spec.proposers.medusa import MedusaProposer
@@ -20,8 +26,10 @@ from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
 from vllm_gaudi_spec.runner.batch import Batch, Located, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
+from vllm_gaudi_spec.runner.heads import carried_too, layers_of, share
 from vllm_gaudi_spec.runner.landing import Landing
-from vllm_gaudi_spec.runner.shapes import DECODE
+from vllm_gaudi_spec.runner.schedule import plan_batches
+from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 NOBODYS = 89.0  # the state of what is no real token
 
@@ -160,6 +168,37 @@ def test_a_head_that_is_not_asked_reads_on() -> None:
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
 
 
+def test_a_row_that_the_host_sees_too_far_ahead_is_read() -> None:
+    """Its last eight drafts were rejected, which the host did not know when it scheduled a step without drafts; by its
+    count the row is past the head's longest."""
+    rows = HeadRows(num_drafts=8, drafter_max_len=32)
+    rows.start({"a": list(range(1, 26))})
+    rows.sample({"a": [40]})
+    rows.sample({"a": [50]}, most=0)  # all rejected
+    rows.drafted["a"] = 0
+    rows.rejected["a"] = 8
+    rows.sample({"a": [51]}, most=0)
+    assert rows.sample({"a": [52]})["a"] == rows.expected("a") != []
+
+
+def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
+    rows = HeadRows(num_drafts=2, drafter_max_len=24)
+    rows.start({"a": [5, 6, 7], "b": list(range(1, 40))}, chunk=24)
+    told = {"c": list(range(3, 20)), "d": list(range(2, 42))}
+    rows.start({"d": told["d"]}, chunk=32, blocks=list(range(60, 70)))
+    new = [new_request("c", told["c"], list(range(80, 90)))]
+    scheduled = step({"c": 17, "d": 8}, new=new, running=cached({"d": 32}))
+    rows.requests.apply(scheduled)
+    for request in rows.requests.admitted:
+        rows.sampling.admit(request)
+    rows.drafting.apply(rows.requests)
+    batches = plan_batches(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    assert [len(batch.requests) for batch in batches] == [2]
+    rows.forward(batches[0])
+    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    assert rows.sample({"c": [1], "d": [2]}) == {"c": rows.expected("c"), "d": []}
+
+
 def test_nothing_is_read_when_every_row_is_past() -> None:
     rows = HeadRows(num_drafts=2, drafter_max_len=16)
     rows.start({"a": list(range(1, 60))}, chunk=64)
@@ -208,9 +247,9 @@ def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> No
 class SaysMultiples:
     """Head i says (i + 1) times the state."""
 
-    def logits(self, hidden_BH: torch.Tensor) -> list[torch.Tensor]:
+    def logits_of_heads(self, hidden_BH: torch.Tensor) -> Iterator[torch.Tensor]:
         said_B = hidden_BH[:, 0].long()
-        return [torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6)]
+        return (torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
 
 
 class MedusaRows(HeadRows):
@@ -261,6 +300,77 @@ def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
     assert torch.equal(landing.carried(rows_B, 2), carried)
     assert torch.equal(landing.take(rows_B, 2).hidden_NH, last)
     assert landing.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    landing.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
+    assert torch.equal(landing.chunk(4), carried + 20)
+    assert torch.equal(landing.chunk_TH[:4], last)
+
+
+# --- what is the target's ---
+
+
+def linear(*size: int) -> nn.Linear:
+    return nn.Linear(*(size or (3, 4)), bias=False)
+
+
+def model_of(**parts: nn.Module) -> nn.Module:
+    """`inner_x` becomes `model.x`."""
+    made, made.model = nn.Module(), nn.Module()
+    for name, part in parts.items():
+        owner = made.model if name.startswith("inner_") else made
+        setattr(owner, name.removeprefix("inner_"), part)
+    return made
+
+
+def test_a_head_without_matrices_gets_the_targets() -> None:
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear())
+    head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
+    share(target, head)
+    assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.lm_head is target.lm_head
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_matrices_of_its_own_stay_unless_they_are_the_same(equal: bool) -> None:
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head.has_own_embed_tokens = head.has_own_lm_head = True  # type: ignore[assignment]
+    if equal:
+        head.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())  # type: ignore[union-attr]
+    share(target, head)
+    assert head.model.embed_tokens is not target.model.embed_tokens  # type: ignore[union-attr]
+    assert (head.lm_head is target.lm_head) == equal
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"9": layers[0]})])
+def test_each_layer_of_several_token_prediction_writes_with_the_targets_matrix(container: Any) -> None:
+    """Whether the class says what its checkpoint has, or not."""
+    layer = nn.Module()
+    layer.shared_head = model_of(head=linear())
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    share(target, model_of(inner_layers=container([layer]), inner_embed_tokens=linear()))
+    assert layer.shared_head.head is target.lm_head
+
+
+def test_a_target_may_write_with_its_embeddings() -> None:
+    target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
+    share(target, head)
+    assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedConfigError, match="keeps its embeddings where heads do not look"):
+        share(model_of(lm_head=linear()), head)
+
+
+def test_a_head_with_two_answers_carries_the_second() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    assert carried_too((first, second)) == Hidden(first, second)
+    assert carried_too(first) == Hidden(first, first)
+
+
+def test_the_layers_that_a_head_reads() -> None:
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
+    assert layers_of(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
+    assert layers_of(SimpleNamespace(eagle_config=nested)) == [1, 5]
+    assert layers_of(SimpleNamespace(eagle_config=None)) is None
 
 
 def test_requests_end_and_their_rows_serve_others() -> None:

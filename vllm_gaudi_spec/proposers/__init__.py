@@ -80,7 +80,8 @@ def _of_head(setting: Setting) -> Translation:
     """A head reads the target's tokens, and may say fewer."""
     from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
 
-    said = getattr(setting.model, "said", None)
+    assert setting.model is not None
+    said = setting.model.said
     return SameTokens(setting.vocab_size, setting.vocab_size) if said is None else FewerTokens(said, setting.vocab_size)
 
 

@@ -92,6 +92,9 @@ class DeviceProposer(Protocol):
 class Model(Protocol):
     """A loaded model."""
 
+    said: torch.Tensor | None
+    """int64: the target's ids of what it can say; None where that is everything, or the vocabulary is another."""
+
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """[T, H]; KV of all T tokens is written. A head wants what was carried to it, other models nothing."""
         ...

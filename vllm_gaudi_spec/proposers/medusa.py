@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_gaudi_spec.proposers.autoregressive import gathered
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Heads(Protocol):
-    def logits(self, hidden_BH: torch.Tensor) -> list[torch.Tensor]:
-        """float32 [B, U] of each head."""
+    def logits_of_heads(self, hidden_BH: torch.Tensor) -> Iterator[torch.Tensor]:
+        """float32 [B, U], head after head."""
         ...
 
 
@@ -26,9 +27,9 @@ class MedusaProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        said = self._heads.logits(request.hidden.last)[: request.num_drafts]
+        said = self._heads.logits_of_heads(request.hidden.last)
         drafted = [
             request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + place)
-            for place, logits_BU in enumerate(said)
+            for place, logits_BU in zip(range(request.num_drafts), said, strict=False)
         ]
         return gathered(drafted, request.num_wanted_B)

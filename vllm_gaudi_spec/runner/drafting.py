@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
-from vllm_gaudi_spec.config import MEDUSA, SLEM, TLI, cache_folder
+from vllm_gaudi_spec.config import SLEM, TLI, cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer, is_on_device
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
@@ -25,7 +25,7 @@ from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
-from vllm_gaudi_spec.runner.heads import head_size, load_head
+from vllm_gaudi_spec.runner.heads import load_head
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
@@ -113,7 +113,7 @@ def load_drafter(
     """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
-    if speculation.is_head or speculation.method == MEDUSA:
+    if speculation.reads_states:
         return load_head(speculation.method, vllm_config, backend, target)
     return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model")
 
@@ -172,14 +172,16 @@ def load_drafting(
             speculation.num_drafts,
             coverage,
         )
-    proposer = build_proposer(Setting(speculation, vllm_config, device, model, pair))
+    setting = Setting(speculation, vllm_config, device, model, pair)
+    proposer = build_proposer(setting)
     if is_on_device(speculation):
         longest = min(speculation.drafter_max_len or target.max_model_len, target.max_model_len)
         reading = Reading()
-        if speculation.method == MEDUSA:
+        if speculation.is_head and model is not None:
+            size = setting.given.draft_model_config.get_hidden_size()
+            reading = HeadReading(model, landing, requests, recorder, shapes, size, longest)
+        elif speculation.reads_states:
             reading = LastState(landing)
-        elif speculation.is_head and model is not None:
-            reading = HeadReading(model, landing, requests, recorder, shapes, head_size(vllm_config), longest)
         elif model is not None:
             groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & set(model.layer_names)]
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups)

@@ -82,8 +82,9 @@ class HeadReading(Reading):
 
     def before_round(self, batch: SampleBatch, lengths_B: torch.Tensor, able_np: np.ndarray, placed: Placed) -> None:
         """What this step sampled: decodes, and the ends of prompts."""
-        # By so much the host may be ahead of the device.
-        if min((end - 2 * batch.num_queries for end in batch.ends), default=0) >= self._longest:
+        # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
+        ahead = 2 * self._shapes.decode_queries[-1]
+        if min((end - ahead for end in batch.ends), default=0) >= self._longest:
             return
         self._recorder.saw(self._signature(len(batch.rows_np), batch.num_queries, placed.context))
         self._run_newest(batch.num_queries, batch.rows_B, lengths_B, placed.blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.models.interfaces import supports_eagle3
 
-from vllm_gaudi_spec.config import EAGLE3, MEDUSA, MTP, UnsupportedConfigError
+from vllm_gaudi_spec.config import EAGLE3, MEDUSA, UnsupportedConfigError
 from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 
@@ -23,37 +24,23 @@ def load_head(method: str, vllm_config: VllmConfig, backend: DeviceBackend, targ
     """vLLM's classes of heads want the target's configuration, and take the rest from its speculative part."""
     given = vllm_config.speculative_config
     assert given is not None
-    kind = LoadedMedusa if method == MEDUSA else LoadedHead
-    head = kind(
-        vllm_config,
-        backend,
-        model_config=given.draft_model_config,
-        load_config=given.draft_load_config,
-        adapt=None if method == MEDUSA else partial(_share, target.model, always=method == MTP),
-    )
-    if method == EAGLE3 and _reads_several_layers(head.model):
-        _tell_layers(target, head.model)
-    elif method != MEDUSA:
-        target.hidden_of = _carried_too
+    configs = dict(model_config=given.draft_model_config, load_config=given.draft_load_config)
+    if method == MEDUSA:
+        return LoadedMedusa(vllm_config, backend, **configs)
+    head = LoadedHead(vllm_config, backend, **configs, adapt=partial(share, target.model))
+    if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
+        _read_layers(target, head.model, given.draft_model_config.get_hidden_size())
+    else:
+        _refuse_special_states(target.model)
+        target.hand_out(carried_too)
     return head
-
-
-def head_size(vllm_config: VllmConfig) -> int:
-    """Of a head's hidden states."""
-    given = vllm_config.speculative_config
-    assert given is not None
-    size: int = given.draft_model_config.get_hidden_size()
-    return size
 
 
 class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.hidden_of = _carried_too
-        offsets = getattr(self.model, "draft_id_to_target_id", None)
-        self.said: torch.Tensor | None = None
-        """The target's ids of what it can say, unless it can say everything."""
-        if offsets is not None:
+        self.hand_out(carried_too)
+        if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
             self.said = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,18 +52,17 @@ class LoadedHead(LoadedModel):
 
 
 class LoadedMedusa(LoadedModel):
-    @property
-    def said(self) -> torch.Tensor | None:
-        ids: torch.Tensor | None = self.model.token_map
-        return ids
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.said = self.model.token_map
 
-    def logits(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """float32 [rows, U] of each head."""
-        pairs = zip(self.model(hidden), self.model.lm_heads, strict=True)
-        return [self.model.logits_processor(lm_head, states).float() for states, lm_head in pairs]
+    def logits_of_heads(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """float32 [rows, U], head after head."""
+        for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
+            yield self.model.logits_processor(lm_head, states).float()
 
 
-def _carried_too(output: Any) -> Hidden:
+def carried_too(output: Any) -> Hidden:
     """Some heads say one thing to the output matrix and carry another to their next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
@@ -84,24 +70,34 @@ def _carried_too(output: Any) -> Hidden:
 # --- what is the target's ---
 
 
-def _share(target: nn.Module, head: nn.Module, *, always: bool) -> None:
+def share(target: nn.Module, head: nn.Module) -> None:
     """Embeddings and output matrix, where the checkpoint has none of its own, or the same once more."""
-    inner, target_inner = head.model, target.model
-    if always or _lacks(head, "has_own_embed_tokens", inner, target_inner, "embed_tokens"):
-        _replace(inner, "embed_tokens", target_inner.embed_tokens)
-    if always or _lacks(head, "has_own_lm_head", head, target, "lm_head"):
-        _replace(head, "lm_head", target.lm_head)
-        for layer in getattr(inner, "layers", nn.ModuleDict()).values() if always else ():
-            # DeepSeek's form: each layer has a head, with a norm before it.
-            if hasattr(layer, "shared_head"):
-                _replace(layer.shared_head, "head", target.lm_head)
+    embeddings = getattr(target.model, "embed_tokens", None)
+    if embeddings is None:
+        raise UnsupportedConfigError(
+            f"{type(target).__name__} keeps its embeddings where heads do not look for them; use another method in "
+            "--speculative-config."
+        )
+    if _lacks(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
+        _replace(head.model, "embed_tokens", embeddings)
+    # Some targets write with their embeddings and have no matrix beside them.
+    output = getattr(target, "lm_head", embeddings)
+    if _lacks(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
+        _replace(head, "lm_head", output)
+        for module in head.modules():
+            # DeepSeek's form: each layer has a head of its own, with a norm before it.
+            if hasattr(module, "shared_head"):
+                _replace(module.shared_head, "head", output)
 
 
-def _lacks(head: nn.Module, flag: str, owner: nn.Module, target_owner: nn.Module, name: str) -> bool:
-    if not getattr(head, flag, False):
+def _lacks(head: nn.Module, flag: str, own: nn.Module | None, theirs: nn.Module) -> bool:
+    """vLLM sets the flag of a class that has one when it meets such a matrix in the checkpoint."""
+    if own is None or not getattr(head, flag, False):
         return True
-    own, theirs = getattr(owner, name).weight, getattr(target_owner, name).weight
-    return own.shape == theirs.shape and torch.equal(own.cpu(), theirs.cpu())
+    ours, others = getattr(own, "weight", None), getattr(theirs, "weight", None)
+    if ours is None or others is None:  # quantised
+        return False
+    return ours.shape == others.shape and torch.equal(ours.cpu(), others.cpu())
 
 
 def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -110,30 +106,38 @@ def _replace(owner: nn.Module, name: str, module: nn.Module) -> None:
     setattr(owner, name, module)
 
 
+def _refuse_special_states(target: nn.Module) -> None:
+    if hasattr(target, "get_mtp_target_hidden_states"):
+        raise UnsupportedConfigError(
+            f"{type(target).__name__} has states for its MTP layer that its forward does not return, which is not "
+            "supported yet; use another method in --speculative-config."
+        )
+
+
 # --- EAGLE-3 ---
 
 
-def _reads_several_layers(head: nn.Module) -> bool:
-    return bool(head.model.use_aux_hidden_state)
-
-
-def _tell_layers(target: LoadedModel, head: nn.Module) -> None:
-    """Let the target's forward return what the head wants to read of early, middle and late layers, made one."""
+def _read_layers(target: LoadedModel, head: nn.Module, size: int) -> None:
+    """Let the target's forward hand out what the head reads of early, middle and late layers, made one."""
+    untold = UnsupportedConfigError(
+        f"{type(target.model).__name__} does not give out the states of its layers, which an EAGLE-3 head reads; use "
+        "another method in --speculative-config."
+    )
     if not supports_eagle3(target.model):
-        raise UnsupportedConfigError(
-            f"{type(target.model).__name__} does not give out the states of its layers, which an EAGLE-3 head reads; "
-            "use another method in --speculative-config."
-        )
-    layers = _layers_of(head.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
+        raise untold
+    layers = layers_of(head.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any) -> Hidden:
+        if not isinstance(output, tuple):  # a class may inherit the promise and not keep it
+            raise untold
         last, of_layers = output
         return Hidden(last, head.combine_hidden_states(torch.cat(of_layers, dim=-1)))
 
-    target.hidden_of = combined
+    target.hand_out(combined, size)
 
 
-def _layers_of(config: Any) -> list[int] | None:
+def layers_of(config: Any) -> list[int] | None:
+    """As the head's configuration names them, if it does."""
     own = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
     return own or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")

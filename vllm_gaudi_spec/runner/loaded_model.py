@@ -50,8 +50,9 @@ class LoadedModel:
         """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
         before it goes to the device."""
         self.vllm_config = vllm_config
-        self.hidden_of: Callable[[Any], Hidden] = _logits_only
-        """From what the model's class returns."""
+        self.said: torch.Tensor | None = None
+        """int64: the target's ids of what it can say; None where that is everything."""
+        self.hand_out(_logits_only)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         self.model = get_model(
             vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
@@ -62,6 +63,12 @@ class LoadedModel:
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
+
+    def hand_out(self, hidden_of: Callable[[Any], Hidden], carried_size: int | None = None) -> None:
+        """Make `hidden_of` what the model's class returns. `carried_size`: of the states that a head reads, where they
+        are not those that logits are made of."""
+        self._hidden_of = hidden_of
+        self.carried_size = carried_size
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer wants to keep."""
@@ -98,7 +105,7 @@ class LoadedModel:
         num_tokens = inputs.token_ids_T.shape[0]
         with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
             carried = () if carried_TH is None else (carried_TH,)
-            return self.hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried))
+            return self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, V]."""

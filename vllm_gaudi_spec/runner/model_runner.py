@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.config import EAGLE3, Options, Speculation
+from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
-from vllm_gaudi_spec.runner.heads import head_size
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
@@ -134,7 +133,7 @@ class ModelRunner:
             model.get_hidden_size(),
             model.dtype,
             device,
-            head_size(self.vllm_config) if self.speculation and self.speculation.method == EAGLE3 else None,
+            self.target.carried_size,
         )
         downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.prompt_logprobs = PromptLogprobs(

@@ -1,0 +1,131 @@
+"""Heads that are never wrong as long as they are fed what they should be: each draft of every place is right.
+
+Their target follows a rule, and one step off anywhere drafts noise (rule_models.py).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.full_tests import rule_models
+from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.heads import METHODS
+from tests.full_tests.speculation import accounts, speculating
+
+NUM_TOKENS = 70
+BARE = dict(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16)
+# The target takes 2 KiB of KV per token, its heads half as much at most: room for about three requests.
+SMALL = dict(kv_cache_memory_bytes=1 << 20, block_size=16)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": dict(enable_prefix_caching=False),
+    "one by one": dict(enable_prefix_caching=False, async_scheduling=False),
+    "chunked": dict(enable_prefix_caching=False, max_num_batched_tokens=32),
+    "cached": {},
+    "preempted": SMALL | dict(enable_prefix_caching=False),
+    "chunked, cached, preempted": SMALL | dict(max_num_batched_tokens=32),
+}
+MAKE = {
+    "eagle": rule_models.make_eagle,
+    "eagle3": rule_models.make_eagle3,
+    "mtp": rule_models.make_mimo,
+    "medusa": rule_models.make_medusa,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, dict[str, Any]]]:
+    """The target for a method, and the configuration that names the head."""
+    folder = tmp_path_factory.mktemp("rule")
+
+    @cache
+    def made(method: str) -> tuple[str, dict[str, Any]]:
+        head = str(MAKE[method](folder / method))
+        if method == "mtp":
+            return head, dict(method=method)
+        return str(target(folder)), dict(method=method, model=head)
+
+    @cache
+    def target(folder: Path) -> Path:
+        return rule_models.make_target(folder / "target")
+
+    return made
+
+
+def prompts() -> list[list[int]]:
+    """Of 19 to 114 tokens; some share a beginning, and part at a block's border or beside it."""
+    apart = rule_models.prompts(20)
+    shared = rule_models.prompts(1, length=96, seed=1)[0]
+    # A head looks one token back, and 17: here that is over the border.
+    parting = [shared[:length] + apart[length % 7][:1] for length in (31, 32, 33, 47, 48, 49, 64)]
+    return [*apart, shared, *parting]
+
+
+QUICK = [
+    ("eagle", 8, "chunked, cached, preempted"),
+    ("eagle3", 2, "chunked, cached, preempted"),
+    ("mtp", 4, "chunked, cached, preempted"),
+    ("medusa", 4, "chunked, cached, preempted"),
+]
+ALL = [
+    (method, k, schedule)
+    for method in METHODS
+    for k in (1, 2, 4, *([8] if method == "eagle" else []))
+    for schedule in SCHEDULES
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "schedule"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
+)
+def test_every_draft_is_right(
+    method: str, k: int, schedule: str, pair: Callable[[str], tuple[str, dict[str, Any]]]
+) -> None:
+    model, config = pair(method)
+    asked, params = prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    with speculating(model, config | dict(num_speculative_tokens=k), **SCHEDULES[schedule], **BARE) as llm:
+        for _ in range(2 if "cached" in schedule else 1):
+            outputs = generate(llm, asked, params)
+            for prompt, output in zip(asked, first_tokens(outputs), strict=True):
+                assert output == rule_models.continuation(prompt, NUM_TOKENS)
+            for prompt, (drafted, accepted) in zip(asked, accounts(outputs), strict=True):
+                assert accepted == drafted, f"prompt of {len(prompt)}"
+                # The first token comes without drafts, and a last one that is left over; so does one behind each
+                # preemption.
+                rounds = (NUM_TOKENS - 2 + k) // (k + 1)
+                assert len(drafted) == rounds or "preempted" in schedule
+        check_places(llm, k)
+        assert (preemptions(llm) > 0) == ("preempted" in schedule)
+        assert (counter(llm, "vllm:prefix_cache_hits") > 0) == ("cached" in schedule)
+        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+
+
+def check_places(llm: LLM, k: int) -> None:
+    """vLLM's own count: as many accepted at each place as were drafted there."""
+    (per_place,) = (m.values for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos")
+    assert len(per_place) == k
+    assert sum(per_place) == counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_as_many_are_right_as_the_rule_says(method: str, pair: Callable[[str], tuple[str, dict[str, Any]]]) -> None:
+    """Where tokens are drawn, every third breaks the rule: what is rejected has been read, and is read anew."""
+    model, config = pair(method)
+    k, asked = 4, prompts()
+    params = [
+        SamplingParams(temperature=1.5, seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        for index in range(len(asked))
+    ]
+    with engine(model, **BARE) as llm:
+        plain = first_tokens(generate(llm, asked, params))
+    with speculating(model, config | dict(num_speculative_tokens=k), **BARE) as llm:
+        outputs = generate(llm, asked, params)
+    assert first_tokens(outputs) == plain
+    for prompt, output, (drafted, accepted) in zip(asked, plain, accounts(outputs), strict=True):
+        full = [count for count, wanted in zip(accepted, drafted, strict=True) if wanted == k]
+        right = [sum(count > place for count in full) for place in range(k)]
+        assert right == rule_models.accepted(prompt, output, k, blind=method == "medusa"), f"prompt of {len(prompt)}"
