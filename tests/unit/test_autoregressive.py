@@ -193,6 +193,34 @@ class Rows:
             drafts.append(following([*tokens, *drafts]))
         return drafts
 
+    def check_steps(self, seed: int, share_off: float = 0.0) -> None:
+        """Steps of rows in any company, of whose drafts nothing, something or all is accepted; at some nobody may
+        draft."""
+        rng = random.Random(seed)
+        drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+        for _ in range(14):
+            scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
+            accepted = {name: drafts[name][: rng.randint(0, self.num_drafts)] for name in scheduled}
+            off = rng.random() < share_off
+            answers = {name: [*tokens, rng.randrange(VOCAB)] for name, tokens in accepted.items()}
+            drafts |= self.sample(answers, most=0 if off else None)
+            for name in scheduled:
+                assert drafts[name] == ([] if off else self.expected(name)), name
+        assert not self.recorder.unexpected
+
+    def check_warm_up(self) -> None:
+        for shape in self.shapes.all():
+            self.drafting.follow(make_batch(self.requests, shape, [], [], []))
+        for num_rows, branch, draft in self.drafting.rounds(self.sampling):
+            batch = make_sample_batch(self.requests, num_rows, 1, [], [])
+            draft(batch, torch.zeros(num_rows).int(), self.sampling.inputs_of(batch, branch, {}))
+        self.drafting.warm_up()
+        assert self.recorder._seen == self.recorder.manifest
+        self.start(PROMPTS)
+        assert self.sample({"a": [1], "b": [2]}) == {"a": self.expected("a"), "b": self.expected("b")}, (
+            "nothing is left"
+        )
+
 
 PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
 
@@ -201,21 +229,9 @@ PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
-    """Whatever is accepted: nothing, something, all; in any company."""
-    rng = random.Random(seed)
     rows = Rows(num_drafts, backend=device())
     rows.start(PROMPTS)
-    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
-    for _ in range(12):
-        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
-        answers = {}
-        for name in scheduled:
-            accepted = drafts[name][: rng.randint(0, num_drafts)]
-            answers[name] = [*accepted, rng.randrange(VOCAB)]
-        drafts |= rows.sample(answers)
-        for name in scheduled:
-            assert drafts[name] == rows.expected(name), name
-    assert not rows.recorder.unexpected
+    rows.check_steps(seed)
 
 
 def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
@@ -345,12 +361,4 @@ def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
     rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
-    for shape in rows.shapes.all():
-        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
-    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
-        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
-        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
-    rows.drafting.warm_up()
-    assert rows.recorder._seen == rows.recorder.manifest
-    rows.start(PROMPTS)
-    assert rows.sample({"a": [1], "b": [2]}) == {"a": rows.expected("a"), "b": rows.expected("b")}, "nothing was left"
+    rows.check_warm_up()

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.proposers.head import HeadProposer
 from vllm_gaudi_spec.proposers.medusa import MedusaProposer
 from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
-from vllm_gaudi_spec.runner.batch import Batch, Located, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Batch, Located, locate
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
 from vllm_gaudi_spec.runner.heads import carried_too, layers_of, share
@@ -126,22 +126,9 @@ class HeadRows(Rows):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_every_draft_follows_from_all_tokens_and_states(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
-    """Whatever is accepted, in any company, with steps at which nobody may draft."""
-    rng = random.Random(seed)
     rows = HeadRows(num_drafts, backend=device())
     rows.start(PROMPTS)
-    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
-    for _ in range(14):
-        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
-        answers = {}
-        for name in scheduled:
-            accepted = drafts[name][: rng.randint(0, num_drafts)]
-            answers[name] = [*accepted, rng.randrange(VOCAB)]
-        off = rng.random() < 0.3
-        drafts |= rows.sample(answers, most=0 if off else None)
-        for name in scheduled:
-            assert drafts[name] == ([] if off else rows.expected(name)), name
-    assert not rows.recorder.unexpected
+    rows.check_steps(seed, share_off=0.3)
 
 
 def test_a_row_past_the_heads_longest_rides_along_without_drafts() -> None:
@@ -230,15 +217,7 @@ def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
     rows = HeadRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
-    for shape in rows.shapes.all():
-        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
-    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
-        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
-        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
-    rows.drafting.warm_up()
-    assert rows.recorder._seen == rows.recorder.manifest
-    rows.start(PROMPTS)
-    assert rows.sample({"a": [1], "b": [2]}) == {"a": rows.expected("a"), "b": rows.expected("b")}, "nothing was left"
+    rows.check_warm_up()
 
 
 # --- Medusa ---
@@ -267,16 +246,9 @@ class MedusaRows(HeadRows):
 @pytest.mark.parametrize("num_drafts", [1, 4])
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
 def test_medusa_reads_the_state_behind_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
-    rng = random.Random(0)
     rows = MedusaRows(num_drafts, backend=device())
     rows.start(PROMPTS)
-    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
-    for _ in range(10):
-        scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
-        answers = {n: [*drafts[n][: rng.randint(0, num_drafts)], rng.randrange(VOCAB)] for n in scheduled}
-        drafts |= rows.sample(answers)
-        assert {name: drafts[name] for name in scheduled} == {name: rows.expected(name) for name in scheduled}
-    assert not rows.recorder.unexpected
+    rows.check_steps(seed=0)
 
 
 # --- vocabularies ---
