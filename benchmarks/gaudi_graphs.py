@@ -14,11 +14,14 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from vllm_gaudi_spec import emulator
 
@@ -30,6 +33,9 @@ from vllm_gaudi_spec.backends.hpu import Backend  # noqa: E402
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting  # noqa: E402
+from vllm_gaudi_spec.runner.drafter_state import DrafterState  # noqa: E402
+from vllm_gaudi_spec.runner.head_reading import HeadReading  # noqa: E402
+from vllm_gaudi_spec.runner.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.runner.sampling import Sampling  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shapes  # noqa: E402
 
@@ -39,10 +45,14 @@ MAX_BATCHED_TOKENS = 2048
 SIZES = ((8, 1024), (64, 1024), (64, 4096))
 DRAFTS = (0, 1, 3, 5)
 GENERATIONS = ("gaudi2", "gaudi3")
+NOBODY: Any = None
+"""Who is not asked for a list of signatures."""
 
 
 class Settings(Backend):
     """The settings of the Gaudi backend without a device."""
+
+    torch_device = torch.device("cpu")
 
     def __init__(self) -> None: ...
 
@@ -67,6 +77,8 @@ class Graphs:
     """The rounds of a draft model with greedy drafts, and the prompt chunks that it reads,"""
     draft_random: int = 0
     """and with probabilistic or coupled ones."""
+    draft_head: int = 0
+    """The same of a head with greedy drafts, and what it reads behind each verdict."""
     worker_decode: int | None = None
     """Decode buckets of the existing worker,"""
     worker_prompt: int | None = None
@@ -106,7 +118,12 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         for signature in sampling.every_signature(rows, queries)
     }
     reports = {branch.of_reports() for branch in sampling.branches()}
-    own = {mode: _drafts(shapes, sampling, backend, k, mode) for mode in ("greedy", "probabilistic", "coupled")}
+    model, head = (
+        (lambda requests: DrafterState(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
+        (lambda requests: HeadReading(NOBODY, requests.landing, requests, NOBODY, shapes, 1, 1)),
+    )
+    modes = ("greedy", "probabilistic", "coupled")
+    own = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
     assert own["probabilistic"] == own["coupled"]
     return Graphs(
         max_num_seqs=max_num_seqs,
@@ -121,19 +138,22 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         prompt_logprobs=len(sampling.prompt_logprob_counts()),
         draft_greedy=own["greedy"],
         draft_random=own["probabilistic"],
+        draft_head=_drafts(shapes, sampling, backend, k, "greedy", head),
     )
 
 
-def _drafts(shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str) -> int:
-    """Signatures of a draft model on the device, and a second report for each of the runner's."""
+def _drafts(
+    shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str, reading: Callable[[Any], Reading]
+) -> int:
+    """Signatures of a drafter on the device, and a second report for each of the runner's."""
     if not k:
         return 0
     speculation = Speculation(
         method="draft_model", num_drafts=k, rule="standard", drafting=mode, drafter_max_len=shapes.max_len
     )
-    requests: Any = SimpleNamespace(backend=backend)
-    make: Any = DeviceDrafting  # of which only the lists are asked for
-    drafting = make(None, None, requests, None, shapes, speculation, laws=None, state=object())
+    requests: Any = SimpleNamespace(backend=backend, pad_row=0, landing=SimpleNamespace(dtype=torch.float32))
+    make: Any = DeviceDrafting
+    drafting = make(NOBODY, NOBODY, requests, NOBODY, shapes, speculation, NOBODY, reading(requests))
     reports = {branch.of_reports() for branch in sampling.branches()}
     with_drafts = len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports)
     return len(set(drafting.signatures(sampling))) + with_drafts
@@ -194,7 +214,7 @@ def warmup_minutes(num_graphs: int) -> dict[str, dict[str, float]]:
 
 def as_row(graphs: Graphs) -> list[str]:
     minutes = warmup_minutes(graphs.total)
-    own = (graphs.draft_greedy, graphs.draft_random) if graphs.k else ("-", "-")
+    own = (graphs.draft_greedy, graphs.draft_random, graphs.draft_head) if graphs.k else ("-", "-", "-")
     worker = [str(part) for part in (graphs.worker_decode, graphs.worker_prompt) if part is not None]
     return [
         f"{graphs.max_num_seqs} x {graphs.max_model_len}",
@@ -213,7 +233,8 @@ def check(found: list[Graphs]) -> None:
     for one in found:
         if one.k:
             key = one.max_num_seqs, one.max_model_len, one.strategy
-            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, one.draft_greedy, one.draft_random))
+            own = (one.draft_greedy, one.draft_random, one.draft_head)
+            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, *own))
     for key, numbers in alike.items():
         if len(numbers) != 1:
             raise SystemExit(f"{key}: the number of graphs depends on k: {sorted(numbers)}")
@@ -230,7 +251,7 @@ def main() -> None:
     common.say(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
     common.say("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
-    header += ["+greedy", "+random", "g2,min", "g3,min"]
+    header += ["+greedy", "+random", "+head", "g2,min", "g3,min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
     common.say(common.table(header, [as_row(one) for one in found]))
