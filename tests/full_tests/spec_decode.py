@@ -56,6 +56,8 @@ class Task:
     """The folder under demo/ that drafts for the demo's target; set for tasks that need a draft model."""
     demo_target: str | None = None
     """The folder under demo/ that is the target, where it is not the demo model."""
+    demo_drafts: int | None = None
+    """How many drafts the demo's drafter can make at most, where there is an end to it."""
 
     @property
     def needs_draft_model(self) -> bool:
@@ -74,7 +76,7 @@ TASKS = {
     "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
     "eagle": Task("eagle", demo_drafter="eagle-head"),
     "eagle3": Task("eagle3", demo_drafter="tiny/eagle3", demo_target="tiny/target"),
-    "medusa": Task("medusa", demo_drafter="tiny/medusa", demo_target="tiny/target"),
+    "medusa": Task("medusa", demo_drafter="tiny/medusa", demo_target="tiny/target", demo_drafts=4),
     "mtp": Task("mtp", demo_target="tiny/mtp"),
 }
 COMPARE = "compare"
@@ -91,7 +93,8 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     task = TASKS[name]
     if task.method is None:
         return None
-    config = {"method": task.method, "num_speculative_tokens": options.num_spec_tokens}
+    most = task.demo_drafts if uses_demo_drafter(name, options) else None
+    config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, most or sys.maxsize)}
     config |= {name: getattr(options, name) for name in task.options}
     if task.needs_draft_model:
         config["model"] = draft_model(name, options)
@@ -104,9 +107,11 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
 
 def draft_model(name: str, options: argparse.Namespace) -> str | None:
     """The one that was given, else the demo model's, if that is the target and the task needs one."""
-    if options.draft_model or options.model or not TASKS[name].needs_draft_model:
-        return options.draft_model
-    return str(DEMO / TASKS[name].demo_drafter)
+    return str(DEMO / TASKS[name].demo_drafter) if uses_demo_drafter(name, options) else options.draft_model
+
+
+def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
+    return not (options.draft_model or options.model) and TASKS[name].needs_draft_model
 
 
 def demo_targets(options: argparse.Namespace) -> set[str | None]:

@@ -110,6 +110,20 @@ def table_in(said: str) -> dict[str, list[str]]:
     return {row[0]: row[2:] for row in rows}
 
 
+@pytest.mark.parametrize(
+    "task", ["medusa", *(pytest.param(task, marks=pytest.mark.slow) for task in ("eagle", "eagle3", "mtp"))]
+)
+def test_heads_of_the_demo(task: str, tmp_path: Path) -> None:
+    """With nothing but the task's name, for the default number of drafts; and how they do away from their training."""
+    file = tmp_path / "report.json"
+    status, said = script("--task", task, "--osl", "24", "--batch_size", "4", "--run_base", "--json", str(file))
+    assert status == 0, said
+    report = json.loads(file.read_text())
+    check_report(report, 4 if task == "medusa" else 5)
+    assert report["matches_baseline"]["different"] == 0
+    assert (report["acc_rate_elsewhere"] is not None) == ("acc_rate elsewhere" in said) == (task == "eagle")
+
+
 @pytest.mark.slow
 def test_compare_without_a_drafter(tiny_llama: str) -> None:
     """On a model that has no drafter in demo/."""
@@ -174,6 +188,7 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
         (["--task", "universal", "--model", "some/model"], 2, "needs --draft_model"),
+        pytest.param(["--task", "eagle", "mtp"], 2, "no target for", marks=pytest.mark.slow),
         pytest.param(["--task", "compare", "--accuracy_rate", "0.5"], 2, "one task", marks=pytest.mark.slow),
         pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic_rates", marks=pytest.mark.slow),
