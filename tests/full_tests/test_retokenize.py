@@ -69,6 +69,7 @@ def acceptance(llm: LLM) -> float:
     return accepted(llm) / counter(llm, "vllm:spec_decode_num_draft_tokens")
 
 
+@pytest.mark.slow
 def test_on_a_real_pair_text_reads_better_than_ids(demo_model: str) -> None:
     """And slem says more than the tokens that both have. Twice, the second time on a prefix-cache hit."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
