@@ -167,6 +167,25 @@ def save(folder: Path, config: dict[str, Any], model: Llama) -> None:
     save_weights(folder, config, {f"model.{name}": value for name, value in model.state_dict().items()})
 
 
+def llama_config(**own: Any) -> dict[str, Any]:
+    """What config.json says: of every Llama here the same, and of this one `own`."""
+    return dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_act="silu",
+        initializer_range=0.02,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=True,
+        use_cache=True,
+        dtype="bfloat16",
+        torch_dtype="bfloat16",
+        **own,
+    )
+
+
 def save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Floating-point weights in bfloat16, others as they are."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from eagle import EagleHead, Head, eagle_config
-from llama import Shape, save_weights
+from llama import Shape, llama_config, save_weights
 from safetensors.torch import load_file
 from tiny_heads import DRAFTED_TOKENS, LAYERS_READ, MEDUSA_HEADS, Eagle3Head, Medusa, MtpHead
 from tiny_text import END, VOCAB
@@ -19,9 +19,7 @@ TOKENS = dict(bos_token_id=END, eos_token_id=END)
 
 
 def target_config() -> dict[str, Any]:
-    return dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
+    return llama_config(
         vocab_size=VOCAB,
         hidden_size=96,
         intermediate_size=256,
@@ -29,18 +27,8 @@ def target_config() -> dict[str, Any]:
         num_attention_heads=3,
         num_key_value_heads=1,
         head_dim=32,
-        hidden_act="silu",
         max_position_embeddings=2048,
-        initializer_range=0.02,
-        rms_norm_eps=1e-5,
         rope_theta=10000.0,
-        rope_scaling=None,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=True,
-        use_cache=True,
-        dtype="bfloat16",
-        torch_dtype="bfloat16",
         **TOKENS,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llama import Llama, Shape
+from llama import Llama, Shape, llama_config
 from other_tokenizer import token_bytes
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -231,9 +231,7 @@ def start_from_bytes(model: Llama, tokenizer: Tokenizer, target: Llama, target_t
 
 
 def draft_config(vocab: int, layers: int, token_ids: dict[str, int | None]) -> dict[str, Any]:
-    return dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
+    return llama_config(
         vocab_size=vocab,
         hidden_size=HIDDEN,
         intermediate_size=704,
@@ -241,18 +239,8 @@ def draft_config(vocab: int, layers: int, token_ids: dict[str, int | None]) -> d
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        hidden_act="silu",
         max_position_embeddings=8192,
-        initializer_range=0.02,
-        rms_norm_eps=1e-5,
         rope_theta=100000.0,
-        rope_scaling=None,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=True,
-        use_cache=True,
-        dtype="bfloat16",
-        torch_dtype="bfloat16",
         **token_ids,
     )
 
