@@ -141,6 +141,15 @@ class Options:
     and their text is written anew."""
     universal_slab: int | None = None
     """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
+    adaptive: bool = False
+    """Requests whose drafts are seldom accepted draft less."""
+    goodput: bool = False
+    """Batches draft only while that is faster than not to."""
+
+    @property
+    def paces(self) -> bool:
+        """Whether how much is drafted depends on what came of it."""
+        return self.adaptive or self.goodput
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -181,6 +190,14 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be true or false, got {value!r}."
+        )
+    return value
+
+
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise UnsupportedConfigError(f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {value!r}.")
@@ -206,6 +223,8 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_slab": _positive,
+    "adaptive": _switch,
+    "goodput": _switch,
 }
 
 MAX_DRAFTS = 16

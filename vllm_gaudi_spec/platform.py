@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
+_SCHEDULERS = {
+    False: "vllm_gaudi_spec.pacing.scheduler.PacedScheduler",
+    True: "vllm_gaudi_spec.pacing.scheduler.PacedAsyncScheduler",
+}
+"""Where drafting is paced, by whether steps overlap."""
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
@@ -69,6 +74,9 @@ class SpecPlatform(Platform):
         if vllm_config.model_config is not None and brings_logits_processors(vllm_config.model_config):
             # They read a request's tokens on the host before each step.
             vllm_config.scheduler_config.async_scheduling = False
+        if vllm_config.speculative_config is not None and options.paces:
+            scheduler = vllm_config.scheduler_config
+            scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
         # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE

@@ -130,6 +130,7 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     if given is None:
         yield from _useless_universal_options(vllm_config, "no speculation")
         return
+    yield from _pacing_refusals(vllm_config)
     if given.method not in METHODS:
         yield (
             f"Speculative method {given.method} is not supported yet; "
@@ -157,6 +158,15 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
             "uninstall the packages that bring some, or leave out --speculative-config."
+        )
+
+
+def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    theirs = vllm_config.scheduler_config.scheduler_cls
+    if Options.from_vllm(vllm_config).paces and theirs is not None and not str(theirs).startswith(__package__):
+        yield (
+            f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY} need a scheduler of their own; "
+            "leave them out, or leave out --scheduler-cls."
         )
 
 

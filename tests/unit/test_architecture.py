@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
     "hpu_platform": {"backends", "config", "platform"},
     "worker": {"backends", "config", "runner"},
+    "pacing": {"backends", "config", "pacing", "runner.shapes"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},
     "backends": {"config", "backends", "attention", "emulator"},
