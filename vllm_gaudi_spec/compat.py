@@ -242,8 +242,11 @@ def count_spared_steps() -> None:
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
     if "num_spared_steps" not in SpecDecodingStats.__dataclass_fields__:
+        # What the decorator took from the class or put there, so that it starts anew.
         for known in dataclasses.fields(SpecDecodingStats):
             setattr(SpecDecodingStats, known.name, known)
+        for made in ("__init__", "__repr__", "__eq__"):
+            delattr(SpecDecodingStats, made)
         SpecDecodingStats.__annotations__["num_spared_steps"] = int
         SpecDecodingStats.num_spared_steps = 0
         dataclasses.dataclass(SpecDecodingStats)

@@ -127,10 +127,10 @@ _SUFFIX_OPTIONS = "suffix_decoding_"
 
 def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     given = vllm_config.speculative_config
+    yield from _pacing_refusals(vllm_config)
     if given is None:
         yield from _useless_universal_options(vllm_config, "no speculation")
         return
-    yield from _pacing_refusals(vllm_config)
     if given.method not in METHODS:
         yield (
             f"Speculative method {given.method} is not supported yet; "
@@ -162,12 +162,14 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    if not Options.from_vllm(vllm_config).paces:
+        return
+    options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
     theirs = vllm_config.scheduler_config.scheduler_cls
-    if Options.from_vllm(vllm_config).paces and theirs is not None and not str(theirs).startswith(__package__):
-        yield (
-            f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY} need a scheduler of their own; "
-            "leave them out, or leave out --scheduler-cls."
-        )
+    if vllm_config.speculative_config is None:
+        yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
+    elif theirs is not None and not str(theirs).startswith(__package__):
+        yield f"{options} need a scheduler of their own; leave them out, or leave out --scheduler-cls."
 
 
 def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -23,8 +23,11 @@ def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
 
 
 QUICK = [("ngram_gpu", True, SMALL_KV)]
-ALL = [(method, overlap, small) for method, overlap in (("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False))
-       for small in ({}, SMALL_KV)]
+ALL = [
+    (method, overlap, small)
+    for method, overlap in (("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False))
+    for small in ({}, SMALL_KV)
+]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,9 @@ def test_the_same_is_said(
     requests: list[Request],
     expected: list[list[Answer]],
 ) -> None:
-    options: dict[str, Any] = dict(async_scheduling=overlap, additional_config={"gaudi_spec": {"adaptive": True, "goodput": True}})
+    options: dict[str, Any] = dict(
+        async_scheduling=overlap, additional_config={"gaudi_spec": {"adaptive": True, "goodput": True}}
+    )
     with speculating(looping_llama, ngram(4) | dict(method=method), **options, **small) as llm:
         for _ in range(2):
             different = differences(requests, run_together(llm, requests), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.test_config import engine_config
@@ -248,9 +250,9 @@ NUM_DRAFTS = 3
 PROMPT = [5, 6, 7, 8]
 
 
-def scheduler_of(kind: type[Scheduler], folder: Path) -> Scheduler:
+def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Scheduler:
     speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS)
-    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed")
+    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed", **options)
     made.cache_config.num_gpu_blocks = 32
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     kv_cache = KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -309,6 +311,25 @@ def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
     """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
     compat.apply()
     assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
+
+
+def test_upstream_still_has_no_count_of_spared_steps() -> None:
+    """Fails when upstream's record has other fields: then `count_spared_steps` may go, or has to know of them."""
+    names = [field.name for field in dataclasses.fields(SpecDecodingStats) if field.name != "num_spared_steps"]
+    assert names == [
+        "num_spec_tokens",
+        "num_drafts",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_accepted_tokens_per_pos",
+        "num_draft_tokens_per_pos",
+    ]
+    compat.apply()
+    stats = SpecDecodingStats.new(2)
+    assert stats == SpecDecodingStats(2, 0, 0, 0, [0, 0], [0, 0], num_spared_steps=0)
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    log.log(lambda *line: pytest.fail("an average of nothing was logged"))
 
 
 def test_num_real_drafts_travels_with_the_output() -> None:

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import backends, config, refusals
@@ -286,6 +287,28 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
     assert speculation.universal_slab == slab
     if speculation.retokenizes:
         assert made.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pacing_brings_its_scheduler(overlap: bool, tmp_path: Path) -> None:
+    for option in ("adaptive", "goodput"):
+        more = dict(additional_config={"gaudi_spec": {option: True}}, async_scheduling=overlap)
+        made = engine_config(tmp_path, dict(method="ngram_gpu"), **more)
+        scheduler = made.scheduler_config.get_scheduler_cls()
+        assert scheduler.__name__ == ("PacedAsyncScheduler" if overlap else "PacedScheduler")
+        assert issubclass(scheduler, AsyncScheduler) == overlap
+    assert engine_config(tmp_path, dict(method="ngram_gpu")).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize("option", ["adaptive", "goodput"])
+def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> None:
+    more = dict(additional_config={"gaudi_spec": {option: True}})
+    with pytest.raises(UnsupportedConfigError, match="have no effect without speculation; leave them out"):
+        engine_config(tmp_path, None, **more)
+    with pytest.raises(UnsupportedConfigError, match="leave out --scheduler-cls"):
+        engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler", **more)
+    with pytest.raises(UnsupportedConfigError, match=f"{option} must be true or false, got 1"):
+        engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:

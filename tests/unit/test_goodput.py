@@ -12,7 +12,7 @@ from vllm_gaudi_spec.pacing.goodput import Goodput
 
 @dataclass
 class Machine:
-    """Steps cost so much and yield so much; each step goes the way that was chosen when the one before was scheduled."""
+    """Steps cost so much and yield so much; each goes the way that was chosen when the one before was scheduled."""
 
     goodput: Goodput
     drafted_s: float
