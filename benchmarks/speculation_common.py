@@ -14,7 +14,7 @@ from typing import Any
 
 import common
 import numpy as np
-from upstream import PLATFORMS, QUIET
+from common import PLATFORMS, QUIET
 
 TESTS = common.ROOT / "tests" / "full_tests"
 DEMO = common.ROOT / "demo"
@@ -25,6 +25,13 @@ SUFFIX = {"method": "suffix"}
 
 # The engine in the child's own process, where a benchmark can reach it.
 IN_PROCESS = {**QUIET, **PLATFORMS["ours"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# What an engine gets unless a benchmark says otherwise.
+ENGINE: dict[str, Any] = dict(
+    dtype="float32",
+    kv_cache_memory_bytes=512 << 20,
+    enable_prefix_caching=False,
+    disable_log_stats=False,
+)
 RESAMPLES = 2000
 
 
@@ -97,13 +104,7 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 def engine(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
-    defaults: dict[str, Any] = dict(
-        dtype="float32",
-        kv_cache_memory_bytes=512 << 20,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-    )
-    llm = LLM(model, speculative_config=speculative_config, **(defaults | options))
+    llm = LLM(model, speculative_config=speculative_config, **(ENGINE | options))
     try:
         yield llm
     finally:
