@@ -1,4 +1,4 @@
-"""Engines side by side, each in a process of its own, that take turns: a slow minute of the machine meets all of them."""
+"""Engines side by side, each in a process of its own, that take turns: a slow minute of the machine meets them all."""
 
 import gc
 import multiprocessing
