@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,16 @@ def test_programs_do_not_spoil_each_others_results(backend: Any) -> None:
         result = run_small(x)
         run_large(x)
         assert torch.equal(result, small(x))
+
+
+def test_another_engine_captures_when_the_first_is_gone(backend: Any) -> None:
+    x = torch.ones(3, device="cuda")
+    for _ in range(2):
+        run = backend.graph(torch.neg)
+        for _ in range(2):
+            assert run(x).tolist() == [-1, -1, -1]
+        del run
+        gc.collect()
 
 
 def test_uploads_and_downloads(backend: Any) -> None:

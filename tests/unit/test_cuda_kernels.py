@@ -60,15 +60,15 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(cuda_attention, "_BUSY", 1)
 
 
-@pytest.mark.parametrize("head_size", [32, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [32, 80, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("queries", [1, 5, 17])
+@pytest.mark.parametrize("queries", [1, 17])
 def test_heads(splits: None, heads: int, kv_heads: int, head_size: int, queries: int) -> None:
     check(make_scene([0, 31, 70], queries, heads=heads, kv_heads=kv_heads, head_size=head_size))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 128])
-@pytest.mark.parametrize("window", [None, 1, 33, 200])
+@pytest.mark.parametrize("window", [None, 1, 33])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_blocks_and_windows(splits: None, block_size: int, window: int | None, queries: int) -> None:
     check(make_scene([0, 15, 16, 130, 300], queries, block_size=block_size, window=window))

@@ -8,7 +8,7 @@ captured launch serves every step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -120,20 +120,20 @@ def _num_splits(programs: int, width: int, spec: AttentionLayerSpec, tile_n: int
 
 @triton.jit
 def _attend_tile(
-    query_ptr: Any,
-    keys_ptr: Any,
-    values_ptr: Any,
-    table_ptr: Any,
-    starts_ptr: Any,
-    out_ptr: Any,
-    parts_ptr: Any,
-    maxima_ptr: Any,
-    sums_ptr: Any,
-    scale: Any,
-    soft_cap: Any,
-    query_stride: Any,
-    table_stride: Any,
-    out_stride: Any,
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    starts_ptr,
+    out_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    scale,
+    soft_cap,
+    query_stride,
+    table_stride,
+    out_stride,
     QUERIES: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -145,7 +145,7 @@ def _attend_tile(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     head = tl.program_id(1)
@@ -221,17 +221,17 @@ def _attend_tile(
 
 @triton.jit
 def _combine(
-    parts_ptr: Any,
-    maxima_ptr: Any,
-    sums_ptr: Any,
-    out_ptr: Any,
-    out_stride: Any,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    out_ptr,
+    out_stride,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
-) -> None:
+):
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     split_S = tl.arange(0, TILE_S)
@@ -250,16 +250,16 @@ def _combine(
 
 @triton.jit
 def _write(
-    key_ptr: Any,
-    value_ptr: Any,
-    slots_ptr: Any,
-    keys_ptr: Any,
-    values_ptr: Any,
-    key_stride: Any,
-    value_stride: Any,
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    key_stride,
+    value_stride,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     inside = tl.arange(0, TILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,10 @@ class Captures:
         """One entry a program, in the order in which they were made."""
         self._device = device
         self._buffers: dict[tuple[int, Form], torch.Tensor] = {}
-        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        """A graph of nothing: a pool that lost its last one, as between two engines, can not be used again."""
 
     def buffer(self, place: int, form: Form) -> torch.Tensor:
         """Where the argument at `place` of any program goes: filled right before a program runs, in stream order."""
@@ -40,8 +43,12 @@ class Captures:
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`run` as a graph; nothing is computed."""
-        if self._stream is None:
+        if self._keeper is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
+        return self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

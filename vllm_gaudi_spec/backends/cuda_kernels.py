@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -46,18 +44,18 @@ def _sizes(size: int) -> dict[str, int]:
 
 @triton.jit
 def _norm(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    added_ptr: Any,
-    x_stride: Any,
-    residual_stride: Any,
-    epsilon: Any,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    added_ptr,
+    x_stride,
+    residual_stride,
+    epsilon,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ADDS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, TILE)
     used = place < SIZE
@@ -102,19 +100,19 @@ def rotate(
 
 @triton.jit
 def _rotate(
-    positions_ptr: Any,
-    query_ptr: Any,
-    key_ptr: Any,
-    table_ptr: Any,
-    query_stride: Any,
-    key_stride: Any,
-    query_heads: Any,
-    key_heads: Any,
+    positions_ptr,
+    query_ptr,
+    key_ptr,
+    table_ptr,
+    query_stride,
+    key_stride,
+    query_heads,
+    key_heads,
     HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_R: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         heads_ptr = query_ptr + token * query_stride
@@ -148,7 +146,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_and_mul(x_ptr: Any, out_ptr: Any, x_stride: Any, SIZE: tl.constexpr, TILE: tl.constexpr) -> None:
+def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TILE + tl.arange(0, TILE)
     used = place < SIZE
