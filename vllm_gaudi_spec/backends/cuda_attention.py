@@ -58,14 +58,15 @@ def attend(
         query_THD.stride(0),
         call.block_table_BW.stride(0),
         out_THD.stride(0),
-        QUERIES=call.num_queries,
+        call.num_queries,
+        splits,
         GROUP=group,
         KV_HEADS=spec.num_kv_heads,
         HEAD_SIZE=spec.head_size,
         BLOCK_SIZE=spec.block_size,
         WINDOW=spec.sliding_window or 0,
         CAPPED=spec.logits_soft_cap > 0,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         TILE_M=tile_m,
         TILE_N=tile_n,
         TILE_D=tile_d,
@@ -79,9 +80,9 @@ def attend(
             sums,
             out_THD,
             out_THD.stride(0),
+            splits,
             HEADS=spec.num_heads,
             HEAD_SIZE=spec.head_size,
-            SPLITS=splits,
             TILE_S=triton.next_power_of_2(splits),
             TILE_D=tile_d,
         )
@@ -118,7 +119,8 @@ def _num_splits(programs: int, width: int, spec: AttentionLayerSpec, tile_n: int
     return max(1, min(_BUSY // programs, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 
 
-@triton.jit
+# What differs from program to program is no constant: one compilation serves all batch sizes and chunk lengths.
+@triton.jit(do_not_specialize=["queries", "splits"])
 def _attend_tile(
     query_ptr,
     keys_ptr,
@@ -134,20 +136,21 @@ def _attend_tile(
     query_stride,
     table_stride,
     out_stride,
-    QUERIES: tl.constexpr,
+    queries,
+    splits,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    tile = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
     head = tl.program_id(1)
     row = tl.program_id(2)
     start = tl.load(starts_ptr + row)
@@ -155,8 +158,8 @@ def _attend_tile(
     lane_M = tile * TILE_M + tl.arange(0, TILE_M)
     place_M = lane_M // GROUP
     head_M = head * GROUP + lane_M % GROUP
-    used_M = lane_M < QUERIES * GROUP
-    token_M = (row * QUERIES + place_M).to(tl.int64)
+    used_M = lane_M < queries * GROUP
+    token_M = (row * queries + place_M).to(tl.int64)
     position_M = start + place_M
     dim_D = tl.arange(0, TILE_D)
     used_MD = used_M[:, None] & (dim_D < HEAD_SIZE)[None, :]
@@ -167,12 +170,12 @@ def _attend_tile(
     )
 
     # The keys that any lane of the tile sees, and of those the share of this split, in whole tiles.
-    last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, QUERIES - 1)
+    last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
     end = start + last + 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + tile * TILE_M // GROUP - WINDOW + 1, 0) // TILE_N * TILE_N
-    share = tl.cdiv(tl.cdiv(end - begin, TILE_N), SPLITS) * TILE_N
+    share = tl.cdiv(tl.cdiv(end - begin, TILE_N), splits) * TILE_N
     low = begin + split * share
     high = tl.minimum(low + share, end)
 
@@ -208,27 +211,27 @@ def _attend_tile(
         total_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, total_MD, input_precision="ieee")
         max_M = new_max_M
 
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result_MD = total_MD / sum_M[:, None]
         out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
         tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
     else:
-        part_M = (token_M * (KV_HEADS * GROUP) + head_M) * SPLITS + split
+        part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
         tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
         tl.store(maxima_ptr + part_M, max_M, mask=used_M)
         tl.store(sums_ptr + part_M, sum_M, mask=used_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
     parts_ptr,
     maxima_ptr,
     sums_ptr,
     out_ptr,
     out_stride,
+    splits,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
@@ -236,8 +239,8 @@ def _combine(
     token = tl.program_id(1).to(tl.int64)
     split_S = tl.arange(0, TILE_S)
     dim_D = tl.arange(0, TILE_D)
-    used_S = split_S < SPLITS
-    part_S = (token * HEADS + head) * SPLITS + split_S
+    used_S = split_S < splits
+    part_S = (token * HEADS + head) * splits + split_S
     max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=_LOWEST)
     # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
     weight_S = tl.exp2(max_S - tl.max(max_S, 0))
