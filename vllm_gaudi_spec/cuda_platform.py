@@ -15,6 +15,7 @@ from vllm_gaudi_spec.platform import SpecPlatform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
 
@@ -33,6 +34,11 @@ class CudaSpecPlatform(SpecPlatform):
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        super().pre_register_and_update(parser)
+        load_backend()  # where there is no GPU, the first to say so
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

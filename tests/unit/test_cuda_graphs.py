@@ -105,3 +105,11 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedConfigError, match="needs an NVIDIA GPU"):
         Backend()
+
+
+def test_more_than_one_gpu_is_refused() -> None:
+    from vllm_gaudi_spec.cuda_platform import CudaSpecPlatform
+
+    two = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    with pytest.raises(UnsupportedConfigError, match="one GPU; leave out --tensor-parallel-size"):
+        CudaSpecPlatform.check_and_update_config(two)  # type: ignore[arg-type]

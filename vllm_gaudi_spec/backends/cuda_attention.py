@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.backends.kv_pair import KVPair
 
-# Programs that keep a large GPU busy: two for each of an H200's multiprocessors.
-_BUSY = 264
-_MOST_SPLITS = 64
+# Programs that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost more to
+# put together than they gain.
+_BUSY = 528
+_MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
@@ -71,7 +72,7 @@ def attend(
         TILE_N=tile_n,
         TILE_D=tile_d,
         num_warps=8 if tile_m * tile_d > 64 * 128 else 4,
-        num_stages=3,
+        num_stages=2,
     )
     if splits > 1:
         _combine[(spec.num_heads, out_THD.shape[0])](
