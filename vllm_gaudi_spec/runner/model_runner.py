@@ -221,7 +221,7 @@ class ModelRunner:
             return {}
         scheduled_tokens = scheduled.scheduled_spec_decode_tokens
         counts = [
-            len(tokens) if self.async_scheduling else sum(token >= 0 for token in tokens)
+            len(tokens) if self.async_scheduling else len(tokens) - tokens.count(-1)
             for tokens in scheduled_tokens.values()
         ]
         most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
