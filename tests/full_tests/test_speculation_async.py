@@ -209,7 +209,7 @@ def test_no_trace(
     among them some that still wait, and whose names come again; and of those that have ended."""
     single = [index for index, request in enumerate(requests) if request.params.n == 1]
     expected = plain(pair.target)
-    options = dict(max_num_seqs=8, async_scheduling=overlap, **drafter.schedule("preempted"))
+    options = dict(max_num_seqs=16, async_scheduling=overlap, **drafter.schedule("preempted"))
     with speculating(pair.target, pair.config(K), **options) as llm:
         flight = Flight(llm, requests)
         for index in single:
