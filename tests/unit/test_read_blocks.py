@@ -16,11 +16,12 @@ ROWS, SIZES, LONGEST = 5, (4, 8), 40
 def test_many_rows_at_once_are_noted_as_each_alone() -> None:
     rng = random.Random(0)
     widths = [LONGEST // size for size in SIZES]
-    # No row shares a block with another.
-    tables = [1 + np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width) for width in widths]
+    # Each block belongs to one row of one group.
+    ids = np.arange(1, 1 + ROWS * sum(widths), dtype=np.int32)
+    tables = [part.reshape(ROWS, -1) for part in np.split(ids, [ROWS * widths[0]])]
     counts = [np.full(ROWS, width, dtype=np.int64) for width in widths]
     requests = SimpleNamespace(tables_np=tables, block_sizes=SIZES, num_blocks=counts)
-    blocks = ReadBlocks(cast(Any, requests), 1 + ROWS * max(widths), [0, 1])
+    blocks = ReadBlocks(cast(Any, requests), 1 + ROWS * sum(widths), [0, 1])
     known = [0] * ROWS
     while min(known) < LONGEST:
         rows = [row for row in rng.sample(range(ROWS), rng.randint(0, ROWS)) if known[row] < LONGEST]
