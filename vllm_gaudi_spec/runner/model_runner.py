@@ -192,6 +192,8 @@ class ModelRunner:
         if self.async_scheduling:
             return self.report
         output = self.report.get_output()
+        if self.custom is not None:
+            self.custom.follow(step.requests, output.sampled_token_ids)
         if self.drafting is not None and self.report.step is not None:
             self.drafting.propose_behind(self.report.step, most)
         return output
