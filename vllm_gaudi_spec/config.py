@@ -232,6 +232,8 @@ MAX_DRAFTS = 16
 
 # Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
 WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+# Methods whose drafter works on the host, behind its one read of each step.
+HOST_METHODS = ("ngram", "suffix", "custom_class")
 EAGLE, EAGLE3, MTP, MEDUSA = "eagle", "eagle3", "mtp", "medusa"
 # Those whose drafter reads the target's hidden states and keeps KV beside the target's.
 HEAD_METHODS = (EAGLE, EAGLE3, MTP)
@@ -295,6 +297,11 @@ class Speculation:
     def retokenizes(self) -> bool:
         """Whether the drafter reads the text in its own tokens, which the host keeps."""
         return self.universal and self.universal_context == RETOKENIZE
+
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are made on the device, between two steps: only then may steps overlap."""
+        return self.method not in HOST_METHODS and not self.retokenizes
 
     @property
     def keeps_laws(self) -> bool:

@@ -13,6 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
+    RETOKENIZE,
     Options,
     Speculation,
     choose_start_method,
@@ -65,15 +66,11 @@ class SpecPlatform(Platform):
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
-            if speculation is not None and speculation.retokenizes:
-                # It drafts behind the host's read of each step.
-                logger.info("Steps do not overlap: universal_context retokenize drafts behind each step's read.")
+            if vllm_config.scheduler_config.async_scheduling and (reason := _why_one_by_one(vllm_config, speculation)):
+                logger.info("Steps run one after the other, without asynchronous scheduling: %s.", reason)
                 vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
-        if vllm_config.model_config is not None and brings_logits_processors(vllm_config.model_config):
-            # They read a request's tokens on the host before each step.
-            vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.speculative_config is not None and options.paces:
             scheduler = vllm_config.scheduler_config
             scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
@@ -122,6 +119,16 @@ class SpecPlatform(Platform):
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
         return False
+
+
+def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
+    """What makes each step wait until the host has read the one before it, or None."""
+    if brings_logits_processors(vllm_config.model_config):
+        return "custom logits processors read a request's tokens on the host"
+    if speculation is None or speculation.on_device:
+        return None
+    name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
+    return f"{name} drafts on the host, from what it has read of a step"
 
 
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):

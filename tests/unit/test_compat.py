@@ -12,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 from vllm.config import speculative as upstream_speculative
+from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -244,6 +245,43 @@ def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(upstream_speculative, "has_arctic_inference", lambda: False)
     with pytest.raises(ImportError, match="Arctic Inference is required"):
         SpeculativeConfig(**options)
+
+
+def here(method: str, folder: Path) -> dict[str, Any]:
+    """A speculative configuration; a drafter's model has to be somewhere."""
+    model = {"medusa": str(folder), "custom_class": "package.Class"}.get(method)
+    return dict(method=method, model=model)
+
+
+# Where vLLM decides about asynchronous scheduling it knows neither of these.
+DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
+
+
+@pytest.mark.parametrize("method", [*DEVICE, *HOST])
+def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails for a method that upstream admits. When none is left `leave_overlap_to_the_platform` can go."""
+    monkeypatch.setattr(compat, "leave_overlap_to_the_platform", lambda: None)
+    monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
+    with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
+        engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
+    assert engine_config(tmp_path, here(method, tmp_path)).scheduler_config.async_scheduling is False
+
+
+def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
+    compat.apply()
+    uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
+    decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
+    assert len(uses) == len(["import", *decides]) == 3
+    assert set(config.METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
+    assert upstream_speculative.NgramGPUTypes == Literal["ngram_gpu"]
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("method", DEVICE)
+def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | None, tmp_path: Path) -> None:
+    compat.apply()
+    made = engine_config(tmp_path, here(method, tmp_path), async_scheduling=asked)
+    assert made.scheduler_config.async_scheduling is (asked is not False)
 
 
 NUM_DRAFTS = 3

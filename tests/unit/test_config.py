@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, config, refusals
+from vllm_gaudi_spec import backends, config, platform, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.refusals import unsupported_request
 
@@ -285,8 +285,6 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
     assert speculation.universal_slab == slab
-    if speculation.retokenizes:
-        assert made.scheduler_config.async_scheduling is False
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -315,6 +313,48 @@ def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     with pytest.raises(UnsupportedConfigError, match=r"leave out --logits-processors .* or leave out --speculative"):
         engine_config(tmp_path, NGRAM, logits_processors=[processor])
+
+
+ON_HOST = {
+    "ngram": (NGRAM, {}),
+    "suffix": (SUFFIX, {}),
+    "custom_class": (CUSTOM, {}),
+    "retokenize": (UNIVERSAL, RETOKENIZE),
+    "slem": (UNIVERSAL, RETOKENIZE | dict(universal_match="slem")),
+}
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("name", ON_HOST)
+def test_drafters_on_the_host_run_step_by_step_and_say_so_once(
+    name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(platform.logger, "info", lambda text, *values: said.append(text % values))
+    speculative, options = ON_HOST[name]
+    more = dict(additional_config=dict(gaudi_spec=options), async_scheduling=asked)
+    made = engine_config(tmp_path, here(speculative, tmp_path), **more)
+    replace(made, parallel_config=made.parallel_config)  # as for a drafter that is loaded with a copy
+    assert made.scheduler_config.async_scheduling is False
+    drafter = "universal_context retokenize" if options else f"method {name}"
+    why = f"without asynchronous scheduling: {drafter} drafts on the host, from what it has read of a step."
+    assert said == ([] if asked is False else [f"Steps run one after the other, {why}"])
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("speculative", [None, dict(method="ngram_gpu"), DRAFT, UNIVERSAL], ids=str)
+def test_steps_overlap_unless_the_user_says_no(
+    speculative: dict[str, Any] | None, asked: bool | None, tmp_path: Path
+) -> None:
+    given = speculative and here(speculative, tmp_path)
+    made = engine_config(tmp_path, given, async_scheduling=asked)
+    assert made.scheduler_config.async_scheduling is (asked is not False)
+
+
+def test_custom_logits_processors_end_the_overlap_of_steps(tmp_path: Path) -> None:
+    processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
+    made = engine_config(tmp_path, None, logits_processors=[processor], async_scheduling=True)
+    assert made.scheduler_config.async_scheduling is False
 
 
 def test_speculation_from_the_command_line(tmp_path: Path) -> None:

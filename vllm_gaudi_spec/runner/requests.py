@@ -38,7 +38,7 @@ class Request:
     seed_words: tuple[int, int]
     prompt: list[int]
     outputs: list[int] = field(default_factory=list)
-    """Output tokens that have reached the host."""
+    """Output tokens that have reached the host, for processors that users bring; else those at admission."""
     row: int = NO_ROW
     known: list[int] = field(default_factory=list)
     """Every token the host was told at admission: the prompt, and outputs if the request was preempted."""
