@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "worker": {"backends", "config", "runner"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},
-    "backends": {"config", "backends", "attention", "emulator"},
+    "backends": {"config", "backends", "attention", "emulator", "sample"},
     "emulator": {"emulator"},
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},

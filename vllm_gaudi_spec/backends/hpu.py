@@ -21,6 +21,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.backends.arguments import flatten, rebuild
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -60,6 +61,7 @@ class Backend:
     smallest_prefill = 128
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
+    rules = TORCH
     warmup_tokens = -1
 
     def __init__(self) -> None:
