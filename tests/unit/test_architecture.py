@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "pacing": {"backends", "config", "pacing", "runner.shapes"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},
-    "backends": {"config", "backends", "attention", "emulator"},
+    "backends": {"config", "backends", "attention", "emulator", "sample"},
     "emulator": {"emulator"},
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},

@@ -52,7 +52,7 @@ class DeviceDrafting:
         self._recorder = recorder
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
-        self._choice = DraftChoice(speculation)
+        self._choice = DraftChoice(speculation, requests.backend.rules)
         self._laws = laws
         self._reading = reading or Reading()
         self._coverage = coverage

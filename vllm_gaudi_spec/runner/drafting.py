@@ -167,7 +167,7 @@ def load_drafting(
             requests,
             recorder,
             own_shapes,
-            DraftChoice(speculation),
+            DraftChoice(speculation, requests.backend.rules),
             laws,
             speculation.num_drafts,
             coverage,

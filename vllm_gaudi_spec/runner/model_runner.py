@@ -64,7 +64,7 @@ class ModelRunner:
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.speculation = Speculation.from_vllm(vllm_config)
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
-        self.rule = choose_rule(self.speculation, backend.torch_device)
+        self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Batch] = []
         self.report: Report | None = None

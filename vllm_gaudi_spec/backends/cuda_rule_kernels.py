@@ -1,0 +1,515 @@
+"""Triton kernels of the acceptance rules. `cuda_rules.py` calls them; `sample/` is their reference.
+
+A kernel reads its rows once, in chunks, a program each. The last program that arrives at a row finishes it, and the
+last that finishes a row of a request judges that request: launches for the few numbers that are left would cost more
+than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
+
+A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
+chunks are ranked by an upper bound of their best score, which costs none, and the row's finisher computes the scores of
+those chunks that can hold the winner: nearly always one.
+
+Names: a row is a place of a request; b counts requests, `vocab` tokens, `num_chunks` chunks of CHUNK tokens a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_STREAM_ACCEPT = tl.constexpr(1)
+_STREAM_TARGET = tl.constexpr(0)
+_STREAM_RESIDUAL = tl.constexpr(3)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+# --- noise: sample/noise.py in unsigned integers ---
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _keys(keys, key_stride, b):
+    low = tl.load(keys + b * key_stride).to(tl.uint32, bitcast=True)
+    high = tl.load(keys + b * key_stride + 1).to(tl.uint32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _keys_of_block(low, high, start):
+    low = _mix(low ^ _mix(start.to(tl.uint32, bitcast=True) * 0xC2B2AE3D))
+    return low, _mix(high + low)
+
+
+@triton.jit
+def _hash_place(low, high, position, stream):
+    """What the hash of a token needs of everything else."""
+    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + stream.to(tl.uint32) * 0x27D4EB2F)
+    first = _mix(place ^ low)
+    second = _mix(first + high)
+    # The last shift of one finaliser and the first of the next cancel, but for these bits.
+    return first, second ^ (second >> 16)
+
+
+@triton.jit
+def _hash_tokens(tokens, first, second):
+    x = tokens.to(tl.uint32, bitcast=True) * 0x9E3779B1 + first
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= second
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _unit(hashed):
+    """In (0, 1], of 31 bits."""
+    return (hashed & 0xFFFFFFFE).to(tl.float32) * 2.3283064365386963e-10 + 2.3283064365386963e-10
+
+
+@triton.jit
+def _gumbel(hashed):
+    unit = tl.minimum(_unit(hashed), 0.99999994)
+    left = 1.0 - unit
+    # log1p: the division puts back what was rounded away in 1 - unit.
+    exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _rough_gumbel(hashed):
+    """At least `_gumbel` and seldom more than 0.1 above it where it is large: -log(u), with the float's own bits as its
+    logarithm to base 2. `_ROUGH_OFFSET` is still to be added."""
+    return _unit(hashed).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
+
+
+_ROUGH_OFFSET = tl.constexpr(88.02969193111305)
+
+
+@triton.jit
+def _uniform(low, high, positions):
+    first, second = _hash_place(low, high, positions, tl.full((), _STREAM_ACCEPT, tl.uint32))
+    token_0 = tl.zeros_like(positions)
+    return (_hash_tokens(token_0, first, second) >> 8).to(tl.float32) * 5.960464477539063e-08
+
+
+# --- races ---
+
+
+@triton.jit
+def _values(row, law, tokens, vocab, from_residual, peak, scale):
+    """Logits, or the logarithms of what the target has more than the drafter's law."""
+    mask = tokens < vocab
+    logits = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+    if from_residual:
+        drafted = tl.load(law + tokens, mask=mask, other=0.0)
+        return tl.log(tl.maximum(tl.exp(logits - peak) * scale - drafted, 0.0))
+    return logits
+
+
+@triton.jit
+def _bound(values, tokens, random, first, second):
+    """No token of the chunk scores more."""
+    if random:
+        return tl.max(values + _rough_gumbel(_hash_tokens(tokens, first, second)), axis=0) + _ROUGH_OFFSET
+    return tl.max(values, axis=0)
+
+
+@triton.jit
+def _best(values, tokens, vocab, random, first, second):
+    """The best score of a chunk, and the first token that has it."""
+    if random:
+        values += _gumbel(_hash_tokens(tokens, first, second))
+    top = tl.max(values, axis=0)
+    return top, tl.minimum(tl.min(tl.where(values == top, tokens, vocab), axis=0), vocab - 1)
+
+
+@triton.jit
+def _winner(
+    row,
+    law,
+    bounds,
+    num_chunks,
+    vocab,
+    random,
+    first,
+    second,
+    from_residual,
+    peak,
+    scale,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The token with the best score, and that score; token 0 and -inf where no token has one."""
+    places = tl.arange(0, PADDED_CHUNKS)
+    left = tl.load(bounds + places, mask=places < num_chunks, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.max(left, axis=0)
+    best = tl.full((), float("-inf"), tl.float32)
+    worth = best
+    winner = tl.zeros((), tl.int32)
+    while (highest > float("-inf")) & (highest >= worth):
+        chunk = tl.argmax(left, axis=0)
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        values = _values(row, law, tokens, vocab, from_residual, peak, scale)
+        top, token = _best(values, tokens, vocab, random, first, second)
+        if (top > best) | ((top == best) & (token < winner)):
+            best = top
+            winner = token
+        # Both the bound and the score are rounded.
+        worth = best - (1e-3 + 1e-6 * tl.abs(best))
+        left = tl.where(places == chunk, float("-inf"), left)
+        highest = tl.max(left, axis=0)
+    return winner, best
+
+
+@triton.jit
+def _is_last(arrivals, expected):
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == expected - 1
+    if is_last:
+        tl.store(arrivals, 0)
+    return is_last
+
+
+# --- strict ---
+
+
+@triton.jit
+def strict_kernel(
+    logits,
+    stride_b,
+    stride_q,
+    temperature,
+    keys,
+    key_stride,
+    positions,
+    position_stride,
+    drafts,
+    draft_stride,
+    num_drafts,
+    bounds,
+    row_arrivals,
+    arrivals,
+    tokens_out,
+    num_out,
+    vocab,
+    num_chunks,
+    stream,
+    RANDOM: tl.constexpr,
+    JUDGE: tl.constexpr,
+    NUM_PLACES: tl.constexpr,
+    PADDED_PLACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """Sample every place; where it is to JUDGE, count the drafts that equal their samples."""
+    chunk, place = tl.program_id(0), tl.program_id(1)
+    b, q = place // NUM_PLACES, place % NUM_PLACES
+    row = logits + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
+    random, first, second = False, 0, 0
+    if RANDOM:
+        random = tl.load(temperature + b) > 0
+        low, high = _keys(keys, key_stride, b)
+        position = tl.load(positions + b * position_stride + q)
+        first, second = _hash_place(low, high, position, stream)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = _values(row, row, tokens, vocab, False, 0.0, 0.0)
+    tl.store(bounds + place * num_chunks + chunk, _bound(values, tokens, random, first, second))
+    if _is_last(row_arrivals + place, num_chunks):
+        own_bounds = bounds + place * num_chunks
+        token, _ = _winner(
+            row,
+            row,
+            own_bounds,
+            num_chunks,
+            vocab,
+            random,
+            first,
+            second,
+            False,
+            0.0,
+            0.0,
+            CHUNK,
+            PADDED_CHUNKS,
+        )
+        tl.store(tokens_out + place, token)
+        if JUDGE:
+            if _is_last(arrivals + b, NUM_PLACES):
+                places = tl.arange(0, PADDED_PLACES)
+                is_draft = places < NUM_PLACES - 1
+                sampled = tl.load(tokens_out + b * NUM_PLACES + places, mask=is_draft, other=-1, cache_modifier=".cg")
+                drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=-2)
+                equal = (sampled == drafted) & (places < tl.load(num_drafts + b))
+                tl.store(num_out + b, tl.min(tl.where(equal, NUM_PLACES, places), axis=0) + 1)
+
+
+# --- standard and block ---
+
+
+@triton.jit
+def weigh_kernel(
+    logits,
+    stride_b,
+    stride_q,
+    laws,
+    law_stride_b,
+    law_stride_k,
+    drafts,
+    draft_stride,
+    num_drafts,
+    temperature,
+    keys,
+    key_stride,
+    positions,
+    position_stride,
+    peaks,
+    masses,
+    row_peaks,
+    row_masses,
+    ratios,
+    row_arrivals,
+    arrivals,
+    weights,
+    num_accepted,
+    vocab,
+    num_chunks,
+    BLOCK_RULE: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr,
+    PADDED_DRAFTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The softmax of every draft's place as peak and mass, p / q of every draft; then the standard rule's number of
+    accepted drafts, or the block rule's weights. Of greedy rows the ratio says whether the draft is the argmax."""
+    chunk, place = tl.program_id(0), tl.program_id(1)
+    b, k = place // NUM_DRAFTS, place % NUM_DRAFTS
+    row = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
+    is_real = k < tl.load(num_drafts + b)
+    random = tl.load(temperature + b) > 0
+    own_peaks, own_masses = peaks + place * num_chunks, masses + place * num_chunks
+    if is_real:
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        values = _values(row, row, tokens, vocab, False, 0.0, 0.0)
+        peak = tl.max(values, axis=0)
+        tl.store(own_peaks + chunk, peak)
+        if random:
+            mass = tl.sum(tl.exp(values - peak), axis=0)
+            tl.store(own_masses + chunk, tl.where(peak > float("-inf"), mass, 0.0))
+    if _is_last(row_arrivals + place, num_chunks):
+        ratio = 0.0
+        draft = tl.load(drafts + b * draft_stride + k)
+        if is_real & (draft >= 0) & (draft < vocab):
+            if random:
+                places = tl.arange(0, PADDED_CHUNKS)
+                is_chunk = places < num_chunks
+                all_peaks = tl.load(own_peaks + places, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
+                all_masses = tl.load(own_masses + places, mask=is_chunk, other=0.0, cache_modifier=".cg")
+                peak = tl.max(all_peaks, axis=0)
+                mass = tl.sum(all_masses * tl.exp(all_peaks - peak), axis=0)
+                tl.store(row_peaks + place, peak)
+                tl.store(row_masses + place, mass)
+                p = tl.exp(tl.load(row + draft).to(tl.float32) - peak) / mass
+                q = tl.load(laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k + draft)
+                if q > 0:
+                    ratio = tl.minimum(p / q, _LARGEST)
+            else:
+                token, _ = _winner(
+                    row,
+                    row,
+                    own_peaks,
+                    num_chunks,
+                    vocab,
+                    False,
+                    0,
+                    0,
+                    False,
+                    0.0,
+                    0.0,
+                    CHUNK,
+                    PADDED_CHUNKS,
+                )
+                if token == draft:
+                    ratio = 1.0
+        tl.store(ratios + place, ratio)
+        if _is_last(arrivals + b, NUM_DRAFTS):
+            if BLOCK_RULE:
+                weight = 1.0
+                tl.store(weights + b * (NUM_DRAFTS + 1), weight)
+                for before in tl.static_range(NUM_DRAFTS):
+                    ratio_before = tl.load(ratios + b * NUM_DRAFTS + before, cache_modifier=".cg")
+                    weight = tl.minimum(weight * ratio_before, 1.0)
+                    tl.store(weights + b * (NUM_DRAFTS + 1) + before + 1, weight)
+            else:
+                places = tl.arange(0, PADDED_DRAFTS)
+                is_draft = places < NUM_DRAFTS
+                accept = tl.load(ratios + b * NUM_DRAFTS + places, mask=is_draft, other=0.0, cache_modifier=".cg")
+                low, high = _keys(keys, key_stride, b)
+                position = tl.load(positions + b * position_stride + places, mask=is_draft, other=0)
+                accepted = _uniform(low, high, position) < accept
+                tl.store(num_accepted + b, tl.min(tl.where(accepted, NUM_DRAFTS, places), axis=0))
+
+
+@triton.jit
+def block_kernel(
+    logits,
+    stride_b,
+    stride_q,
+    laws,
+    law_stride_b,
+    law_stride_k,
+    num_drafts,
+    temperature,
+    keys,
+    key_stride,
+    positions,
+    position_stride,
+    row_peaks,
+    row_masses,
+    weights,
+    surpluses,
+    arrivals,
+    num_accepted,
+    vocab,
+    num_chunks,
+    NUM_DRAFTS: tl.constexpr,
+    PADDED_DRAFTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The sums of max(w p - q, 0) at the places 1 to K - 1, then the block rule's number of accepted drafts."""
+    # One program's worth of place 1 is there for K = 1 too, to judge.
+    inner: tl.constexpr = NUM_DRAFTS - 1 if NUM_DRAFTS > 1 else 1
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    b, k = row // inner, 1 + row % inner
+    num = tl.load(num_drafts + b)
+    random = tl.load(temperature + b) > 0
+    own_weights = weights + b * (NUM_DRAFTS + 1)
+    if (k < num) & random:
+        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+        mask = tokens < vocab
+        at = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
+        values = tl.load(at + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+        law = laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k
+        drafted = tl.load(law + tokens, mask=mask, other=0.0)
+        peak = tl.load(row_peaks + b * NUM_DRAFTS + k)
+        scale = tl.load(own_weights + k) / tl.load(row_masses + b * NUM_DRAFTS + k)
+        surplus = tl.sum(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0), axis=0)
+        tl.store(surpluses + (b * NUM_DRAFTS + k) * num_chunks + chunk, surplus)
+    if _is_last(arrivals + b, inner * num_chunks):
+        lengths = tl.arange(0, PADDED_DRAFTS) + 1
+        has_inner = (lengths < num) & random
+        chunks = tl.arange(0, PADDED_CHUNKS)
+        parts = tl.load(
+            surpluses + (b * NUM_DRAFTS + lengths[:, None]) * num_chunks + chunks[None, :],
+            mask=has_inner[:, None] & (chunks < num_chunks)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        surplus = tl.sum(parts, axis=1)
+        weight = tl.load(own_weights + lengths, mask=lengths <= NUM_DRAFTS, other=0.0)
+        accept = tl.where(surplus > 0, surplus / (surplus + (1.0 - weight)), 0.0)
+        accept = tl.where(has_inner, accept, tl.where(lengths <= num, weight, 0.0))
+        low, high = _keys(keys, key_stride, b)
+        low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
+        position = tl.load(positions + b * position_stride + lengths - 1, mask=lengths <= NUM_DRAFTS, other=0)
+        accepted = _uniform(low, high, position) < accept
+        tl.store(num_accepted + b, tl.max(tl.where(accepted, lengths, 0), axis=0))
+
+
+@triton.jit
+def behind_kernel(
+    logits,
+    stride_b,
+    stride_q,
+    laws,
+    law_stride_b,
+    law_stride_k,
+    drafts,
+    draft_stride,
+    num_drafts,
+    temperature,
+    keys,
+    key_stride,
+    positions,
+    position_stride,
+    row_peaks,
+    row_masses,
+    weights,
+    num_accepted,
+    bounds,
+    arrivals,
+    tokens_out,
+    num_out,
+    vocab,
+    num_chunks,
+    BLOCK_RULE: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr,
+    PADDED_PLACES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The token behind the accepted drafts, and the verdict."""
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    accepted = tl.load(num_accepted + b)
+    random = tl.load(temperature + b) > 0
+    from_residual = (accepted < tl.load(num_drafts + b)) & random
+    row = logits + b.to(tl.int64) * stride_b + accepted.to(tl.int64) * stride_q
+    law = laws + b.to(tl.int64) * law_stride_b + tl.minimum(accepted, NUM_DRAFTS - 1).to(tl.int64) * law_stride_k
+    low, high = _keys(keys, key_stride, b)
+    position = tl.load(positions + b * position_stride + accepted)
+    first, second = _hash_place(low, high, position, tl.full((), _STREAM_TARGET, tl.uint32))
+    peak, scale = 0.0, 0.0
+    if from_residual:
+        peak = tl.load(row_peaks + b * NUM_DRAFTS + accepted)
+        scale = 1.0 / tl.load(row_masses + b * NUM_DRAFTS + accepted)
+        if BLOCK_RULE:
+            scale *= tl.load(weights + b * (NUM_DRAFTS + 1) + accepted)
+            low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
+        first, second = _hash_place(low, high, position, tl.full((), _STREAM_RESIDUAL, tl.uint32))
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
+    own_bounds = bounds + b * num_chunks
+    tl.store(own_bounds + chunk, _bound(values, tokens, random, first, second))
+    if _is_last(arrivals + b, num_chunks):
+        token, best = _winner(
+            row,
+            law,
+            own_bounds,
+            num_chunks,
+            vocab,
+            random,
+            first,
+            second,
+            from_residual,
+            peak,
+            scale,
+            CHUNK,
+            PADDED_CHUNKS,
+        )
+        if from_residual & (best == float("-inf")):
+            # p = q, and only rounding can have led here: the target, read by this program alone.
+            low, high = _keys(keys, key_stride, b)
+            first, second = _hash_place(low, high, position, tl.full((), _STREAM_TARGET, tl.uint32))
+            for other in range(num_chunks):
+                tokens = other * CHUNK + tl.arange(0, CHUNK)
+                values = _values(row, law, tokens, vocab, False, 0.0, 0.0)
+                top, candidate = _best(values, tokens, vocab, True, first, second)
+                if top > best:
+                    best = top
+                    token = candidate
+        places = tl.arange(0, PADDED_PLACES)
+        is_draft = places < NUM_DRAFTS
+        drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=0)
+        drafted = tl.minimum(tl.maximum(drafted, 0), vocab - 1)
+        told = tl.where((places == accepted) | (places == NUM_DRAFTS), token, drafted)
+        tl.store(tokens_out + b * (NUM_DRAFTS + 1) + places, told, mask=places <= NUM_DRAFTS)
+        tl.store(num_out + b, accepted + 1)
