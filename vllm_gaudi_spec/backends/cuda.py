@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,10 +46,10 @@ class Backend:
 
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
-        if not torch.backends.cuda.is_built() or not torch.cuda.is_available():
+        if not torch.cuda.is_available() or find_spec("triton") is None:
             raise UnsupportedConfigError(
-                f"VGS_DEVICE=cuda needs an NVIDIA GPU and a torch built for it, and torch {torch.__version__} has "
-                "none; set VGS_DEVICE to cpu or hpu-emulated."
+                "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
+                f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
             )
         # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
         torch.compiler.set_stance("force_eager")
