@@ -19,6 +19,12 @@ _MOST_ROWS = 65535
 _CHUNK, _SMALL_CHUNK = 4096, 1024
 _FEW_PROGRAMS = 512
 _WARPS = 4
+# Places and chunks that any kernel has lanes for: fewer kernels to compile.
+_PLACES, _CHUNKS = 8, 256
+
+
+def _padded(number: int, least: int) -> int:
+    return max(triton.next_power_of_2(number), least)
 
 
 class _Chunks(NamedTuple):
@@ -31,7 +37,7 @@ class _Chunks(NamedTuple):
         return cls(size, triton.cdiv(vocab, size))
 
     def settings(self) -> dict[str, int]:
-        return {"CHUNK": self.size, "PADDED_CHUNKS": triton.next_power_of_2(self.number), "num_warps": _WARPS}
+        return {"CHUNK": self.size, "PADDED_CHUNKS": _padded(self.number, _CHUNKS), "num_warps": _WARPS}
 
 
 @cache
@@ -75,11 +81,11 @@ def _strict(
         num_sampled_B,
         vocab,
         chunks.number,
-        int(stream),
+        places,
+        STREAM=int(stream),
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
-        NUM_PLACES=places,
-        PADDED_PLACES=triton.next_power_of_2(places),
+        PADDED_PLACES=_padded(places, _PLACES),
         **chunks.settings(),
     )
     return sampled_BQ, num_sampled_B
@@ -131,7 +137,7 @@ def _by_law(
     laws = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
     drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B
     noise = temperature_B, keys_B2, keys_B2.stride(0), positions_BQ, positions_BQ.stride(0)
-    padded_drafts = triton.next_power_of_2(num_drafts)
+    padded_drafts = _padded(num_drafts, _PLACES)
     peaks_BK, masses_BK, ratios_BK = logits_BQV.new_empty(3, rows, num_drafts, dtype=torch.float32).unbind(0)
     weights_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.float32)
     num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
@@ -154,8 +160,8 @@ def _by_law(
         num_accepted_B,
         vocab,
         chunks.number,
+        num_drafts,
         BLOCK_RULE=is_block,
-        NUM_DRAFTS=num_drafts,
         PADDED_DRAFTS=padded_drafts,
         **chunks.settings(),
     )
@@ -173,7 +179,7 @@ def _by_law(
             num_accepted_B,
             vocab,
             chunks.number,
-            NUM_DRAFTS=num_drafts,
+            num_drafts,
             PADDED_DRAFTS=padded_drafts,
             **chunks.settings(),
         )
@@ -193,9 +199,9 @@ def _by_law(
         num_sampled_B,
         vocab,
         chunks.number,
+        num_drafts,
         BLOCK_RULE=is_block,
-        NUM_DRAFTS=num_drafts,
-        PADDED_PLACES=triton.next_power_of_2(num_drafts + 1),
+        PADDED_PLACES=_padded(num_drafts + 1, _PLACES),
         **chunks.settings(),
     )
     return Verdict(tokens_BQ, num_sampled_B)
