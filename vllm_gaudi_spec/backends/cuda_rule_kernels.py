@@ -1,7 +1,7 @@
 """Triton kernels of the acceptance rules. `cuda_rules.py` calls them; `sample/` is their reference.
 
-A kernel reads its rows once, in chunks, a program each. The last program that arrives at a row finishes it, and the
-last that finishes a row of a request judges that request: launches for the few numbers that are left would cost more
+A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it, the
+last that finishes a row of a request judges it: launches for the few numbers that are left would cost more
 than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
 A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
@@ -129,12 +129,18 @@ def _bound(values, tokens, random, first, second):
 
 
 @triton.jit
-def _best(values, tokens, vocab, random, first, second):
-    """The best score of a chunk, and the first token that has it."""
+def _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
     if random:
         values += _gumbel(_hash_tokens(tokens, first, second))
-    top = tl.max(values, axis=0)
-    return top, tl.minimum(tl.min(tl.where(values == top, tokens, vocab), axis=0), vocab - 1)
+    return values
+
+
+@triton.jit
+def _first_best(scores, tokens, vocab):
+    """The best score, and the first token that has it."""
+    top = tl.max(scores, axis=0)
+    return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
 
 @triton.jit
@@ -162,13 +168,17 @@ def _winner(
     winner = tl.zeros((), tl.int32)
     while (highest > float("-inf")) & (highest >= worth):
         chunk = tl.argmax(left, axis=0)
+        scores = tl.full((_PIECE,), float("-inf"), tl.float32)
+        found = tl.zeros((_PIECE,), tl.int32)
         for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, _PIECE):
             tokens = start + tl.arange(0, _PIECE)
-            values = _values(row, law, tokens, vocab, from_residual, peak, scale)
-            top, token = _best(values, tokens, vocab, random, first, second)
-            if (top > best) | ((top == best) & (token < winner)):
-                best = top
-                winner = token
+            values = _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            found = tl.where(values > scores, tokens, found)
+            scores = tl.maximum(values, scores)
+        top, token = _first_best(scores, found, vocab)
+        if (top > best) | ((top == best) & (token < winner)):
+            best = top
+            winner = token
         # Both the bound and the score are rounded.
         worth = best - (1e-3 + 1e-6 * tl.abs(best))
         left = tl.where(places == chunk, float("-inf"), left)
@@ -210,6 +220,7 @@ def strict_kernel(
     num_chunks,
     num_places,
     STREAM: tl.constexpr,
+    PARTS: tl.constexpr,
     RANDOM: tl.constexpr,
     JUDGE: tl.constexpr,
     PADDED_PLACES: tl.constexpr,
@@ -217,20 +228,29 @@ def strict_kernel(
     PADDED_CHUNKS: tl.constexpr,
 ):
     """Sample every place; where it is to JUDGE, count the drafts that equal their samples."""
-    chunk, place = tl.program_id(0), tl.program_id(1)
+    chunk, place = tl.program_id(0) * PARTS, tl.program_id(1)
     b, q = place // num_places, place % num_places
     row = logits + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
+    own_bounds = bounds + place * num_chunks
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    end = tl.minimum(chunk * CHUNK + PARTS * CHUNK, vocab)
+    values = _values(row, row, tokens, end, False, 0.0, 0.0)
+    # Barriers keep the compiler from hashing first: logits are under way meanwhile.
+    tl.debug_barrier()
     random, first, second = False, 0, 0
     if RANDOM:
         random = tl.load(temperature + b) > 0
         low, high = _keys(keys, key_stride, b)
         position = tl.load(positions + b * position_stride + q)
         first, second = _hash_place(low, high, position, STREAM)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = _values(row, row, tokens, vocab, False, 0.0, 0.0)
-    tl.store(bounds + place * num_chunks + chunk, _bound(values, tokens, random, first, second))
-    if _is_last(row_arrivals + place, num_chunks):
-        own_bounds = bounds + place * num_chunks
+    for part in range(PARTS):
+        following = _values(row, row, tokens + CHUNK, end, False, 0.0, 0.0)
+        tl.debug_barrier()
+        bound = _bound(values, tokens, random, first, second)
+        tl.store(own_bounds + chunk + part, bound, mask=chunk + part < num_chunks)
+        values = following
+        tokens += CHUNK
+    if _is_last(row_arrivals + place, tl.num_programs(0)):
         token, _ = _winner(
             row,
             row,
@@ -508,8 +528,8 @@ def behind_kernel(
             first, second = _hash_place(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, _PIECE):
                 piece = start + tl.arange(0, _PIECE)
-                logits_of_piece = _values(row, law, piece, vocab, False, 0.0, 0.0)
-                top, candidate = _best(logits_of_piece, piece, vocab, True, first, second)
+                scores = _scores(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
+                top, candidate = _first_best(scores, piece, vocab)
                 if top > best:
                     best = top
                     token = candidate

@@ -15,10 +15,12 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 # Rows of one launch: no grid may be higher.
 _MOST_ROWS = 65535
-# Tokens of a program: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
-_CHUNK, _SMALL_CHUNK = 4096, 1024
+# Tokens of a chunk: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
+_CHUNK, _LAW_CHUNK, _SMALL_CHUNK = 1024, 2048, 1024
 _FEW_PROGRAMS = 512
-_WARPS = 4
+# Chunks of a program that samples.
+_PARTS = 8
+_WARPS = 2
 # Places and chunks that any kernel has lanes for: fewer kernels to compile.
 _PLACES, _CHUNKS = 8, 256
 
@@ -32,8 +34,8 @@ class _Chunks(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, rows: int, vocab: int) -> _Chunks:
-        size = _CHUNK if rows * vocab >= _FEW_PROGRAMS * _CHUNK else _SMALL_CHUNK
+    def of(cls, rows: int, vocab: int, usual: int) -> _Chunks:
+        size = usual if rows * vocab >= _FEW_PROGRAMS * usual else _SMALL_CHUNK
         return cls(size, triton.cdiv(vocab, size))
 
     def settings(self) -> dict[str, int]:
@@ -60,11 +62,12 @@ def _strict(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
     rows, places, vocab = logits_BQV.shape
-    chunks = _Chunks.of(rows * places, vocab)
+    chunks = _Chunks.of(rows * places, vocab, _CHUNK)
     bounds = logits_BQV.new_empty(rows * places, chunks.number, dtype=torch.float32)
     sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
     num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
-    kernels.strict_kernel[(chunks.number, rows * places)](
+    parts = _PARTS if rows * places * chunks.number >= _FEW_PROGRAMS * _PARTS else 1
+    kernels.strict_kernel[(triton.cdiv(chunks.number, parts), rows * places)](
         logits_BQV,
         *logits_BQV.stride()[:2],
         temperature_B,
@@ -83,6 +86,7 @@ def _strict(
         chunks.number,
         places,
         STREAM=int(stream),
+        PARTS=parts,
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
         PADDED_PLACES=_padded(places, _PLACES),
@@ -143,7 +147,7 @@ def _by_law(
     num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
     tokens_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.int32)
 
-    chunks = _Chunks.of(rows * num_drafts, vocab)
+    chunks = _Chunks.of(rows * num_drafts, vocab, _LAW_CHUNK)
     parts = logits_BQV.new_empty(2, rows * num_drafts, chunks.number, dtype=torch.float32)
     kernels.weigh_kernel[(chunks.number, rows * num_drafts)](
         *logits,
@@ -183,7 +187,7 @@ def _by_law(
             PADDED_DRAFTS=padded_drafts,
             **chunks.settings(),
         )
-    chunks = _Chunks.of(rows, vocab)
+    chunks = _Chunks.of(rows, vocab, _LAW_CHUNK)
     kernels.behind_kernel[(chunks.number, rows)](
         *logits,
         *laws,
