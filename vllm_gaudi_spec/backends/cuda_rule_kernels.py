@@ -1,7 +1,7 @@
 """Triton kernels of the acceptance rules. `cuda_rules.py` calls them; `sample/` is their reference.
 
-A kernel reads its rows once, in chunks, a program each. The last program that arrives at a row finishes it, and the
-last that finishes a row of a request judges that request: launches for the few numbers that are left would cost more
+A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it, the
+last that finishes a row of a request judges it: launches for the few numbers that are left would cost more
 than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
 A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
@@ -19,7 +19,8 @@ import triton.language as tl
 _STREAM_ACCEPT = tl.constexpr(1)
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-_LN_2 = tl.constexpr(0.6931471805599453)
+# Tokens whose scores are computed at once: more would cost registers that the reading needs.
+_PIECE = tl.constexpr(512)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 # --- noise: sample/noise.py in unsigned integers ---
@@ -48,9 +49,9 @@ def _keys_of_block(low, high, start):
 
 
 @triton.jit
-def _hash_place(low, high, position, stream):
+def _hash_place(low, high, position, STREAM: tl.constexpr):
     """What the hash of a token needs of everything else."""
-    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + stream.to(tl.uint32) * 0x27D4EB2F)
+    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
     first = _mix(place ^ low)
     second = _mix(first + high)
     # The last shift of one finaliser and the first of the next cancel, but for these bits.
@@ -98,7 +99,7 @@ _ROUGH_OFFSET = tl.constexpr(88.02969193111305)
 
 @triton.jit
 def _uniform(low, high, positions):
-    first, second = _hash_place(low, high, positions, tl.full((), _STREAM_ACCEPT, tl.uint32))
+    first, second = _hash_place(low, high, positions, _STREAM_ACCEPT)
     token_0 = tl.zeros_like(positions)
     return (_hash_tokens(token_0, first, second) >> 8).to(tl.float32) * 5.960464477539063e-08
 
@@ -110,28 +111,36 @@ def _uniform(low, high, positions):
 def _values(row, law, tokens, vocab, from_residual, peak, scale):
     """Logits, or the logarithms of what the target has more than the drafter's law."""
     mask = tokens < vocab
-    logits = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+    values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
         drafted = tl.load(law + tokens, mask=mask, other=0.0)
-        return tl.log(tl.maximum(tl.exp(logits - peak) * scale - drafted, 0.0))
-    return logits
+        values = tl.log(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0))
+    return values
 
 
 @triton.jit
 def _bound(values, tokens, random, first, second):
     """No token of the chunk scores more."""
+    offset = 0.0
     if random:
-        return tl.max(values + _rough_gumbel(_hash_tokens(tokens, first, second)), axis=0) + _ROUGH_OFFSET
-    return tl.max(values, axis=0)
+        values += _rough_gumbel(_hash_tokens(tokens, first, second))
+        offset = _ROUGH_OFFSET
+    return tl.max(values, axis=0) + offset
 
 
 @triton.jit
-def _best(values, tokens, vocab, random, first, second):
-    """The best score of a chunk, and the first token that has it."""
+def _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
     if random:
         values += _gumbel(_hash_tokens(tokens, first, second))
-    top = tl.max(values, axis=0)
-    return top, tl.minimum(tl.min(tl.where(values == top, tokens, vocab), axis=0), vocab - 1)
+    return values
+
+
+@triton.jit
+def _first_best(scores, tokens, vocab):
+    """The best score, and the first token that has it."""
+    top = tl.max(scores, axis=0)
+    return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
 
 @triton.jit
@@ -159,9 +168,14 @@ def _winner(
     winner = tl.zeros((), tl.int32)
     while (highest > float("-inf")) & (highest >= worth):
         chunk = tl.argmax(left, axis=0)
-        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        values = _values(row, law, tokens, vocab, from_residual, peak, scale)
-        top, token = _best(values, tokens, vocab, random, first, second)
+        scores = tl.full((_PIECE,), float("-inf"), tl.float32)
+        found = tl.zeros((_PIECE,), tl.int32)
+        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, _PIECE):
+            tokens = start + tl.arange(0, _PIECE)
+            values = _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            found = tl.where(values > scores, tokens, found)
+            scores = tl.maximum(values, scores)
+        top, token = _first_best(scores, found, vocab)
         if (top > best) | ((top == best) & (token < winner)):
             best = top
             winner = token
@@ -183,7 +197,8 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-@triton.jit
+# One program for every number of drafts and every vocabulary.
+@triton.jit(do_not_specialize=["num_places", "num_chunks"])
 def strict_kernel(
     logits,
     stride_b,
@@ -203,29 +218,39 @@ def strict_kernel(
     num_out,
     vocab,
     num_chunks,
-    stream,
+    num_places,
+    STREAM: tl.constexpr,
+    PARTS: tl.constexpr,
     RANDOM: tl.constexpr,
     JUDGE: tl.constexpr,
-    NUM_PLACES: tl.constexpr,
     PADDED_PLACES: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
     """Sample every place; where it is to JUDGE, count the drafts that equal their samples."""
-    chunk, place = tl.program_id(0), tl.program_id(1)
-    b, q = place // NUM_PLACES, place % NUM_PLACES
+    chunk, place = tl.program_id(0) * PARTS, tl.program_id(1)
+    b, q = place // num_places, place % num_places
     row = logits + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
+    own_bounds = bounds + place * num_chunks
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    end = tl.minimum(chunk * CHUNK + PARTS * CHUNK, vocab)
+    values = _values(row, row, tokens, end, False, 0.0, 0.0)
+    # Barriers keep the compiler from hashing first: logits are under way meanwhile.
+    tl.debug_barrier()
     random, first, second = False, 0, 0
     if RANDOM:
         random = tl.load(temperature + b) > 0
         low, high = _keys(keys, key_stride, b)
         position = tl.load(positions + b * position_stride + q)
-        first, second = _hash_place(low, high, position, stream)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = _values(row, row, tokens, vocab, False, 0.0, 0.0)
-    tl.store(bounds + place * num_chunks + chunk, _bound(values, tokens, random, first, second))
-    if _is_last(row_arrivals + place, num_chunks):
-        own_bounds = bounds + place * num_chunks
+        first, second = _hash_place(low, high, position, STREAM)
+    for part in range(PARTS):
+        following = _values(row, row, tokens + CHUNK, end, False, 0.0, 0.0)
+        tl.debug_barrier()
+        bound = _bound(values, tokens, random, first, second)
+        tl.store(own_bounds + chunk + part, bound, mask=chunk + part < num_chunks)
+        values = following
+        tokens += CHUNK
+    if _is_last(row_arrivals + place, tl.num_programs(0)):
         token, _ = _winner(
             row,
             row,
@@ -243,19 +268,19 @@ def strict_kernel(
         )
         tl.store(tokens_out + place, token)
         if JUDGE:
-            if _is_last(arrivals + b, NUM_PLACES):
+            if _is_last(arrivals + b, num_places):
                 places = tl.arange(0, PADDED_PLACES)
-                is_draft = places < NUM_PLACES - 1
-                sampled = tl.load(tokens_out + b * NUM_PLACES + places, mask=is_draft, other=-1, cache_modifier=".cg")
+                is_draft = places < num_places - 1
+                sampled = tl.load(tokens_out + b * num_places + places, mask=is_draft, other=-1, cache_modifier=".cg")
                 drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=-2)
                 equal = (sampled == drafted) & (places < tl.load(num_drafts + b))
-                tl.store(num_out + b, tl.min(tl.where(equal, NUM_PLACES, places), axis=0) + 1)
+                tl.store(num_out + b, tl.min(tl.where(equal, num_places, places), axis=0) + 1)
 
 
 # --- standard and block ---
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_drafts", "num_chunks"])
 def weigh_kernel(
     logits,
     stride_b,
@@ -282,8 +307,8 @@ def weigh_kernel(
     num_accepted,
     vocab,
     num_chunks,
+    max_drafts,
     BLOCK_RULE: tl.constexpr,
-    NUM_DRAFTS: tl.constexpr,
     PADDED_DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
@@ -291,7 +316,7 @@ def weigh_kernel(
     """The softmax of every draft's place as peak and mass, p / q of every draft; then the standard rule's number of
     accepted drafts, or the block rule's weights. Of greedy rows the ratio says whether the draft is the argmax."""
     chunk, place = tl.program_id(0), tl.program_id(1)
-    b, k = place // NUM_DRAFTS, place % NUM_DRAFTS
+    b, k = place // max_drafts, place % max_drafts
     row = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
     is_real = k < tl.load(num_drafts + b)
     random = tl.load(temperature + b) > 0
@@ -307,7 +332,8 @@ def weigh_kernel(
     if _is_last(row_arrivals + place, num_chunks):
         ratio = 0.0
         draft = tl.load(drafts + b * draft_stride + k)
-        if is_real & (draft >= 0) & (draft < vocab):
+        is_token = (draft >= 0) & (draft < vocab)
+        if is_real:
             if random:
                 places = tl.arange(0, PADDED_CHUNKS)
                 is_chunk = places < num_chunks
@@ -317,10 +343,11 @@ def weigh_kernel(
                 mass = tl.sum(all_masses * tl.exp(all_peaks - peak), axis=0)
                 tl.store(row_peaks + place, peak)
                 tl.store(row_masses + place, mass)
-                p = tl.exp(tl.load(row + draft).to(tl.float32) - peak) / mass
-                q = tl.load(laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k + draft)
-                if q > 0:
-                    ratio = tl.minimum(p / q, _LARGEST)
+                if is_token:
+                    p = tl.exp(tl.load(row + draft).to(tl.float32) - peak) / mass
+                    q = tl.load(laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k + draft)
+                    if q > 0:
+                        ratio = tl.minimum(p / q, _LARGEST)
             else:
                 token, _ = _winner(
                     row,
@@ -340,25 +367,25 @@ def weigh_kernel(
                 if token == draft:
                     ratio = 1.0
         tl.store(ratios + place, ratio)
-        if _is_last(arrivals + b, NUM_DRAFTS):
+        if _is_last(arrivals + b, max_drafts):
+            places = tl.arange(0, PADDED_DRAFTS)
+            is_draft = places < max_drafts
+            all_ratios = tl.load(ratios + b * max_drafts + places, mask=is_draft, other=0.0, cache_modifier=".cg")
             if BLOCK_RULE:
                 weight = 1.0
-                tl.store(weights + b * (NUM_DRAFTS + 1), weight)
-                for before in tl.static_range(NUM_DRAFTS):
-                    ratio_before = tl.load(ratios + b * NUM_DRAFTS + before, cache_modifier=".cg")
-                    weight = tl.minimum(weight * ratio_before, 1.0)
-                    tl.store(weights + b * (NUM_DRAFTS + 1) + before + 1, weight)
+                tl.store(weights + b * (max_drafts + 1), weight)
+                for before in range(max_drafts):
+                    own_ratio = tl.sum(tl.where(places == before, all_ratios, 0.0), axis=0)
+                    weight = tl.minimum(weight * own_ratio, 1.0)
+                    tl.store(weights + b * (max_drafts + 1) + before + 1, weight)
             else:
-                places = tl.arange(0, PADDED_DRAFTS)
-                is_draft = places < NUM_DRAFTS
-                accept = tl.load(ratios + b * NUM_DRAFTS + places, mask=is_draft, other=0.0, cache_modifier=".cg")
                 low, high = _keys(keys, key_stride, b)
                 position = tl.load(positions + b * position_stride + places, mask=is_draft, other=0)
-                accepted = _uniform(low, high, position) < accept
-                tl.store(num_accepted + b, tl.min(tl.where(accepted, NUM_DRAFTS, places), axis=0))
+                accepted = _uniform(low, high, position) < all_ratios
+                tl.store(num_accepted + b, tl.min(tl.where(accepted, max_drafts, places), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_drafts", "num_chunks"])
 def block_kernel(
     logits,
     stride_b,
@@ -380,19 +407,19 @@ def block_kernel(
     num_accepted,
     vocab,
     num_chunks,
-    NUM_DRAFTS: tl.constexpr,
+    max_drafts,
     PADDED_DRAFTS: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
     """The sums of max(w p - q, 0) at the places 1 to K - 1, then the block rule's number of accepted drafts."""
-    # One program's worth of place 1 is there for K = 1 too, to judge.
-    inner: tl.constexpr = NUM_DRAFTS - 1 if NUM_DRAFTS > 1 else 1
+    # Place 1 has programs for K = 1 too, to judge.
+    inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
     b, k = row // inner, 1 + row % inner
     num = tl.load(num_drafts + b)
     random = tl.load(temperature + b) > 0
-    own_weights = weights + b * (NUM_DRAFTS + 1)
+    own_weights = weights + b * (max_drafts + 1)
     if (k < num) & random:
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         mask = tokens < vocab
@@ -400,32 +427,32 @@ def block_kernel(
         values = tl.load(at + tokens, mask=mask, other=float("-inf")).to(tl.float32)
         law = laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k
         drafted = tl.load(law + tokens, mask=mask, other=0.0)
-        peak = tl.load(row_peaks + b * NUM_DRAFTS + k)
-        scale = tl.load(own_weights + k) / tl.load(row_masses + b * NUM_DRAFTS + k)
+        peak = tl.load(row_peaks + b * max_drafts + k)
+        scale = tl.load(own_weights + k) / tl.load(row_masses + b * max_drafts + k)
         surplus = tl.sum(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0), axis=0)
-        tl.store(surpluses + (b * NUM_DRAFTS + k) * num_chunks + chunk, surplus)
+        tl.store(surpluses + (b * max_drafts + k) * num_chunks + chunk, surplus)
     if _is_last(arrivals + b, inner * num_chunks):
         lengths = tl.arange(0, PADDED_DRAFTS) + 1
-        has_inner = (lengths < num) & random
+        has_inner = lengths < tl.where(random, num, 0)
         chunks = tl.arange(0, PADDED_CHUNKS)
         parts = tl.load(
-            surpluses + (b * NUM_DRAFTS + lengths[:, None]) * num_chunks + chunks[None, :],
+            surpluses + (b * max_drafts + lengths[:, None]) * num_chunks + chunks[None, :],
             mask=has_inner[:, None] & (chunks < num_chunks)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
         surplus = tl.sum(parts, axis=1)
-        weight = tl.load(own_weights + lengths, mask=lengths <= NUM_DRAFTS, other=0.0)
+        weight = tl.load(own_weights + lengths, mask=lengths <= max_drafts, other=0.0)
         accept = tl.where(surplus > 0, surplus / (surplus + (1.0 - weight)), 0.0)
         accept = tl.where(has_inner, accept, tl.where(lengths <= num, weight, 0.0))
         low, high = _keys(keys, key_stride, b)
         low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
-        position = tl.load(positions + b * position_stride + lengths - 1, mask=lengths <= NUM_DRAFTS, other=0)
+        position = tl.load(positions + b * position_stride + lengths - 1, mask=lengths <= max_drafts, other=0)
         accepted = _uniform(low, high, position) < accept
         tl.store(num_accepted + b, tl.max(tl.where(accepted, lengths, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_drafts", "num_chunks"])
 def behind_kernel(
     logits,
     stride_b,
@@ -451,8 +478,8 @@ def behind_kernel(
     num_out,
     vocab,
     num_chunks,
+    max_drafts,
     BLOCK_RULE: tl.constexpr,
-    NUM_DRAFTS: tl.constexpr,
     PADDED_PLACES: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
@@ -463,18 +490,18 @@ def behind_kernel(
     random = tl.load(temperature + b) > 0
     from_residual = (accepted < tl.load(num_drafts + b)) & random
     row = logits + b.to(tl.int64) * stride_b + accepted.to(tl.int64) * stride_q
-    law = laws + b.to(tl.int64) * law_stride_b + tl.minimum(accepted, NUM_DRAFTS - 1).to(tl.int64) * law_stride_k
+    law = laws + b.to(tl.int64) * law_stride_b + tl.minimum(accepted, max_drafts - 1).to(tl.int64) * law_stride_k
     low, high = _keys(keys, key_stride, b)
     position = tl.load(positions + b * position_stride + accepted)
-    first, second = _hash_place(low, high, position, tl.full((), _STREAM_TARGET, tl.uint32))
+    first, second = _hash_place(low, high, position, _STREAM_TARGET)
     peak, scale = 0.0, 0.0
     if from_residual:
-        peak = tl.load(row_peaks + b * NUM_DRAFTS + accepted)
-        scale = 1.0 / tl.load(row_masses + b * NUM_DRAFTS + accepted)
+        peak = tl.load(row_peaks + b * max_drafts + accepted)
+        scale = 1.0 / tl.load(row_masses + b * max_drafts + accepted)
         if BLOCK_RULE:
-            scale *= tl.load(weights + b * (NUM_DRAFTS + 1) + accepted)
+            scale *= tl.load(weights + b * (max_drafts + 1) + accepted)
             low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
-        first, second = _hash_place(low, high, position, tl.full((), _STREAM_RESIDUAL, tl.uint32))
+        first, second = _hash_place(low, high, position, _STREAM_RESIDUAL)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = _values(row, law, tokens, vocab, from_residual, peak, scale)
     own_bounds = bounds + b * num_chunks
@@ -498,18 +525,18 @@ def behind_kernel(
         if from_residual & (best == float("-inf")):
             # p = q, and only rounding can have led here: the target, read by this program alone.
             low, high = _keys(keys, key_stride, b)
-            first, second = _hash_place(low, high, position, tl.full((), _STREAM_TARGET, tl.uint32))
-            for other in range(num_chunks):
-                tokens = other * CHUNK + tl.arange(0, CHUNK)
-                values = _values(row, law, tokens, vocab, False, 0.0, 0.0)
-                top, candidate = _best(values, tokens, vocab, True, first, second)
+            first, second = _hash_place(low, high, position, _STREAM_TARGET)
+            for start in range(0, vocab, _PIECE):
+                piece = start + tl.arange(0, _PIECE)
+                scores = _scores(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
+                top, candidate = _first_best(scores, piece, vocab)
                 if top > best:
                     best = top
                     token = candidate
         places = tl.arange(0, PADDED_PLACES)
-        is_draft = places < NUM_DRAFTS
+        is_draft = places < max_drafts
         drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=0)
         drafted = tl.minimum(tl.maximum(drafted, 0), vocab - 1)
-        told = tl.where((places == accepted) | (places == NUM_DRAFTS), token, drafted)
-        tl.store(tokens_out + b * (NUM_DRAFTS + 1) + places, told, mask=places <= NUM_DRAFTS)
+        told = tl.where((places == accepted) | (places == max_drafts), token, drafted)
+        tl.store(tokens_out + b * (max_drafts + 1) + places, told, mask=places <= max_drafts)
         tl.store(num_out + b, accepted + 1)

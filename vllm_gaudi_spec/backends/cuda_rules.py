@@ -15,10 +15,18 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 # Rows of one launch: no grid may be higher.
 _MOST_ROWS = 65535
-# Tokens of a program: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
-_CHUNK, _SMALL_CHUNK = 4096, 1024
+# Tokens of a chunk: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
+_CHUNK, _LAW_CHUNK, _SMALL_CHUNK = 1024, 2048, 1024
 _FEW_PROGRAMS = 512
-_WARPS = 4
+# Chunks of a program that samples.
+_PARTS = 8
+_WARPS = 2
+# Places and chunks that any kernel has lanes for: fewer kernels to compile.
+_PLACES, _CHUNKS = 8, 256
+
+
+def _padded(number: int, least: int) -> int:
+    return max(triton.next_power_of_2(number), least)
 
 
 class _Chunks(NamedTuple):
@@ -26,12 +34,12 @@ class _Chunks(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, rows: int, vocab: int) -> _Chunks:
-        size = _CHUNK if rows * vocab >= _FEW_PROGRAMS * _CHUNK else _SMALL_CHUNK
+    def of(cls, rows: int, vocab: int, usual: int) -> _Chunks:
+        size = usual if rows * vocab >= _FEW_PROGRAMS * usual else _SMALL_CHUNK
         return cls(size, triton.cdiv(vocab, size))
 
     def settings(self) -> dict[str, int]:
-        return {"CHUNK": self.size, "PADDED_CHUNKS": triton.next_power_of_2(self.number), "num_warps": _WARPS}
+        return {"CHUNK": self.size, "PADDED_CHUNKS": _padded(self.number, _CHUNKS), "num_warps": _WARPS}
 
 
 @cache
@@ -54,11 +62,12 @@ def _strict(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
     rows, places, vocab = logits_BQV.shape
-    chunks = _Chunks.of(rows * places, vocab)
+    chunks = _Chunks.of(rows * places, vocab, _CHUNK)
     bounds = logits_BQV.new_empty(rows * places, chunks.number, dtype=torch.float32)
     sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
     num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
-    kernels.strict_kernel[(chunks.number, rows * places)](
+    parts = _PARTS if rows * places * chunks.number >= _FEW_PROGRAMS * _PARTS else 1
+    kernels.strict_kernel[(triton.cdiv(chunks.number, parts), rows * places)](
         logits_BQV,
         *logits_BQV.stride()[:2],
         temperature_B,
@@ -75,11 +84,12 @@ def _strict(
         num_sampled_B,
         vocab,
         chunks.number,
-        int(stream),
+        places,
+        STREAM=int(stream),
+        PARTS=parts,
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
-        NUM_PLACES=places,
-        PADDED_PLACES=triton.next_power_of_2(places),
+        PADDED_PLACES=_padded(places, _PLACES),
         **chunks.settings(),
     )
     return sampled_BQ, num_sampled_B
@@ -131,13 +141,13 @@ def _by_law(
     laws = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
     drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B
     noise = temperature_B, keys_B2, keys_B2.stride(0), positions_BQ, positions_BQ.stride(0)
-    padded_drafts = triton.next_power_of_2(num_drafts)
+    padded_drafts = _padded(num_drafts, _PLACES)
     peaks_BK, masses_BK, ratios_BK = logits_BQV.new_empty(3, rows, num_drafts, dtype=torch.float32).unbind(0)
     weights_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.float32)
     num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
     tokens_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.int32)
 
-    chunks = _Chunks.of(rows * num_drafts, vocab)
+    chunks = _Chunks.of(rows * num_drafts, vocab, _LAW_CHUNK)
     parts = logits_BQV.new_empty(2, rows * num_drafts, chunks.number, dtype=torch.float32)
     kernels.weigh_kernel[(chunks.number, rows * num_drafts)](
         *logits,
@@ -154,8 +164,8 @@ def _by_law(
         num_accepted_B,
         vocab,
         chunks.number,
+        num_drafts,
         BLOCK_RULE=is_block,
-        NUM_DRAFTS=num_drafts,
         PADDED_DRAFTS=padded_drafts,
         **chunks.settings(),
     )
@@ -173,11 +183,11 @@ def _by_law(
             num_accepted_B,
             vocab,
             chunks.number,
-            NUM_DRAFTS=num_drafts,
+            num_drafts,
             PADDED_DRAFTS=padded_drafts,
             **chunks.settings(),
         )
-    chunks = _Chunks.of(rows, vocab)
+    chunks = _Chunks.of(rows, vocab, _LAW_CHUNK)
     kernels.behind_kernel[(chunks.number, rows)](
         *logits,
         *laws,
@@ -193,9 +203,9 @@ def _by_law(
         num_sampled_B,
         vocab,
         chunks.number,
+        num_drafts,
         BLOCK_RULE=is_block,
-        NUM_DRAFTS=num_drafts,
-        PADDED_PLACES=triton.next_power_of_2(num_drafts + 1),
+        PADDED_PLACES=_padded(num_drafts + 1, _PLACES),
         **chunks.settings(),
     )
     return Verdict(tokens_BQ, num_sampled_B)
