@@ -141,6 +141,9 @@ class Options:
     and their text is written anew."""
     universal_slab: int | None = None
     """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
+    cpu_weights: str | None = None
+    """On a CPU, in which format linear weights are kept: `float32`, with a float16 copy for small steps of each matrix
+    that is the same in both; `float16`, half the memory, and rounded where they are not the same; `int8`."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -198,6 +201,7 @@ def bucket_list(name: str, value: Any) -> tuple[int, ...]:
 EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
+FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -206,6 +210,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_slab": _positive,
+    "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
 }
 
 MAX_DRAFTS = 16
