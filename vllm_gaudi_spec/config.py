@@ -146,6 +146,10 @@ class Options:
     goodput: bool = False
     """Batches draft only while that is faster than not to."""
 
+    cpu_weights: str | None = None
+    """On a CPU, in which format linear weights are kept: `float32`, with a float16 copy for small steps of each matrix
+    that is the same in both; `float16`, half the memory, and rounded where they are not the same; `int8`."""
+
     @property
     def paces(self) -> bool:
         """Whether how much is drafted depends on what came of it."""
@@ -215,6 +219,7 @@ def bucket_list(name: str, value: Any) -> tuple[int, ...]:
 EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
+FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -225,6 +230,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_slab": _positive,
     "adaptive": _switch,
     "goodput": _switch,
+    "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
 }
 
 MAX_DRAFTS = 16

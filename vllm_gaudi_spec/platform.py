@@ -60,7 +60,7 @@ class SpecPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config, load_backend().name)
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
@@ -147,17 +147,21 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_gaudi_spec.backends import cpu_fork
+        from vllm_gaudi_spec.backends import cpu_fork, cpu_linear
 
         super().check_and_update_config(vllm_config)
+        cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
         if (space := kv_cache_space_gib()) is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = space << 30
         choose_start_method(cpu_fork.start_method)
 
     @classmethod
     def import_ir_kernels(cls) -> None:
+        """Each worker calls this before it loads a model."""
         super().import_ir_kernels()
-        from vllm_gaudi_spec.backends import cpu_norms  # noqa: F401
+        from vllm_gaudi_spec.backends import cpu_linear, cpu_norms  # noqa: F401
+
+        compat.choose_cpu_linears(cpu_linear.pack)
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

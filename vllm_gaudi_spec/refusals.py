@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
+def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
     for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
+    for reason in _weight_refusals(vllm_config, device):
+        raise UnsupportedConfigError(reason)
 
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -90,6 +92,19 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Sampling masks are not reported; leave out --return-sampling-mask."
     if model.enable_trace_replay:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
+
+
+def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+    wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
+    name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
+    if wanted is None:
+        return
+    if device != "cpu":
+        yield f"{name} is for device cpu, and this is {device}; leave it out."
+    if str(model.dtype) != "torch.float32":
+        yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
+    if model.quantization is not None:
+        yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
 
 
 # What nothing here listens to, whatever the method.

@@ -108,6 +108,18 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
     assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
 
 
+def test_upstream_still_packs_cpu_weights_by_itself() -> None:
+    """Fails when upstream can be told which kernel to take: then `choose_cpu_linears` can go."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    assert list(inspect.signature(dispatch).parameters) == ["layer", "remove_weight"]
+    for module in (linear, vocab_parallel_embedding):  # they import it where they call it, so the patch reaches them
+        assert "import dispatch_cpu_unquantized_gemm" in inspect.getsource(module)
+        assert not hasattr(module, "dispatch_cpu_unquantized_gemm")
+    assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
+
+
 def test_patches_are_put_on_once() -> None:
     compat.apply()
     compat.apply()

@@ -44,6 +44,7 @@ def test_defaults_and_lists() -> None:
         ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
         ({"universal_slab": 0}, "universal_slab must be 1 or more, got 0"),
+        ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
@@ -58,7 +59,8 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert (
-        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated." in result.stderr.strip().splitlines()[-1]
+        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated, cuda."
+        in result.stderr.strip().splitlines()[-1]
     )
 
 
@@ -307,6 +309,26 @@ def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> N
         engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler", **more)
     with pytest.raises(UnsupportedConfigError, match=f"{option} must be true or false, got 1"):
         engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("hpu", {}, "cpu_weights is for device cpu, and this is hpu; leave it out"),
+        ("cpu", {"dtype": "bfloat16"}, "cpu_weights is for models that run in float32; .*--dtype float32"),
+        ("cpu", {}, None),
+    ],
+)
+def test_weight_formats_that_would_not_work_are_refused(
+    device: str, options: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    made = engine_config(tmp_path, None, **options)
+    made.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
+    if message is None:
+        refusals.refuse_unsupported(made, device)
+        return
+    with pytest.raises(UnsupportedConfigError, match=message):
+        refusals.refuse_unsupported(made, device)
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
