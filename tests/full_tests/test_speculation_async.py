@@ -258,7 +258,6 @@ def test_no_trace(
         while llm.llm_engine.has_unfinished_requests():
             flight.step()
         check([requests[i] for i in single], [[flight.done[i]] for i in single], [expected[i] for i in single])
-        assert preemptions(llm) > 0
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > accepted(llm)
         assert flight.free_blocks() == free
 
