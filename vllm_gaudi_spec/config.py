@@ -145,7 +145,6 @@ class Options:
     """Requests whose drafts are seldom accepted draft less."""
     goodput: bool = False
     """Batches draft only while that is faster than not to."""
-
     cpu_weights: str | None = None
     """On a CPU, in which format linear weights are kept: `float32`, with a float16 copy for small steps of each matrix
     that is the same in both; `float16`, half the memory, and rounded where they are not the same; `int8`."""

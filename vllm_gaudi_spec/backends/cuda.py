@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.sample.rules import Rules
 
 logger = init_logger(__name__)
 
@@ -43,6 +44,12 @@ class Backend:
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
     warmup_tokens = -1
+
+    @cached_property
+    def rules(self) -> Rules:
+        from vllm_gaudi_spec.backends.cuda_rules import RULES
+
+        return RULES
 
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
