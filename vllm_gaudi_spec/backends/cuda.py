@@ -45,12 +45,6 @@ class Backend:
     max_drafts = MAX_DRAFTS
     warmup_tokens = -1
 
-    @cached_property
-    def rules(self) -> Rules:
-        from vllm_gaudi_spec.backends.cuda_rules import RULES
-
-        return RULES
-
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
         if not torch.cuda.is_available() or find_spec("triton") is None:
@@ -62,6 +56,7 @@ class Backend:
         torch.compiler.set_stance("force_eager")
         self.torch_device = torch.device("cuda", 0)
         self.num_host_reads = 0
+        self.rules = _rules()
         self._captures = Captures(self.torch_device)
         self._captured_in_warmup = 0
 
@@ -166,6 +161,13 @@ class Backend:
             "compiled_after_warmup": len(names) - self._captured_in_warmup,
             "captured": dict(Counter(names)),
         }
+
+
+def _rules() -> Rules:
+    """Triton may be missing elsewhere."""
+    from vllm_gaudi_spec.backends.cuda_rules import RULES
+
+    return RULES
 
 
 def _kernels() -> Any:
