@@ -1,8 +1,8 @@
 """Triton kernels of the acceptance rules. `cuda_rules.py` calls them; `sample/` is their reference.
 
-A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it, the
-last that finishes a row of a request judges it: launches for the few numbers that are left would cost more
-than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
+A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it,
+and the last that finishes a row of a request judges it: launches for the few numbers that are left would cost more than
+reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
 A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
 chunks are ranked by an upper bound of their best score, which costs none, and the row's finisher computes the scores of
