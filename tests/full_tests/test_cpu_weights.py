@@ -17,13 +17,13 @@ FORMATS = ["float32", "float16", "int8"]
 @pytest.mark.parametrize(
     "weights", [name if name == "int8" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
 )
-def test_speculation_changes_nothing(weights: str, looping_llama: str, cousin: str) -> None:
-    """Each row is computed alike whatever stands beside it, so there are no ties to look for."""
+def test_speculation_changes_nothing(weights: str, looping_llama: str) -> None:
+    """Rows are computed alike whatever stands beside them, so there are no ties. The target drafts for itself."""
     if weights == "int8" and not cpu_linear.has_int8_kernel():
         pytest.skip("a CPU without VNNI instructions")
     chosen = dict(additional_config={"gaudi_spec": {"cpu_weights": weights}}, **OPTIONS)
     prompts = [[ord(letter) % 200 + 2 for letter in text] for text in PROMPTS[:4]]
-    drafts = dict(method="draft_model", model=cousin, num_speculative_tokens=3)
+    drafts = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3)
     with engine(looping_llama, **chosen) as llm:
         plain = first_tokens(generate(llm, prompts, GREEDY))
     with engine(looping_llama, speculative_config=drafts, **chosen) as llm:
