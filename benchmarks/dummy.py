@@ -70,7 +70,9 @@ MAX_LEN = 32768
 
 
 def write_model(folder: Path, size: str, **changes: int) -> str:
-    """A Llama of that shape, as vLLM finds it."""
+    """A Llama of that shape, as vLLM finds it, with a tokenizer that knows next to nothing."""
+    from tokenizers import Tokenizer, models
+
     made = folder / size
     made.mkdir()
     config = {
@@ -88,6 +90,9 @@ def write_model(folder: Path, size: str, **changes: int) -> str:
         **changes,
     }
     (made / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(made / "tokenizer.json"))
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return str(made)
 
 
@@ -121,7 +126,6 @@ def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | 
             speculative_config = speculative_config | {"model": draft}
         defaults: dict[str, Any] = dict(
             load_format="dummy",
-            skip_tokenizer_init=True,
             dtype=DTYPES[size],
             additional_config={"gaudi_spec": own},
         )
