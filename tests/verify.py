@@ -22,7 +22,10 @@ SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "demo", "calibration", "req
 SECONDS_PER_TEST = 3600
 NO_TESTS_COLLECTED = 5
 # Files whose names begin so need a device of their own.
-ENVIRONMENTS = {"test_emulated": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}}
+ENVIRONMENTS = {
+    "test_emulated": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"},
+    "test_cuda": {"VGS_DEVICE": "cuda"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

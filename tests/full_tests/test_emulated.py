@@ -13,11 +13,11 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import rule_models
+from tests.full_tests.captured import Reference, programs_are_the_manifest, signatures
 from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
-from tests.full_tests.equality import Tally
 from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating, suffix
-from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
+from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.backends import describe_device
 from vllm_gaudi_spec.config import cache_folder
@@ -42,42 +42,9 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def alone(looping_llama: str, requests: list[Request]) -> "Reference":
+def alone(looping_llama: str, requests: list[Request]) -> Reference:
     with engine(looping_llama, **SIZES) as llm:
-        answers = run_together(llm, requests)
-        first = answers_of_ties(llm, requests, answers)
-    return Reference(answers, first)
-
-
-class Reference:
-    """Answers without speculation, and after each of their beginnings the scores of all tokens, where they are raw."""
-
-    def __init__(self, answers: list[list[Answer]], scores: dict[int, list[dict[int, float]]]) -> None:
-        self.answers = answers
-        self.scores = scores
-
-    def check(self, requests: list[Request], ours: list[list[Answer]]) -> None:
-        tally = Tally()
-        for index, (request, own, base) in enumerate(zip(requests, ours, self.answers, strict=True)):
-            for one, other in zip(own, base, strict=True):
-                table = self.scores.get(index)
-                scores_at = None if table is None else lambda i, table=table: table[i]
-                tally.compare(request.name, one.token_ids, other.token_ids, scores_at)
-        tally.check()
-
-
-def answers_of_ties(
-    llm: LLM, requests: list[Request], answers: list[list[Answer]]
-) -> dict[int, list[dict[int, float]]]:
-    """Greedy requests whose scores are the model's own: the likeliest tokens at every place of the answer."""
-    plain = [i for i, r in enumerate(requests) if r.params.temperature == 0 and not r.params.presence_penalty]
-    prompts = [requests[i].prompt + answers[i][0].token_ids for i in plain]
-    outputs = generate(llm, prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
-    found = {}
-    for i, output in zip(plain, outputs, strict=True):
-        scores = output.prompt_logprobs[len(requests[i].prompt) :]
-        found[i] = [{token: value.logprob for token, value in place.items()} for place in scores]
-    return found
+        return Reference.of(llm, requests)
 
 
 def test_it_is_the_emulated_card() -> None:
@@ -166,8 +133,7 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head(method: str, requests: list[Request]) -> None:
     with engine(target(method), **SIZES) as llm:
-        answers = run_together(llm, requests)
-        reference = Reference(answers, answers_of_ties(llm, requests, answers))
+        reference = Reference.of(llm, requests)
     before = len(emulator.device().graphs)
     with speculating(target(method), head(method, 3), **BOTH) as llm:
         captures_the_manifest(llm, before)
@@ -225,45 +191,9 @@ def reads(llm: LLM, most: int) -> None:
     assert (total["dynamic_ops"], total["fallbacks"]) == (0, 0)
 
 
-# The functions that are captured, by the first word of a signature in the manifest.
-PROGRAMS = {
-    "prefill": "ModelRunner._forward",
-    "decode": "ModelRunner._forward",
-    "sample": "ModelRunner._finish",
-    "draft": "DeviceDrafting._draft_on_device",
-    "draft text": "TextDrafting._draft_behind",
-    "follow": "DrafterState._read_rows",
-    "read": "TextDrafting._read",
-    "head": "HeadReading._read_newest",
-    "head chunk": "HeadReading._read_chunk",
-    "report": "_pack",
-    "prompt logprobs": "PromptLogprobs._score_slice",
-}
-
-
 def captures_the_manifest(llm: LLM, before: int) -> None:
-    """What was captured is what the configuration lists, program by program. `before`: what
-    this process had captured for other engines."""
-    listed: Counter[str] = Counter()
-    signatures = llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
-    for signature in signatures:
-        listed[PROGRAMS[kind_of(signature)]] += 1
+    """`before`: what this process had captured for other engines."""
     files = (cache_folder() / "manifests").glob("*.json")
     newest = json.loads(max(files, key=lambda file: file.stat().st_mtime_ns).read_text())
-    assert newest["programs"] == sorted(map(str, signatures))
-    captured = Counter(graph.name for graph in emulator.device().graphs[before:])
-    changes_of_state = {name: captured.pop(name) for name in list(captured) if name not in listed}
-    assert captured == listed
-    # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made.
-    assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
-    assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", "DrafterState._put", "Followed._put"}
-    assert set(changes_of_state.values()) == {1}
-
-
-def kind_of(signature: tuple[Any, ...]) -> str:
-    if isinstance(signature[0], int):
-        return "sample"
-    if signature[0] == "draft":
-        # Of text drafts: rows, width, context, branch.
-        return "follow" if signature[1] == "prefill" else "draft text" if len(signature) == 5 else "draft"
-    return str(signature[0])
+    assert newest["programs"] == sorted(map(str, signatures(llm)))
+    programs_are_the_manifest(llm, Counter(graph.name for graph in emulator.device().graphs[before:]))

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "__init__": {"compat", "backends", "platform"},
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
     "hpu_platform": {"backends", "config", "platform"},
+    "cuda_platform": {"backends", "config", "platform"},
     "worker": {"backends", "config", "runner"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "runner"},
     "attention": {"backends", "config", "attention"},

@@ -26,6 +26,7 @@ _DEVICES = {
     "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
     "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
     "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
+    "cuda": _Entry("vllm_gaudi_spec.backends.cuda", "vllm_gaudi_spec.cuda_platform.CudaSpecPlatform"),
 }
 
 

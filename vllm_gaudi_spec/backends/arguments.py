@@ -42,3 +42,8 @@ def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
         items = [rebuild(tensors, item) for item in rest.items]
         return rest.make(*items) if hasattr(rest.make, "_fields") else tuple(items)
     return rest
+
+
+def name_of(function: Any) -> str:
+    """What a function, or a part-application of one, is called in reports."""
+    return str(getattr(function, "__qualname__", "") or function.func.__qualname__)

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends.arguments import flatten, rebuild
+from vllm_gaudi_spec.backends import kv_pair
+from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.backends.kv_pair import KVPair
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.emulator import cost
 
@@ -29,26 +31,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Block copies of one program; what is left over copies the pad block onto itself.
-_COPIES = 8
-
-
-class KVPair(NamedTuple):
-    """Keys and values of a layer, a tensor [slots, K, D] each: Gaudi changes tensors as a whole, not through views."""
-
-    keys: torch.Tensor
-    values: torch.Tensor | None
-    """None where they are a part of the keys."""
-    block_size: int
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.keys,) if self.values is None else (self.keys, self.values)
-
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """For reading: [blocks, block_size, K, D]."""
-        keys, *values = (tensor.unflatten(0, (-1, self.block_size)) for tensor in self.tensors())
-        return keys, values[0] if values else None
-
 
 class Backend:
     name = "hpu"
@@ -56,7 +38,7 @@ class Backend:
     block_size = 128
     flat_decode = True
     exact_context_width = False
-    prefill_rows = (1,)
+    prefill_rows: tuple[int, ...] = (1,)
     smallest_prefill = 128
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
@@ -116,16 +98,7 @@ class Backend:
         torch.hpu.synchronize()
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
-        from vllm_gaudi_spec.backends.kv_layers import kv_layers
-
-        by_place: dict[int, KVPair] = {}
-        by_layer: dict[str, Any] = {}
-        for layer in kv_layers(kv_cache_config):
-            if layer.place not in by_place:
-                shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
-                make = partial(torch.zeros, shape, dtype=layer.dtype, device=self.torch_device)
-                by_place[layer.place] = KVPair(make(), make() if layer.has_values else None, layer.block_size)
-            by_layer[layer.name] = by_place[layer.place]
+        by_layer: dict[str, Any] = dict(kv_pair.allocate(kv_cache_config, self.torch_device))
         if self.is_lazy:
             self._habana.core.mark_step()
         return by_layer
@@ -134,16 +107,7 @@ class Backend:
         return kv_cache.block_size
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
-        program = self.graph(partial(_copy_blocks, distinct))
-
-        def copy(pairs: list[tuple[int, int]]) -> None:
-            for first in range(0, len(pairs), _COPIES):
-                some = pairs[first : first + _COPIES]
-                some += [(0, 0)] * (_COPIES - len(some))
-                program(self.upload(torch.tensor(some, dtype=torch.int64).T.contiguous()))
-
-        return copy
+        return kv_pair.block_copier(kv_caches, self)
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A rank has a card of its own.
@@ -170,9 +134,7 @@ class Backend:
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
     ) -> None:
-        kv_cache.keys.index_copy_(0, slots_T, key_TKD)
-        if kv_cache.values is not None:
-            kv_cache.values.index_copy_(0, slots_T, value_TKD)
+        kv_cache.write(key_TKD, value_TKD, slots_T)
 
     def attend(
         self,
@@ -278,7 +240,7 @@ class _Program(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
-        self.graph_name = getattr(function, "__qualname__", "") or function.func.__qualname__  # type: ignore[attr-defined]
+        self.graph_name = name_of(function)
 
     def forward(self, tensors: list[torch.Tensor], rest: Any) -> Any:
         return self._function(*rebuild(tensors, rest))
@@ -297,14 +259,6 @@ def _bridge() -> Any:
 def _block_softmax() -> flat.BlockSoftmax | None:
     """The fused kernel, on builds that have it."""
     return getattr(torch.ops.hpu, "block_softmax", None)
-
-
-def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
-    for pair in kv_pairs:
-        offset = torch.arange(pair.block_size, device=blocks_2N.device)
-        source, target = ((side[:, None] * pair.block_size + offset).flatten() for side in blocks_2N.unbind(0))
-        for tensor in pair.tensors():
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 def _metric(name: str) -> dict[str, Any]:

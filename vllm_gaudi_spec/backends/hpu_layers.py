@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from vllm_gaudi_spec.backends import hpu_moe, ir_norms  # noqa: F401
+from vllm_gaudi_spec.backends import hpu_moe, ir_norms, rotary_classes  # noqa: F401
 
 logger = init_logger(__name__)
 
@@ -75,13 +75,6 @@ class _FusedRotary:
         return turn(query), None if key is None else turn(key)
 
 
-def _all_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
-    return [cls, *(found for own in cls.__subclasses__() for found in _all_subclasses(own))]
-
-
 if _rotate is not None and _modes is not None:
     for _base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
-        for _cls in _all_subclasses(_base):
-            # Only what turns as these do, whatever its table holds.
-            if _cls.forward_native is _base.forward_native:
-                _cls.register_oot(type(f"Hpu{_cls.__name__}", (_FusedRotary, _cls), {}))
+        rotary_classes.register("Hpu", _FusedRotary, _base)

@@ -1,0 +1,85 @@
+"""What engines on devices that capture programs are held against: answers without speculation, and the manifest."""
+
+from collections import Counter
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.full_tests.engines import generate
+from tests.full_tests.equality import Tally
+from tests.full_tests.workload import Answer, Request, run_together
+
+
+class Reference:
+    """Answers without speculation, and after each of their beginnings the scores of all tokens, where they are raw."""
+
+    def __init__(self, answers: list[list[Answer]], scores: dict[int, list[dict[int, float]]]) -> None:
+        self.answers = answers
+        self.scores = scores
+
+    @classmethod
+    def of(cls, llm: LLM, requests: list[Request]) -> "Reference":
+        answers = run_together(llm, requests)
+        return cls(answers, scores_of(llm, requests, answers))
+
+    def check(self, requests: list[Request], ours: list[list[Answer]]) -> None:
+        tally = Tally()
+        for index, (request, own, base) in enumerate(zip(requests, ours, self.answers, strict=True)):
+            for one, other in zip(own, base, strict=True):
+                table = self.scores.get(index)
+                scores_at = None if table is None else lambda i, table=table: table[i]
+                tally.compare(request.name, one.token_ids, other.token_ids, scores_at)
+        tally.check()
+
+
+def scores_of(llm: LLM, requests: list[Request], answers: list[list[Answer]]) -> dict[int, list[dict[int, float]]]:
+    """Greedy requests whose scores are the model's own: the likeliest tokens at every place of the answer."""
+    plain = [i for i, r in enumerate(requests) if r.params.temperature == 0 and not r.params.presence_penalty]
+    prompts = [requests[i].prompt + answers[i][0].token_ids for i in plain]
+    outputs = generate(llm, prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
+    found = {}
+    for i, output in zip(plain, outputs, strict=True):
+        scores = output.prompt_logprobs[len(requests[i].prompt) :]
+        found[i] = [{token: value.logprob for token, value in place.items()} for place in scores]
+    return found
+
+
+# The functions that are captured, by the first word of a signature in the manifest.
+PROGRAMS = {
+    "prefill": "ModelRunner._forward",
+    "decode": "ModelRunner._forward",
+    "sample": "ModelRunner._finish",
+    "draft": "DeviceDrafting._draft_on_device",
+    "draft text": "TextDrafting._draft_behind",
+    "follow": "DrafterState._read_rows",
+    "read": "TextDrafting._read",
+    "head": "HeadReading._read_newest",
+    "head chunk": "HeadReading._read_chunk",
+    "report": "_pack",
+    "prompt logprobs": "PromptLogprobs._score_slice",
+}
+
+
+def signatures(llm: LLM) -> list[Any]:
+    """The manifest: what the configuration lists."""
+    return llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
+
+
+def programs_are_the_manifest(llm: LLM, captured: Counter[str]) -> None:
+    """What was captured, by name, is what the configuration lists, program by program."""
+    listed = Counter(PROGRAMS[kind_of(signature)] for signature in signatures(llm))
+    changes_of_state = {name: captured[name] for name in captured if name not in listed}
+    assert {name: captured[name] for name in listed} == listed
+    # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made.
+    assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
+    assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", "DrafterState._put", "Followed._put"}
+    assert set(changes_of_state.values()) == {1}
+
+
+def kind_of(signature: tuple[Any, ...]) -> str:
+    if isinstance(signature[0], int):
+        return "sample"
+    if signature[0] == "draft":
+        # Of text drafts: rows, width, context, branch.
+        return "follow" if signature[1] == "prefill" else "draft text" if len(signature) == 5 else "draft"
+    return str(signature[0])

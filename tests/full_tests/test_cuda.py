@@ -1,0 +1,131 @@
+"""On a GPU: what ways of drafting promise, with all programs captured in warm-up and no wait but the counted read.
+
+Runs with VGS_DEVICE=cuda, where there is a GPU.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+
+from tests.full_tests import rule_models
+from tests.full_tests.captured import Reference, programs_are_the_manifest
+from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.speculation import accepted, accounts, ngram, speculating
+from tests.full_tests.workload import Request, mixed_requests, run_together
+from vllm_gaudi_spec.backends import describe_device, load_backend
+
+pytestmark = pytest.mark.cuda
+
+SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=256)
+BOTH = dict(SIZES, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests(48)
+
+
+@pytest.fixture(scope="module")
+def alone(looping_llama: str, requests: list[Request]) -> Reference:
+    with engine(looping_llama, **SIZES) as llm, never_waiting():
+        return Reference.of(llm, requests)
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Anything that makes the host wait for the GPU raises here, save waiting for a copy that was begun before."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_waiting_is_noticed() -> None:
+    with never_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
+
+
+def test_it_is_the_gpu() -> None:
+    assert describe_device() == {"device": "cuda", "mode": "captured"}
+
+
+def captured() -> Counter[str]:
+    return Counter(load_backend().counts()["captured"])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ngram": ngram(3),
+    "ngram on the device": dict(ngram(3), method="ngram_gpu"),
+}
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_without_a_model(
+    case: str, overlapping: bool, looping_llama: str, requests: list[Request], alone: Reference
+) -> None:
+    if case == "ngram" and overlapping:
+        return  # it drafts on the host
+    before = captured()
+    with speculating(looping_llama, CASES[case], **BOTH, async_scheduling=overlapping) as llm:
+        programs_are_the_manifest(llm, captured() - before)
+        with never_waiting():
+            alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+        reads_once(llm)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+}
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_model(
+    mode: str, overlapping: bool, looping_llama: str, requests: list[Request], alone: Reference
+) -> None:
+    """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
+    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
+    before = captured()
+    with speculating(looping_llama, config, **BOTH, async_scheduling=overlapping) as llm:
+        programs_are_the_manifest(llm, captured() - before)
+        with never_waiting():
+            alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens")
+        reads_once(llm)
+
+
+def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
+    """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
+    wrong, a draft would be."""
+    model = str(rule_models.make_target(tmp_path / "target"))
+    config = dict(method="eagle3", model=str(rule_models.make_eagle3(tmp_path / "head")), num_speculative_tokens=5)
+    prompts = [*rule_models.prompts(3, length=112), *rule_models.prompts(2, length=30, seed=2)]
+    sizes = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, skip_tokenizer_init=True)
+    sizes["async_scheduling"] = False  # else the host allows for more than there is
+    before = captured()
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    with speculating(model, config | dict(max_model_len=200), **sizes) as llm:
+        programs_are_the_manifest(llm, captured() - before)
+        for _ in range(2):
+            with never_waiting():
+                outputs = generate(llm, prompts, params)
+            assert first_tokens(outputs) == [rule_models.continuation(prompt, 100) for prompt in prompts]
+            for steps in accounts(outputs):
+                assert steps.accepted == steps.drafted
+                assert sum(steps.drafted) > 50
+        reads_once(llm)
+
+
+def reads_once(llm: LLM) -> None:
+    """Steps without an answer read nothing."""
+    assert 0.9 < llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1

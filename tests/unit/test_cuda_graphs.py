@@ -1,0 +1,115 @@
+"""What the GPU backend promises about programs, its graphs played by plain calls; and how the device is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from vllm_gaudi_spec import backends
+from vllm_gaudi_spec.backends.cuda_graphs import Captures, Graphed
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+
+class PlayedCaptures(Captures):
+    """A graph is a call that is made later."""
+
+    def record(self, run: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=run)
+
+
+@pytest.fixture
+def captures() -> PlayedCaptures:
+    return PlayedCaptures(torch.device("cpu"))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+
+def test_a_step_is_applied_once_whether_its_program_is_new_or_not(captures: PlayedCaptures) -> None:
+    state = torch.zeros(1)
+
+    def advance(by: torch.Tensor) -> torch.Tensor:
+        return state.add_(by).clone()
+
+    run = Graphed(advance, captures)
+    seen = [float(run(torch.ones(1))) for _ in range(3)]
+    assert seen == [1, 2, 3]
+    assert len(captures.names) == 1
+
+
+def test_programs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCaptures) -> None:
+    def scale(x: torch.Tensor, by: int, pair: Pair) -> Pair:
+        return Pair(x * by + pair.left, pair.right)
+
+    run, one = Graphed(scale, captures), torch.ones(1)
+    calls = [
+        (torch.ones(2), 3, Pair(one, None)),
+        (torch.ones(2), 4, Pair(one, None)),
+        (torch.ones(3), 3, Pair(one, None)),
+        (torch.ones(2).int(), 3, Pair(one, None)),
+        (torch.ones(2), 3, Pair(one, one)),
+    ]
+    for _ in range(2):
+        for call in calls:
+            result, expected = run(*call), scale(*call)
+            assert torch.equal(result.left, expected.left)
+            assert (result.right is None) == (expected.right is None)
+    assert captures.names == [scale.__qualname__] * len(calls)
+
+
+def test_inputs_are_taken_when_the_program_is_called(captures: PlayedCaptures) -> None:
+    run = Graphed(torch.clone, captures)
+    x = torch.tensor([1.0, 2.0])
+    first = run(x)
+    x.fill_(7)
+    assert first.tolist() == [1, 2]
+    assert run(x.flip(0) + torch.tensor([0.0, 1.0])) is first
+    assert first.tolist() == [7, 8]
+
+
+def test_another_program_leaves_results_alone(captures: PlayedCaptures) -> None:
+    """They share the buffers that they read, and a result may be what was given."""
+    give = Graphed(lambda x: x, captures)
+    negate = Graphed(lambda x: -x, captures)
+    given = give(torch.ones(2))
+    assert negate(torch.full((2,), 5.0)).tolist() == [-5, -5]
+    assert given.tolist() == [1, 1]
+
+
+@pytest.fixture
+def asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "cuda")
+
+
+def test_it_is_taken_when_asked_for(asked_for_cuda: None) -> None:
+    assert backends.choose_device() == "cuda"
+    assert backends.platform_class("cuda") == "vllm_gaudi_spec.cuda_platform.CudaSpecPlatform"
+    backends.refuse_unknown_device()
+
+
+def test_it_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VGS_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends.choose_device() != "cuda"
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.backends.cuda import Backend
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedConfigError, match="needs an NVIDIA GPU"):
+        Backend()
+
+
+def test_more_than_one_gpu_is_refused() -> None:
+    from vllm_gaudi_spec.cuda_platform import CudaSpecPlatform
+
+    two = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    with pytest.raises(UnsupportedConfigError, match="one GPU; leave out --tensor-parallel-size"):
+        CudaSpecPlatform.check_and_update_config(two)  # type: ignore[arg-type]

@@ -1,0 +1,274 @@
+"""Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
+
+B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; T = B * Q. The Q * G queries of a row
+that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over programs
+where rows and heads alone would not fill the GPU; how often follows from shapes and not from lengths, so that a
+captured launch serves every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.backends.kv_pair import KVPair
+
+# Programs that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost more to
+# put together than they gain.
+_BUSY = 528
+_MOST_SPLITS = 32
+_KEY_TILE_BYTES = 16 << 10
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# The score of a key that a query may not read. Finite: inf - inf is nan where a tile has nothing for a query.
+_LOWEST = tl.constexpr(-1e30)
+
+
+def attend(
+    query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec, out_THD: torch.Tensor
+) -> None:
+    keys, values = kv.tensors()
+    group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
+    lanes = call.num_queries * group
+    tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
+    tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
+    tiles = triton.cdiv(lanes, tile_m)
+    splits = _num_splits(tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    parts, maxima, sums = out_THD, out_THD, out_THD
+    if splits > 1:
+        shape = (*out_THD.shape[:2], splits)
+        parts = torch.empty((*shape, tile_d), dtype=torch.float32, device=out_THD.device)
+        maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=out_THD.device).unbind(0)
+    grid = (tiles * splits, spec.num_kv_heads, call.num_rows)
+    _attend_tile[grid](
+        query_THD,
+        keys,
+        values,
+        call.block_table_BW,
+        call.starts_B,
+        out_THD,
+        parts,
+        maxima,
+        sums,
+        spec.scale,
+        spec.logits_soft_cap,
+        query_THD.stride(0),
+        call.block_table_BW.stride(0),
+        out_THD.stride(0),
+        call.num_queries,
+        splits,
+        GROUP=group,
+        KV_HEADS=spec.num_kv_heads,
+        HEAD_SIZE=spec.head_size,
+        BLOCK_SIZE=spec.block_size,
+        WINDOW=spec.sliding_window or 0,
+        CAPPED=spec.logits_soft_cap > 0,
+        IS_SPLIT=splits > 1,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+        TILE_D=tile_d,
+        num_warps=8 if tile_m * tile_d > 64 * 128 else 4,
+        num_stages=2,
+    )
+    if splits > 1:
+        _combine[(spec.num_heads, out_THD.shape[0])](
+            parts,
+            maxima,
+            sums,
+            out_THD,
+            out_THD.stride(0),
+            splits,
+            HEADS=spec.num_heads,
+            HEAD_SIZE=spec.head_size,
+            TILE_S=triton.next_power_of_2(splits),
+            TILE_D=tile_d,
+        )
+
+
+def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T: torch.Tensor) -> None:
+    keys, values = kv.tensors()
+    size = keys.shape[1] * keys.shape[2]
+    _write[(slots_T.shape[0],)](
+        key_TKD,
+        value_TKD,
+        slots_T,
+        keys,
+        values,
+        key_TKD.stride(0),
+        value_TKD.stride(0),
+        SIZE=size,
+        TILE=triton.next_power_of_2(size),
+    )
+
+
+def _key_tile(block_size: int, key_bytes: int) -> int:
+    """Keys read at once: a part of one block, so that they lie at one distance from each other."""
+    tile = 64
+    while block_size % tile or (tile > 16 and tile * key_bytes > _KEY_TILE_BYTES):
+        tile //= 2
+    return tile
+
+
+def _num_splits(programs: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+    reach = width * spec.block_size
+    if spec.sliding_window is not None:
+        reach = min(reach, spec.sliding_window)
+    return max(1, min(_BUSY // programs, triton.cdiv(reach, tile_n), _MOST_SPLITS))
+
+
+# What differs from program to program is no constant: one compilation serves all batch sizes and chunk lengths.
+@triton.jit(do_not_specialize=["queries", "splits"])
+def _attend_tile(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    starts_ptr,
+    out_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    scale,
+    soft_cap,
+    query_stride,
+    table_stride,
+    out_stride,
+    queries,
+    splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    tile = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    start = tl.load(starts_ptr + row)
+
+    lane_M = tile * TILE_M + tl.arange(0, TILE_M)
+    place_M = lane_M // GROUP
+    head_M = head * GROUP + lane_M % GROUP
+    used_M = lane_M < queries * GROUP
+    token_M = (row * queries + place_M).to(tl.int64)
+    position_M = start + place_M
+    dim_D = tl.arange(0, TILE_D)
+    used_MD = used_M[:, None] & (dim_D < HEAD_SIZE)[None, :]
+    query_MD = tl.load(
+        query_ptr + token_M[:, None] * query_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :],
+        mask=used_MD,
+        other=0.0,
+    )
+
+    # The keys that any lane of the tile sees, and of those the share of this split, in whole tiles.
+    last = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, queries - 1)
+    end = start + last + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start + tile * TILE_M // GROUP - WINDOW + 1, 0) // TILE_N * TILE_N
+    share = tl.cdiv(tl.cdiv(end - begin, TILE_N), splits) * TILE_N
+    low = begin + split * share
+    high = tl.minimum(low + share, end)
+
+    max_M = tl.full((TILE_M,), _LOWEST, dtype=tl.float32)
+    sum_M = tl.zeros((TILE_M,), dtype=tl.float32)
+    total_MD = tl.zeros((TILE_M, TILE_D), dtype=tl.float32)
+    inside_N = tl.arange(0, TILE_N)
+    for first in range(low, high, TILE_N):
+        block = tl.load(table_ptr + row * table_stride + first // BLOCK_SIZE).to(tl.int64)
+        slot_N = block * BLOCK_SIZE + first % BLOCK_SIZE + inside_N
+        offset_ND = (slot_N[:, None] * KV_HEADS + head) * HEAD_SIZE + dim_D[None, :]
+        position_N = first + inside_N
+        exists_N = position_N < end
+        if HEAD_SIZE == TILE_D:
+            exists_ND = exists_N[:, None]
+        else:
+            exists_ND = exists_N[:, None] & (dim_D < HEAD_SIZE)[None, :]
+        keys_ND = tl.load(keys_ptr + offset_ND, mask=exists_ND, other=0.0)
+        values_ND = tl.load(values_ptr + offset_ND, mask=exists_ND, other=0.0)
+        score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision="ieee") * scale
+        if CAPPED:
+            # tanh, without the library that only GPUs have.
+            score_MN = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * score_MN / soft_cap) + 1.0))
+        seen_MN = (position_N[None, :] <= position_M[:, None]) & exists_N[None, :]
+        if WINDOW > 0:
+            seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+        score_MN = tl.where(seen_MN, score_MN * _LOG2_E, _LOWEST)
+        new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
+        weight_MN = tl.exp2(score_MN - new_max_M[:, None])
+        rescale_M = tl.exp2(max_M - new_max_M)
+        sum_M = sum_M * rescale_M + tl.sum(weight_MN, 1)
+        total_MD = total_MD * rescale_M[:, None]
+        total_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, total_MD, input_precision="ieee")
+        max_M = new_max_M
+
+    if not IS_SPLIT:
+        result_MD = total_MD / sum_M[:, None]
+        out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
+        tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=used_MD)
+    else:
+        part_M = (token_M * (KV_HEADS * GROUP) + head_M) * splits + split
+        tl.store(parts_ptr + part_M[:, None] * TILE_D + dim_D[None, :], total_MD, mask=used_M[:, None])
+        tl.store(maxima_ptr + part_M, max_M, mask=used_M)
+        tl.store(sums_ptr + part_M, sum_M, mask=used_M)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    out_ptr,
+    out_stride,
+    splits,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    split_S = tl.arange(0, TILE_S)
+    dim_D = tl.arange(0, TILE_D)
+    used_S = split_S < splits
+    part_S = (token * HEADS + head) * splits + split_S
+    max_S = tl.load(maxima_ptr + part_S, mask=used_S, other=_LOWEST)
+    # A split without keys of a query has the lowest maximum: it weighs nothing beside one that has some.
+    weight_S = tl.exp2(max_S - tl.max(max_S, 0))
+    sum_S = tl.load(sums_ptr + part_S, mask=used_S, other=0.0)
+    parts_SD = tl.load(parts_ptr + part_S[:, None] * TILE_D + dim_D[None, :], mask=used_S[:, None], other=0.0)
+    result_D = tl.sum(parts_SD * weight_S[:, None], 0) / tl.sum(sum_S * weight_S, 0)
+    out_D = out_ptr + token * out_stride + head * HEAD_SIZE + dim_D
+    tl.store(out_D, result_D.to(out_ptr.dtype.element_ty), mask=dim_D < HEAD_SIZE)
+
+
+@triton.jit
+def _write(
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    key_stride,
+    value_stride,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    inside = tl.arange(0, TILE)
+    used = inside < SIZE
+    key = tl.load(key_ptr + token * key_stride + inside, mask=used)
+    tl.store(keys_ptr + slot * SIZE + inside, key, mask=used)
+    value = tl.load(value_ptr + token * value_stride + inside, mask=used)
+    tl.store(values_ptr + slot * SIZE + inside, value, mask=used)

@@ -1,0 +1,108 @@
+"""Functions as CUDA graphs: one program for each set of shapes and of arguments that are no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
+
+Form = tuple[torch.Size, torch.dtype]
+
+
+class _Program(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: list[list[torch.Tensor]]
+    """What the graph reads, by dtype: one copy serves all tensors of one."""
+    places: list[list[int]]
+    """Where in the arguments each of them comes from."""
+    result: Any
+
+
+class Captures:
+    """All programs of a process: they share the memory in which they compute, and the buffers that they read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.names: list[str] = []
+        """One entry a program, in the order in which they were made."""
+        self._device = device
+        self._buffers: dict[tuple[int, Form], torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        """A graph of nothing: a pool that lost its last one, as between two engines, can not be used again."""
+
+    def buffer(self, place: int, form: Form) -> torch.Tensor:
+        """Where the argument at `place` of any program goes: filled right before a program runs, in stream order."""
+        if (place, form) not in self._buffers:
+            self._buffers[place, form] = torch.empty(form[0], dtype=form[1], device=self._device)
+        return self._buffers[place, form]
+
+    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """`run` as a graph; nothing is computed."""
+        if self._keeper is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
+        return self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+class Graphed:
+    """A function given to `DeviceBackend.graph`."""
+
+    def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
+        self._function = function
+        self._captures = captures
+        self._programs: dict[Hashable, _Program] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        tensors, rest = flatten(args)
+        key = rest, tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._make(tensors, rest)
+            return program.result
+        for inputs, places in zip(program.inputs, program.places, strict=True):
+            torch._foreach_copy_(inputs, [tensors[place] for place in places])
+        program.graph.replay()
+        return program.result
+
+    def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Program:
+        """Run the function once as it is, which compiles its kernels and gives this call's result, then record it.
+
+        Recording computes nothing, so what the function changes besides it changes once, also when a program is first
+        needed while requests are served.
+        """
+        buffers = [self._captures.buffer(i, (tensor.shape, tensor.dtype)) for i, tensor in enumerate(tensors)]
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor)
+        arguments = rebuild(buffers, rest)
+        first, form = flatten(self._function(*arguments))
+        # Results lie outside of the memory that programs share: another program may run before they are read.
+        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
+
+        def run() -> None:
+            again, form_again = flatten(self._function(*arguments))
+            assert form_again == form, "a program says one thing about what is no tensor"
+            for own, tensor in zip(results, again, strict=True):
+                own.copy_(tensor)
+
+        graph = self._captures.record(run)
+        self._captures.names.append(name_of(self._function))
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(place)
+        places = list(by_dtype.values())
+        return _Program(graph, [[buffers[i] for i in some] for some in places], places, rebuild(results, form))

@@ -1,0 +1,158 @@
+"""Small Triton kernels for what stands between a model's matrices: norms, rotary embedding, gated activation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    _norm[(rows.shape[0],)](
+        rows, rows, weight, out, out, rows.stride(0), 0, epsilon, **_sizes(rows.shape[-1]), ADDS=False
+    )
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the sum, and the sum."""
+    rows, others = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+    out, added = torch.empty_like(rows), torch.empty_like(rows)
+    _norm[(rows.shape[0],)](
+        rows,
+        others,
+        weight,
+        out,
+        added,
+        rows.stride(0),
+        others.stride(0),
+        epsilon,
+        **_sizes(rows.shape[-1]),
+        ADDS=True,
+    )
+    return out.view(x.shape), added.view(x.shape)
+
+
+def _sizes(size: int) -> dict[str, int]:
+    tile = triton.next_power_of_2(size)
+    return dict(SIZE=size, TILE=tile, num_warps=min(max(tile // 512, 1), 16))
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    added_ptr,
+    x_stride,
+    residual_stride,
+    epsilon,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, TILE)
+    used = place < SIZE
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + place, mask=used, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(residual_ptr + row * residual_stride + place, mask=used, other=0.0).to(tl.float32)
+        tl.store(added_ptr + row * SIZE + place, x.to(dtype), mask=used)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
+    weight = tl.load(weight_ptr + place, mask=used, other=0.0)
+    # Rounded before it is weighed, as vLLM's own is.
+    normed = (x * scale).to(dtype) * weight
+    tl.store(out_ptr + row * SIZE + place, normed, mask=used)
+
+
+def rotate(
+    positions_T: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor | None,
+    table: torch.Tensor,
+    rotary_dim: int,
+) -> None:
+    """Turn the first `rotary_dim` numbers of each head in place; halves belong together. `table`: [positions, cosines
+    and sines]."""
+    other = query_THD if key_TKD is None else key_TKD
+    heads, half = max(query_THD.shape[1], other.shape[1]), rotary_dim // 2
+    _rotate[(query_THD.shape[0], 1 if key_TKD is None else 2)](
+        positions_T,
+        query_THD,
+        other,
+        table,
+        query_THD.stride(0),
+        other.stride(0),
+        query_THD.shape[1],
+        other.shape[1],
+        HEAD_SIZE=query_THD.shape[2],
+        HALF=half,
+        TILE_H=triton.next_power_of_2(heads),
+        TILE_R=triton.next_power_of_2(half),
+    )
+
+
+@triton.jit
+def _rotate(
+    positions_ptr,
+    query_ptr,
+    key_ptr,
+    table_ptr,
+    query_stride,
+    key_stride,
+    query_heads,
+    key_heads,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_R: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        heads_ptr = query_ptr + token * query_stride
+        num_heads = query_heads
+    else:
+        heads_ptr = key_ptr + token * key_stride
+        num_heads = key_heads
+    position = tl.load(positions_ptr + token)
+    head_H = tl.arange(0, TILE_H)
+    place_R = tl.arange(0, TILE_R)
+    used_R = place_R < HALF
+    used_HR = (head_H < num_heads)[:, None] & used_R[None, :]
+    entry = table_ptr + position * (2 * HALF)
+    cos_R = tl.load(entry + place_R, mask=used_R, other=0.0).to(tl.float32)
+    sin_R = tl.load(entry + HALF + place_R, mask=used_R, other=0.0).to(tl.float32)
+    at_HR = heads_ptr + head_H[:, None] * HEAD_SIZE + place_R[None, :]
+    first_HR = tl.load(at_HR, mask=used_HR, other=0.0).to(tl.float32)
+    second_HR = tl.load(at_HR + HALF, mask=used_HR, other=0.0).to(tl.float32)
+    dtype = query_ptr.dtype.element_ty
+    tl.store(at_HR, (first_HR * cos_R[None, :] - second_HR * sin_R[None, :]).to(dtype), mask=used_HR)
+    tl.store(at_HR + HALF, (second_HR * cos_R[None, :] + first_HR * sin_R[None, :]).to(dtype), mask=used_HR)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of the last dimension times the second."""
+    rows = x.reshape(-1, x.shape[-1])
+    size, tile = x.shape[-1] // 2, 1024
+    out = rows.new_empty((rows.shape[0], size))
+    _silu_and_mul[(rows.shape[0], triton.cdiv(size, tile))](rows, out, rows.stride(0), SIZE=size, TILE=tile)
+    return out.view(*x.shape[:-1], size)
+
+
+@triton.jit
+def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    used = place < SIZE
+    at = x_ptr + row * x_stride + place
+    dtype = out_ptr.dtype.element_ty
+    gate = tl.load(at, mask=used, other=0.0).to(tl.float32)
+    # Rounded before it is multiplied, as vLLM's own is.
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    tl.store(out_ptr + row * SIZE + place, gate * tl.load(at + SIZE, mask=used, other=0.0), mask=used)

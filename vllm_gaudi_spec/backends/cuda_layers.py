@@ -1,0 +1,53 @@
+"""Triton kernels in place of vLLM's norms, rotary embeddings and gated activation. Importing this registers them."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_spec.backends import cuda_kernels, hpu_moe, ir_norms, rotary_classes  # noqa: F401
+
+PROVIDER = "vgs_cuda"
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    assert weight is not None
+    return cuda_kernels.rms_norm(x, weight, epsilon)
+
+
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert weight is not None
+    return cuda_kernels.add_rms_norm(x, residual, weight, epsilon)
+
+
+ir_norms.register(PROVIDER, _norm, _add_norm, available=True)
+
+
+class _TurnsInPlace:
+    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+
+    def forward_oot(
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.is_neox_style:
+            return self.forward_native(positions, query, key)
+        table = self._match_cos_sin_cache_dtype(query)
+        flat = positions.flatten()
+
+        def by_head(heads: torch.Tensor) -> torch.Tensor:
+            return heads.view(flat.shape[0], -1, self.head_size)
+
+        cuda_kernels.rotate(flat, by_head(query), None if key is None else by_head(key), table, self.rotary_dim)
+        return query, key
+
+
+rotary_classes.register("Cuda", _TurnsInPlace, RotaryEmbedding)
+
+
+@SiluAndMul.register_oot
+class CudaSiluAndMul(SiluAndMul):
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return cuda_kernels.silu_and_mul(x)
