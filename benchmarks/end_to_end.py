@@ -123,7 +123,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             for rate in options.rates:
                 set_rate(runner, rates_of(rate, options.k))
                 drafted = turn(llm, tape, options, batch, options.k)
-                rows.append({"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted})
+                rows.append(
+                    {"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted}
+                )
                 common.say(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
     return rows
 
