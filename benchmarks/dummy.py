@@ -1,7 +1,7 @@
 """Models of a given shape with random weights, and the engine that runs them in this process.
 
 Speed depends on shapes, not on what was learnt: a folder with a config.json is enough for vLLM's `dummy` loader.
-VGS_DEVICE says on which device, the CPU unless it is set.
+VGS_DEVICE says on which device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-# The engine and its runner have to be at hand, so they are in this process.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_PLUGINS", "gaudi_spec")
-os.environ.setdefault("VGS_DEVICE", "cpu")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import common
 import torch
@@ -112,12 +106,18 @@ def kv_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
 # ---- the engine ----------------------------------------------------------------------------------------
 
 
+def keep_engine_here() -> None:
+    """In this process, where its runner is at hand."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
 @contextmanager
 def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | None = None, **options: Any) -> Any:
     """vLLM with a model of that shape; `drafter` is the shape of a draft model, where the method is one. Buckets and
     the like are `gaudi_spec`."""
     import speculation_common as shared
 
+    keep_engine_here()
     own = options.pop("gaudi_spec", {})
     with tempfile.TemporaryDirectory() as folder:
         target = write_model(Path(folder), size)
@@ -159,7 +159,7 @@ def _tensors(kept: Any) -> Iterator[torch.Tensor]:
 
 
 def on_accelerator() -> bool:
-    return os.environ["VGS_DEVICE"] == "cuda"
+    return os.environ.get("VGS_DEVICE") == "cuda"
 
 
 def seconds_of(work: Callable[[], Any], before: Callable[[], Any], repeats: int) -> float:
@@ -202,7 +202,7 @@ def bandwidth() -> dict[str, float]:
 def describe_machine() -> dict[str, Any]:
     import vllm
 
-    facts = common.describe_machine() | {"device": os.environ["VGS_DEVICE"], "vllm": vllm.__version__}
+    facts = common.describe_machine() | {"device": os.environ.get("VGS_DEVICE", "cpu"), "vllm": vllm.__version__}
     if on_accelerator():
         facts |= {"accelerator": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts

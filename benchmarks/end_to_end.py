@@ -22,7 +22,7 @@ from typing import Any
 
 import common
 import device_trace
-import dummy  # before vLLM, whose environment it sets
+import dummy
 import speculation_common as shared
 from phases import Phases
 from serving import Served, Tape

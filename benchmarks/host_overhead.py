@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import common
-import dummy  # before vLLM, whose environment it sets
+import dummy
 import torch
 from phases import PHASES, Phases
 from vllm import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-import dummy  # before vLLM, whose environment it sets
+import dummy
 import speculation_common as shared
 
 from vllm_gaudi_spec.demo_model import demo_model_path
@@ -115,6 +115,7 @@ def show(rows: list[dict[str, Any]], dtype: str) -> None:
 
 def main() -> int:
     options = parse_options()
+    dummy.keep_engine_here()
     rows = [row for method in options.methods for row in measure(options, method)]
     show(rows, options.dtype)
     settings = {name: getattr(options, name) for name in ("tokens", "prompts", "dtype")}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import dummy  # before vLLM, whose environment it sets
+import dummy
 import speculation_common as shared
 import torch
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-import dummy  # before vLLM, whose environment it sets
+import dummy
 import speculation_common as shared
 import torch
 from vllm import SamplingParams
@@ -135,7 +135,7 @@ class Steps:
         return partial(runner._run_finish, queries, batch.rows_B, runner.sampling.prepare(batch, {}))
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
-        """Of a rectangle: its forward, and with the verdict."""
+        """Of a rectangle: its forward, its verdict, and both."""
         put = self.place(context, num_drafts)
         names = [row[0] for row in self._rows[:batch]]
         forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)
@@ -146,6 +146,7 @@ class Steps:
 
         return {
             "forward": dummy.seconds_of(forward, put, repeats),
+            "finish": dummy.seconds_of(finish, put, repeats),
             "step": dummy.seconds_of(step, put, repeats),
         }
 
@@ -183,7 +184,7 @@ def measure(options: argparse.Namespace, bandwidth: dict[str, float]) -> list[di
         }
         for batch, context, k in cells(options):
             verify = steps.seconds(batch, context, k, options.repeats)
-            flat = steps.flattened(batch, context, k, options.repeats) + verify["step"] - verify["forward"]
+            flat = steps.flattened(batch, context, k, options.repeats) + verify["finish"]
             read = weights + batch * context * per_token
             own = plain[batch, context]
             rows.append(
