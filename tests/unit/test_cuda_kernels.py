@@ -92,6 +92,18 @@ def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
+def test_rows_of_one_query_say_the_same_as_one_row_of_several() -> None:
+    scene = make_scene([0, 31, 70], 5, pad_rows=0)
+    apart = dataclasses.replace(
+        scene.call,
+        num_rows=15,
+        num_queries=1,
+        starts_B=(scene.call.starts_B[:, None] + torch.arange(5, dtype=torch.int32)).flatten(),
+        block_table_BW=scene.call.block_table_BW.repeat_interleave(5, dim=0),
+    )
+    torch.testing.assert_close(scene.attend(by_kernel, apart), scene.attend(by_kernel), atol=1e-5, rtol=1e-5)
+
+
 def test_the_number_of_splits_does_not_follow_lengths() -> None:
     from vllm_gaudi_spec.backends import cuda_attention
 

@@ -19,11 +19,16 @@ class _Tuple(NamedTuple):
     items: tuple[Hashable, ...]
 
 
+_PLAIN = frozenset({int, bool, str, float, type(None)})
+
+
 def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
     """`value` is a tensor, a number, a text, None, or a tuple of those, named or not."""
     tensors: list[torch.Tensor] = []
 
     def walk(part: Any) -> Hashable:
+        if type(part) in _PLAIN:  # most parts are, and to ask for a tensor takes longer
+            return part
         if isinstance(part, torch.Tensor):
             tensors.append(part)
             return _Tensor(len(tensors) - 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,10 +46,10 @@ class Backend:
 
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
-        if not torch.backends.cuda.is_built() or not torch.cuda.is_available():
+        if not torch.cuda.is_available() or find_spec("triton") is None:
             raise UnsupportedConfigError(
-                f"VGS_DEVICE=cuda needs an NVIDIA GPU and a torch built for it, and torch {torch.__version__} has "
-                "none; set VGS_DEVICE to cpu or hpu-emulated."
+                "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
+                f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
             )
         # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
         torch.compiler.set_stance("force_eager")
@@ -124,23 +125,18 @@ class Backend:
         # From pinned memory, which torch keeps and does not hand out again before the copy is done.
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
-    @cached_property
-    def _downloads(self) -> torch.cuda.Stream:
-        """A stream for results on their way to the host."""
-        return torch.cuda.Stream()
-
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
-        return _to_host(tensor)()
+        return self.start_download(tensor)()
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_reads += 1
-        # A program puts its results in the same place again, maybe before they have left: so they leave from a copy.
-        copy = tensor.clone()
-        self._downloads.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._downloads):
-            copy.record_stream(self._downloads)
-            return _to_host(copy)
+        # Between two programs: the next one overwrites the tensor behind this. A stream beside them would want a copy
+        # of it, which takes the GPU as long, and costs the host more.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return partial(_wait_for, done, host)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -170,15 +166,6 @@ def _kernels() -> Any:
     from vllm_gaudi_spec.backends import cuda_attention
 
     return cuda_attention
-
-
-def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A copy on the current stream, and what waits for it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return partial(_wait_for, done, host)
 
 
 def _wait_for(done: torch.cuda.Event, host: torch.Tensor) -> torch.Tensor:
