@@ -91,7 +91,7 @@ serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= 
 .PHONY: bench
 bench: $(VENV)/.stamp  ## host and drafter costs, then upstream's CPU platform beside ours, into .bench/ (ARGS=)
 	@mkdir -p .bench
-	@$(BIN)/python benchmarks/host_step.py --json .bench/host_step.json
+	@$(BIN)/python benchmarks/host_overhead.py --json .bench/host_overhead.json
 	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
 	@$(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
 

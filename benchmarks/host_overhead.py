@@ -1,0 +1,184 @@
+"""Microseconds of the host in one decode step with drafts, by phase: what runs beside every forward.
+
+python benchmarks/host_overhead.py --json .bench/host_overhead.json
+
+The real runner, given the same step again and again; every row brings k drafts to it. On the CPU, where the host is the
+device too, the model costs nothing and no drafter is asked. On an accelerator (VGS_DEVICE=cuda) the model and its
+drafter are of the size that is asked for, and calls only hand them to the device: what the host waits for it is no
+overhead, and is left out of the sum.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+import dummy
+import torch
+from phases import PHASES, Phases
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vllm_gaudi_spec.proposers.base import Hidden
+
+NUM_DRAFTS = 4
+CONTEXT = 512
+LIMIT_US = 1500.0
+DRAFTERS = {"tiny": "tiny-draft", "8b": "0.5b"}
+
+
+class FreeModel:
+    """Stands in for the target: shapes are right, values are not looked at."""
+
+    HIDDEN, VOCAB = 8, 64
+
+    def __init__(self, rows: int) -> None:
+        self._hidden = torch.zeros(rows * (1 + NUM_DRAFTS), self.HIDDEN)
+        self._logits = torch.zeros(rows * (1 + NUM_DRAFTS), self.VOCAB)
+
+    def forward(self, inputs: Any) -> Hidden:
+        return Hidden(self._hidden[: inputs.token_ids_T.shape[0]])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: hidden.shape[0]]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], metavar="B")
+    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="of the models, on an accelerator")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def engine(options: argparse.Namespace) -> Any:
+    rows, shape = max(options.batches), dummy.SIZES[options.size]
+    given: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 3}
+    drafter = None
+    if dummy.on_accelerator():
+        given, drafter = {"method": "draft_model"}, DRAFTERS[options.size]
+    return dummy.engine(
+        options.size,
+        given | {"num_speculative_tokens": NUM_DRAFTS},
+        drafter,
+        max_model_len=2 * CONTEXT,
+        max_num_seqs=rows,
+        max_num_batched_tokens=2 * CONTEXT,
+        kv_cache_memory_bytes=4 * CONTEXT * dummy.kv_bytes(shape, dummy.DTYPES[options.size]),
+        async_scheduling=False,
+        gaudi_spec={"batch_buckets": options.batches, "prefill_buckets": [2 * CONTEXT], "warmup_tokens": 0},
+    )
+
+
+def free_of_models(runner: Any) -> None:
+    """The device is the host: leave the models out."""
+    runner.target = FreeModel(runner.max_rows)
+    runner.landing = type(runner.landing)(
+        runner.max_rows + 1, 1 + NUM_DRAFTS, 1, FreeModel.HIDDEN, torch.float32, runner.backend.torch_device
+    )
+    runner.drafting.propose_behind = lambda step, most: None
+
+
+# ---- steps ---------------------------------------------------------------------------------------------
+
+
+def admit(runner: Any, names: list[str]) -> None:
+    """Requests with one token of their context left to compute."""
+    # All in the same few blocks: where a row's KV lies makes no difference to the host.
+    block_ids = list(range(1, 1 + -(-(CONTEXT + 2 * NUM_DRAFTS) // min(runner.kv_cache.block_sizes))))
+    new = [
+        NewRequestData(
+            req_id=name,
+            prompt_token_ids=[i % 60 for i in range(CONTEXT)],
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=CONTEXT),
+            pooling_params=None,
+            block_ids=tuple(block_ids for _ in runner.kv_cache.block_sizes),
+            num_computed_tokens=CONTEXT - 1,
+            lora_request=None,
+        )
+        for name in names
+    ]
+    step(runner, dict.fromkeys(names, 1), CachedRequestData.make_empty(), new, {})
+
+
+def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], drafts: dict[str, list[int]]) -> None:
+    scheduled = SchedulerOutput(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens=drafts,
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(),
+        free_encoder_mm_hashes=[],
+        num_spec_tokens_to_schedule=NUM_DRAFTS,
+    )
+    runner.execute_model(scheduled)
+    runner.sample_tokens(None)
+
+
+def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:
+    """Median microseconds of a step, and of its phases. Lengths are put back each time, so all steps are alike."""
+    names = [f"{batch}-{i}" for i in range(batch)]
+    admit(runner, names)
+    rows = torch.tensor([runner.requests.by_id[name].row for name in names], device=runner.backend.torch_device)
+    cached = CachedRequestData(names, set(), [], {}, [None] * batch, [CONTEXT] * batch, [1] * batch)
+    tokens, drafts = dict.fromkeys(names, 1 + NUM_DRAFTS), {name: [1] * NUM_DRAFTS for name in names}
+    taken = []
+    for _ in range(steps):
+        runner.requests.computed_R[rows], runner.requests.num_drafts_R[rows] = CONTEXT, NUM_DRAFTS
+        runner.backend.synchronize()
+        phases.take()
+        started = time.perf_counter()
+        step(runner, tokens, cached, [], drafts)
+        seconds = time.perf_counter() - started
+        spent = phases.take()
+        taken.append({**spent, "sum": seconds - spent.get("wait", 0.0)})
+    for name in names:
+        runner.requests.by_id[name].outputs.clear()
+    finished = SchedulerOutput.make_empty()
+    finished.finished_req_ids = set(names)
+    runner.execute_model(finished)
+    middle = {name: 1e6 * median(one.get(name, 0.0) for one in taken) for name in (*PHASES, "sum")}
+    return {"batch": batch, "us_per_step": middle.pop("sum"), "wait_us": middle.pop("wait"), "phases_us": middle}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    common.say(f"\nmicroseconds of the host in a decode step, k = {NUM_DRAFTS}, context {CONTEXT}\n")
+    names = list(rows[0]["phases_us"])
+    lines = [
+        [str(row["batch"]), *(f"{row['phases_us'][name]:.0f}" for name in names), f"{row['us_per_step']:.0f}"]
+        for row in rows
+    ]
+    common.say(common.table(["batch", *names, "sum"], lines))
+    if not dummy.on_accelerator():
+        common.say(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
+
+
+def main() -> int:
+    options = parse_options()
+    torch.set_num_threads(1)
+    common.warn_if_busy()
+    with engine(options) as llm:
+        runner = dummy.runner_of(llm)
+        if not dummy.on_accelerator():
+            free_of_models(runner)
+        with Phases().watching(runner) as phases, torch.inference_mode():
+            measure(runner, phases, max(options.batches), 20)
+            rows = [measure(runner, phases, batch, options.steps) for batch in options.batches]
+        show(rows)
+        machine = dummy.describe_machine()
+        common.write_json(
+            options.json,
+            {"k": NUM_DRAFTS, "context": CONTEXT, "size": options.size, "rows": rows, "machine": machine},
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Acceptance and tokens/s together, with real weights: the demo model and its three trained drafters.
+
+VGS_DEVICE=cuda python benchmarks/real_weights.py --json .bench/real_weights.json
+
+Each drafter has an engine of its own; in it the same prompts are answered with drafts and without (requests that ask
+for 0), with so many requests at a time. Tokens/s include the prompts. Without VGS_DEVICE it runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import dummy
+import speculation_common as shared
+
+from vllm_gaudi_spec.demo_model import demo_model_path
+
+METHODS = {
+    "draft_model": shared.SAME_VOCAB,
+    "universal_draft": shared.OTHER_VOCAB,
+    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+}
+MAX_LEN = 512
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], metavar="B")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all, 24 and 8)")
+    parser.add_argument("--tokens", type=int, default=128, help="per prompt, past any end token")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, method: str) -> list[dict[str, Any]]:
+    from vllm.tokenizers import get_tokenizer
+
+    model, rows = demo_model_path(), []
+    texts = [text for some in shared.prompt_sets(options.prompts).values() for text in some]
+    prompts = shared.encode(get_tokenizer(model), texts, bos=False)
+    with shared.engine(
+        model,
+        {**METHODS[method], "num_speculative_tokens": options.k},
+        dtype=options.dtype,
+        max_model_len=MAX_LEN,
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=4 * MAX_LEN,
+        kv_cache_memory_bytes=2 << 30,
+        per_request_spec_decode_metrics="detailed",
+        additional_config={"gaudi_spec": {"batch_buckets": options.batches, "warmup_tokens": 0}},
+    ) as llm:
+        for batch in options.batches:
+            turns = {}
+            for turn, drafts in (("plain", 0), ("drafted", options.k)):
+                shared.ask(llm, prompts[:batch], 0.0, 16, drafts)
+                turns[turn] = in_groups(llm, prompts, batch, options.tokens, drafts)
+            rows.append({"method": method, "batch": batch, "k": options.k, **figures(turns, options.k)})
+    return rows
+
+
+def in_groups(llm: Any, prompts: list[list[int]], batch: int, tokens: int, drafts: int) -> dict[str, Any]:
+    """So many prompts at a time."""
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    asked = [shared.ask(llm, group, 0.0, tokens, drafts) for group in groups]
+    requests = [request for one in asked for request in one["requests"]]
+    seconds = sum(one["seconds"] for one in asked)
+    return {"requests": requests, "tok_s": sum(1 + request["tokens"] for request in requests) / seconds}
+
+
+def figures(turns: dict[str, dict[str, Any]], k: int) -> dict[str, Any]:
+    rates = shared.Rates(turns["drafted"]["requests"], k)
+    length = rates.tokens_per_step()
+    return {
+        "plain_tok_s": turns["plain"]["tok_s"],
+        "drafted_tok_s": turns["drafted"]["tok_s"],
+        "gain": turns["drafted"]["tok_s"] / turns["plain"]["tok_s"],
+        "tokens_per_step": vars(length),
+        "accepted_at": [vars(place) for place in rates.positions()],
+    }
+
+
+def show(rows: list[dict[str, Any]], dtype: str) -> None:
+    header = [
+        "method",
+        "batch",
+        "k",
+        "plain tokens/s",
+        "drafted tokens/s",
+        "gain",
+        "tokens a step",
+        "accepted at 1, 2, ...",
+    ]
+    lines = [
+        [
+            row["method"],
+            str(row["batch"]),
+            str(row["k"]),
+            f"{row['plain_tok_s']:.0f}",
+            f"{row['drafted_tok_s']:.0f}",
+            f"{row['gain']:.2f}",
+            str(shared.Estimate(**row["tokens_per_step"])),
+            ", ".join(f"{place['value']:.2f}" for place in row["accepted_at"]),
+        ]
+        for row in rows
+    ]
+    common.say(f"\nSmolLM2-135M-Instruct, {dtype}, greedy\n\n{shared.markdown(header, lines)}")
+
+
+def main() -> int:
+    options = parse_options()
+    dummy.keep_engine_here()
+    rows = [row for method in options.methods for row in measure(options, method)]
+    show(rows, options.dtype)
+    settings = {name: getattr(options, name) for name in ("tokens", "prompts", "dtype")}
+    common.write_json(options.json, {**settings, "rows": rows, "machine": dummy.describe_machine()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

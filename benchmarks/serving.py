@@ -1,0 +1,110 @@
+"""A batch of requests served at full size, and the programs of one of its steps run again alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dummy
+import speculation_common as shared
+import torch
+
+_names = itertools.count()
+SETTLE = 8
+"""Steps behind the last prompt that are not counted: some make the programs that they need first."""
+
+
+class Served:
+    """Requests with prompts of one length, all of them decoding, until `end`."""
+
+    def __init__(self, llm: Any, batch: int, prompt: int, num_drafts: int, vocab_size: int, tokens: int) -> None:
+        self._engine, self._runner = llm.llm_engine, dummy.runner_of(llm)
+        self._lengths: dict[str, int] = {}
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(batch):
+            ids = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
+            params = shared.sampling(0.0, tokens, 0, num_drafts)
+            params.detokenize = False
+            name = f"served-{next(_names)}"
+            self._lengths[name] = 0
+            self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+        while not all(self._lengths.values()):
+            self._step()
+        for _ in range(SETTLE):
+            self._step()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._lengths[output.request_id] = len(output.outputs[0].token_ids)
+
+    def run(self, steps: int) -> dict[str, float]:
+        """So many steps: their seconds, and tokens of a request a step."""
+        tokens, done = sum(self._lengths.values()), self._runner.recorder.num_steps
+        started = time.perf_counter()
+        while self._runner.recorder.num_steps < done + steps:
+            self._step()
+        seconds = time.perf_counter() - started
+        new = sum(self._lengths.values()) - tokens
+        return {
+            "step_s": seconds / steps,
+            "tok_s": new / seconds,
+            "tokens_per_step": new / steps / len(self._lengths),
+        }
+
+    def end(self) -> None:
+        self._engine.abort_request(list(self._lengths))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+class Tape:
+    """The device programs of the newest step, as they were called."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._calls: list[tuple[str, Callable[[], Any]]] = []
+        self._newest: list[tuple[str, Callable[[], Any]]] = []
+        places = [(runner, "_run_forward", "forward"), (runner, "_run_finish", "finish")]
+        places.append((runner.reports, "_pack", "report"))
+        if hasattr(runner.drafting, "_draft_rows"):
+            places.append((runner.drafting, "_draft_rows", "draft"))
+        for owner, name, part in places:
+            setattr(owner, name, self._noting(getattr(owner, name), part))
+
+    def _noting(self, work: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if part == "forward":
+                self._newest, self._calls = self._calls, []
+            self._calls.append((part, partial(work, *args)))
+            return work(*args)
+
+        return call
+
+    def seconds(self, repeats: int) -> dict[str, float]:
+        """Each program's own time at the state that the requests have now, which is left as it was."""
+        self._runner.backend.synchronize()
+        states = _states(self._runner)
+        kept = [state.clone() for state in states]
+
+        def restore() -> None:
+            for state, own in zip(states, kept, strict=True):
+                state.copy_(own)
+
+        found: dict[str, float] = {}
+        with torch.inference_mode():
+            for part, call in self._newest:
+                found[part] = found.get(part, 0.0) + dummy.seconds_of(call, restore, repeats)
+            restore()
+            self._runner.backend.synchronize()
+        return found
+
+
+def _states(runner: Any) -> list[torch.Tensor]:
+    """What steps change besides KV, and what says where KV is written."""
+    requests = runner.requests
+    states = [requests._history, requests.computed_R, requests.num_drafts_R]
+    reading = getattr(runner.drafting, "_reading", None)
+    return states + ([reading._reach_R] if hasattr(reading, "_reach_R") else [])

@@ -1,0 +1,233 @@
+"""What it costs to verify k drafts a row: a [B, k+1] step beside a plain [B, 1] one, and the flattened layout.
+
+python benchmarks/verify.py --json .bench/verify.json
+VGS_DEVICE=cuda python benchmarks/verify.py --size 8b --json .bench/verify.json
+
+The runner's own programs, at a chosen context. A step is the forward and the verdict behind it; on an accelerator the
+time is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their request's
+blocks: only its forward differs, so its step is that forward with the rectangle's verdict. The roofline is what a plain
+step must read, the weights and the KV of all rows, over the datasheet's bandwidth and over that of a large copy.
+Each program is made when it is first needed, not in a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import common
+import dummy
+import speculation_common as shared
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.shapes import DECODE, Shape
+
+CHUNK = 256
+GRIDS = {
+    "8b": {"batches": [1, 8, 32], "contexts": [512, 2048, 4096, 8192, 16384]},
+    "tiny": {"batches": [1, 4], "contexts": [64, 256]},
+}
+FULL_K = 4
+"""The number of drafts that is measured at every context, and flattened."""
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=GRIDS, default="tiny")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="B")
+    parser.add_argument("--contexts", type=int, nargs="+", metavar="N")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
+    parser.add_argument("--middle", type=int, metavar="N", help="the context at which every k is measured")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    for name, values in GRIDS[options.size].items():
+        setattr(options, name, getattr(options, name) or values)
+    options.middle = options.middle or options.contexts[len(options.contexts) // 2]
+    return options
+
+
+def engine(options: argparse.Namespace) -> Any:
+    most, longest = max(options.drafts), max(options.contexts) + CHUNK
+    rows = max(options.batches) * (1 + most)
+    per_token = dummy.kv_bytes(dummy.SIZES[options.size], dummy.DTYPES[options.size])
+    return dummy.engine(
+        options.size,
+        # What is drafted is not asked here; this drafter has no weights.
+        {"method": "ngram_gpu", "num_speculative_tokens": most, "prompt_lookup_max": 3},
+        max_model_len=longest,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(CHUNK, rows * (1 + most)),
+        kv_cache_memory_bytes=int(1.02 * per_token * (max(options.batches) + 1) * (longest + CHUNK)),
+        gaudi_spec={
+            "batch_buckets": [rows],
+            "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + most)))],
+            "warmup_tokens": 0,
+        },
+    )
+
+
+class Steps:
+    """Steps of requests with a context of their own; each of them has rows enough to be flattened."""
+
+    def __init__(self, runner: Any, batches: int, copies: int, longest: int) -> None:
+        self._runner = runner
+        self._rows = [[f"{row}-{copy}" for copy in range(copies)] for row in range(batches)]
+        sizes = runner.kv_cache.block_sizes
+        new = []
+        for row, names in enumerate(self._rows):
+            count = -(-longest // min(sizes))
+            block_ids = tuple(list(range(1 + row * count, 1 + (row + 1) * count)) for _ in sizes)
+            new += [self._arrival(name, block_ids, longest) for name in names]
+        scheduled = SchedulerOutput.make_empty()
+        scheduled.scheduled_new_reqs = new
+        runner.execute_model(scheduled)
+
+    def _arrival(self, name: str, block_ids: tuple[list[int], ...], longest: int) -> NewRequestData:
+        return NewRequestData(
+            req_id=name,
+            prompt_token_ids=[3 + i % 400 for i in range(longest - CHUNK)],
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=CHUNK),
+            pooling_params=None,
+            block_ids=block_ids,
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+
+    def place(self, context: int, num_drafts: int) -> Callable[[], None]:
+        """What puts every request behind so many tokens of context, its copies one further each; with drafts."""
+        requests = self._runner.requests
+        computed_R = torch.zeros_like(requests.computed_R)
+        for names in self._rows:
+            for copy, name in enumerate(names):
+                request = requests.by_id[name]
+                request.num_computed = context + copy
+                computed_R[request.row] = context + copy
+
+        def put() -> None:
+            requests.computed_R.copy_(computed_R)
+            requests.num_drafts_R.fill_(num_drafts)
+
+        return put
+
+    def forward(self, names: list[str], queries: int) -> Callable[[], Any]:
+        runner = self._runner
+        members = [runner.requests.by_id[name] for name in names]
+        ends = [request.num_computed + queries for request in members]
+        shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
+        batch = make_batch(runner.requests, shape, members, [queries] * len(members), [True] * len(members))
+        return partial(runner._run_forward, shape.phase, queries, batch.uploaded, batch.single_row_real)
+
+    def finish(self, names: list[str], queries: int) -> Callable[[], Any]:
+        runner = self._runner
+        members = [runner.requests.by_id[name] for name in names]
+        ends = [request.num_computed + queries for request in members]
+        batch = make_sample_batch(runner.requests, len(members), queries, members, ends)
+        return partial(runner._run_finish, queries, batch.rows_B, runner.sampling.prepare(batch, {}))
+
+    def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
+        """Of a rectangle: its forward, its verdict, and both."""
+        put = self.place(context, num_drafts)
+        names = [row[0] for row in self._rows[:batch]]
+        forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)
+
+        def step() -> None:
+            forward()
+            finish()
+
+        return {
+            "forward": dummy.seconds_of(forward, put, repeats),
+            "finish": dummy.seconds_of(finish, put, repeats),
+            "step": dummy.seconds_of(step, put, repeats),
+        }
+
+    def flattened(self, batch: int, context: int, num_drafts: int, repeats: int) -> float:
+        """The forward of as many tokens, a row each."""
+        put = self.place(context, 0)
+        names = [name for row in self._rows[:batch] for name in row[: 1 + num_drafts]]
+        return dummy.seconds_of(self.forward(names, 1), put, repeats)
+
+
+# ---- figures -------------------------------------------------------------------------------------------
+
+
+def cells(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """Batch, context, k: all k at one context, one k at all contexts."""
+    full = FULL_K if FULL_K in options.drafts else options.drafts[-1]
+    return [
+        (batch, context, k)
+        for batch, context, k in product(options.batches, options.contexts, options.drafts)
+        if k == full or context == options.middle
+    ]
+
+
+def measure(options: argparse.Namespace, bandwidth: dict[str, float]) -> list[dict[str, Any]]:
+    shape, dtype = dummy.SIZES[options.size], dummy.DTYPES[options.size]
+    weights, per_token = dummy.weight_bytes(shape, dtype), dummy.kv_bytes(shape, dtype)
+    rows = []
+    with engine(options) as llm, torch.inference_mode():
+        dummy.fill_kv(llm)
+        longest = max(options.contexts) + CHUNK
+        steps = Steps(dummy.runner_of(llm), max(options.batches), 1 + max(options.drafts), longest)
+        plain = {
+            (batch, context): steps.seconds(batch, context, 0, options.repeats)
+            for batch, context in product(options.batches, options.contexts)
+        }
+        for batch, context, k in cells(options):
+            verify = steps.seconds(batch, context, k, options.repeats)
+            flat = steps.flattened(batch, context, k, options.repeats) + verify["finish"]
+            read = weights + batch * context * per_token
+            own = plain[batch, context]
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "k": k,
+                    "plain_ms": 1e3 * own["step"],
+                    "plain_forward_ms": 1e3 * own["forward"],
+                    "verify_ms": 1e3 * verify["step"],
+                    "verify_forward_ms": 1e3 * verify["forward"],
+                    "flattened_ms": 1e3 * flat,
+                    "verify_ratio": verify["step"] / own["step"],
+                    "flattened_ratio": flat / own["step"],
+                    "read_bytes": read,
+                    "plain_over_roofline": {name: own["step"] * rate / read for name, rate in bandwidth.items()},
+                }
+            )
+            common.say(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
+    return rows
+
+
+def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> None:
+    names = ["batch", "context", "k", "plain_ms", "verify_ms", "verify_ratio", "flattened_ms", "flattened_ratio"]
+    header = [name.replace("_", " ") for name in names] + [f"plain / {name} roofline" for name in bandwidth]
+    lines = []
+    for row in rows:
+        cell = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
+        lines.append([*cell, *(f"{row['plain_over_roofline'][name]:.2f}" for name in bandwidth)])
+    rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in bandwidth.items())
+    common.say(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
+
+
+def main() -> int:
+    options = parse_options()
+    common.warn_if_busy()
+    bandwidth = dummy.bandwidth()
+    rows = measure(options, bandwidth)
+    show(rows, bandwidth, options.size)
+    report = {"size": options.size, "bandwidth": bandwidth, "rows": rows, "machine": dummy.describe_machine()}
+    common.write_json(options.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
