@@ -39,7 +39,7 @@ class Drafter(NamedTuple):
             return {}
         # A model as large as the target has as much KV.
         kv = SMALL_KV["kv_cache_memory_bytes"] * (2 if self.model else 1)
-        return SMALL_KV | dict(kv_cache_memory_bytes=kv, max_num_batched_tokens=64)
+        return SMALL_KV | dict(kv_cache_memory_bytes=kv, max_num_batched_tokens=256)
 
 
 NGRAM, MEDUSA = Drafter("ngram_gpu"), Drafter("medusa")
