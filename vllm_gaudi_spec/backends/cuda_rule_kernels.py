@@ -5,8 +5,8 @@ and the last that finishes a row of a request judges it: launches for the few nu
 reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
 A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
-chunks are ranked by an upper bound of their best score, which costs none, and the row's finisher looks at those chunks,
-and scores those tokens, that can hold the winner: nearly always one.
+chunks are ranked by an upper bound of their best score, which costs none, and the row's finisher computes the scores of
+those chunks that can hold the winner: nearly always one.
 
 Names: a row is a place of a request; b counts requests, `vocab` tokens, `num_chunks` chunks of CHUNK tokens a row.
 """
@@ -19,6 +19,8 @@ import triton.language as tl
 _STREAM_ACCEPT = tl.constexpr(1)
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
+# Tokens whose scores are computed at once: more would cost registers that the reading needs.
+_PIECE = tl.constexpr(512)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 # --- noise: sample/noise.py in unsigned integers ---
@@ -127,36 +129,18 @@ def _bound(values, tokens, random, first, second):
 
 
 @triton.jit
-def _improve(values, start, random, first, second, best, winner, CHUNK: tl.constexpr):
-    """The winner so far, or the chunk's own. Only tokens whose bound leaves them a chance get a real score."""
-    tokens = start + tl.arange(0, CHUNK)
-    rough = values
+def _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
     if random:
-        rough += _rough_gumbel(_hash_tokens(tokens, first, second)) + _ROUGH_OFFSET
-    highest, place = tl.max(rough, axis=0, return_indices=True)
-    worth = _worth(best, random)
-    while highest > worth:
-        token = start + place
-        score = highest
-        if random:
-            value = tl.max(tl.where(tokens == token, values, float("-inf")), axis=0)
-            score = value + _gumbel(_hash_tokens(token, first, second))
-        if (score > best) | ((score == best) & (token < winner)):
-            best = score
-            winner = token
-        worth = _worth(best, random)
-        rough = tl.where(tokens == token, float("-inf"), rough)
-        highest, place = tl.max(rough, axis=0, return_indices=True)
-    return best, winner
+        values += _gumbel(_hash_tokens(tokens, first, second))
+    return values
 
 
 @triton.jit
-def _worth(best, random):
-    """What a bound must exceed: both it and the best score are rounded."""
-    worth = best
-    if random:
-        worth -= 1e-3 + 1e-6 * tl.abs(best)
-    return worth
+def _first_best(scores, tokens, vocab):
+    """The best score, and the first token that has it."""
+    top = tl.max(scores, axis=0)
+    return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
 
 
 @triton.jit
@@ -178,17 +162,27 @@ def _winner(
     """The token with the best score, and that score; token 0 and -inf where no token has one."""
     places = tl.arange(0, PADDED_CHUNKS)
     left = tl.load(bounds + places, mask=places < num_chunks, other=float("-inf"), cache_modifier=".cg")
-    highest, chunk = tl.max(left, axis=0, return_indices=True)
+    highest = tl.max(left, axis=0)
     best = tl.full((), float("-inf"), tl.float32)
-    winner = tl.zeros((), tl.int32)
     worth = best
-    while highest > worth:
-        start = chunk * CHUNK
-        values = _values(row, law, start + tl.arange(0, CHUNK), vocab, from_residual, peak, scale)
-        best, winner = _improve(values, start, random, first, second, best, winner, CHUNK)
-        worth = _worth(best, random)
+    winner = tl.zeros((), tl.int32)
+    while (highest > float("-inf")) & (highest >= worth):
+        chunk = tl.argmax(left, axis=0)
+        scores = tl.full((_PIECE,), float("-inf"), tl.float32)
+        found = tl.zeros((_PIECE,), tl.int32)
+        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, _PIECE):
+            tokens = start + tl.arange(0, _PIECE)
+            values = _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            found = tl.where(values > scores, tokens, found)
+            scores = tl.maximum(values, scores)
+        top, token = _first_best(scores, found, vocab)
+        if (top > best) | ((top == best) & (token < winner)):
+            best = top
+            winner = token
+        # Both the bound and the score are rounded.
+        worth = best - (1e-3 + 1e-6 * tl.abs(best))
         left = tl.where(places == chunk, float("-inf"), left)
-        highest, chunk = tl.max(left, axis=0, return_indices=True)
+        highest = tl.max(left, axis=0)
     return winner, best
 
 
@@ -532,10 +526,13 @@ def behind_kernel(
             # p = q, and only rounding can have led here: the target, read by this program alone.
             low, high = _keys(keys, key_stride, b)
             first, second = _hash_place(low, high, position, _STREAM_TARGET)
-            for other in range(num_chunks):
-                start = other * CHUNK
-                whole = _values(row, law, start + tl.arange(0, CHUNK), vocab, False, 0.0, 0.0)
-                best, token = _improve(whole, start, True, first, second, best, token, CHUNK)
+            for start in range(0, vocab, _PIECE):
+                piece = start + tl.arange(0, _PIECE)
+                scores = _scores(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
+                top, candidate = _first_best(scores, piece, vocab)
+                if top > best:
+                    best = top
+                    token = candidate
         places = tl.arange(0, PADDED_PLACES)
         is_draft = places < max_drafts
         drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=0)

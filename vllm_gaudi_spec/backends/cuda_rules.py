@@ -21,8 +21,6 @@ _FEW_PROGRAMS = 512
 # Chunks of a program that samples.
 _PARTS = 8
 _WARPS = 2
-# The sampling kernel's: what finds the winner would take more, and leave fewer programs to read.
-_REGISTERS = 72
 # Places and chunks that any kernel has lanes for: fewer kernels to compile.
 _PLACES, _CHUNKS = 8, 256
 
@@ -92,7 +90,6 @@ def _strict(
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
         PADDED_PLACES=_padded(places, _PLACES),
-        maxnreg=_REGISTERS,
         **chunks.settings(),
     )
     return sampled_BQ, num_sampled_B
