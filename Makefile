@@ -89,11 +89,13 @@ serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= 
 	@$(choose_model); exec $(FAIR_THREADS) $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## host and drafter costs, then upstream's CPU platform beside ours, into .bench/ (ARGS=)
+bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platform beside ours, goodput, into .bench/ (ARGS=)
 	@mkdir -p .bench
 	@$(BIN)/python benchmarks/host_overhead.py --json .bench/host_overhead.json
 	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
-	@$(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
+	@$(BIN)/python benchmarks/gemm.py --json .bench/gemm.json
+	@$(FAIR_THREADS) $(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
+	@$(FAIR_THREADS) $(BIN)/python benchmarks/goodput.py --json .bench/goodput.json
 
 # ---- check --------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@echo "[1/3] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
 	@echo "[2/3] full tests: real engines, one after the other"
-	@$(BIN)/pytest tests/full_tests -m "not slow and not emulated" --durations=10 -v
+	@$(BIN)/pytest tests/full_tests -m "not slow and not emulated and not cuda" --durations=10 -v
 	@echo "[3/3] the emulated Gaudi"
 	@$(EMULATED) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
 

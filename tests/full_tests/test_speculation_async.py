@@ -228,7 +228,8 @@ K = 4
 TRACES = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False)]
 
 
-@pytest.mark.parametrize(("drafter", "overlap"), quick_and_slow(TRACES, [(COUSIN, True)]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "overlap"), TRACES, ids=str)
 def test_no_trace(
     drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Callable[[str], list[list[Answer]]]
 ) -> None:
