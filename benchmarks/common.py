@@ -16,6 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".bench"
 NOISE_NOTE = "This machine may be shared and noisy: read the ratios, not the absolute figures."
 
+# What decides the platform; everything else is the same for both.
+PLATFORMS = {
+    "ours": {"VLLM_PLUGINS": "gaudi_spec", "VGS_DEVICE": "cpu"},
+    "upstream": {"VLLM_PLUGINS": ""},
+}
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def check_platform(wanted: str, chosen: str | None = None) -> None:
+    """`chosen`: the module of vLLM's platform, where that was asked elsewhere."""
+    if chosen is None:
+        from vllm.platforms import current_platform
+
+        chosen = type(current_platform).__module__
+    if chosen.startswith("vllm_gaudi_spec") != (wanted == "ours"):
+        raise RuntimeError(f"wanted the platform {wanted}, vLLM chose {chosen}")
+
 
 def say(text: str) -> None:
     print(text, flush=True)

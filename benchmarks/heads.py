@@ -32,8 +32,8 @@ from typing import Any
 import common
 import numpy as np
 import speculation_common as shared
+from common import PLATFORMS, QUIET, check_platform
 from speculation_common import Estimate
-from upstream import PLATFORMS, QUIET, check_platform
 
 from vllm_gaudi_spec.demo_model import demo_model_path
 

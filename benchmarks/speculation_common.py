@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import common
 import numpy as np
-from upstream import PLATFORMS, QUIET
+from common import PLATFORMS, QUIET
 
 TESTS = common.ROOT / "tests" / "full_tests"
 DEMO = common.ROOT / "demo"
@@ -25,6 +26,13 @@ SUFFIX = {"method": "suffix"}
 
 # The engine in the child's own process, where a benchmark can reach it.
 IN_PROCESS = {**QUIET, **PLATFORMS["ours"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# What an engine gets unless a benchmark says otherwise.
+ENGINE: dict[str, Any] = dict(
+    dtype="float32",
+    kv_cache_memory_bytes=512 << 20,
+    enable_prefix_caching=False,
+    disable_log_stats=False,
+)
 RESAMPLES = 2000
 
 
@@ -84,6 +92,12 @@ def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
     return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
 
 
+def general_prompts(most: int | None = None) -> list[str]:
+    """Questions that are unlike all that the demo drafters were trained on."""
+    written = runpy.run_path(str(DEMO / "training_prompts.py"))
+    return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:most]]
+
+
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
     """Some models are lost without their beginning of text, others were trained without one."""
     before = [tokenizer.bos_token_id] if bos else []
@@ -97,13 +111,7 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 def engine(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
-    defaults: dict[str, Any] = dict(
-        dtype="float32",
-        kv_cache_memory_bytes=512 << 20,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-    )
-    llm = LLM(model, speculative_config=speculative_config, **(defaults | options))
+    llm = LLM(model, speculative_config=speculative_config, **(ENGINE | options))
     try:
         yield llm
     finally:

@@ -21,12 +21,14 @@ from statistics import median
 from typing import Any
 
 import common
+import numpy as np
 import speculation_common as shared
 
 from vllm_gaudi_spec.demo_model import demo_model_path
 
 METHODS = {"draft_model": shared.SAME_VOCAB, "universal": shared.OTHER_VOCAB}
 WARMUP_TOKENS = 16
+SETTINGS = ("tokens", "texts", "prompts", "temperature", "cpu_weights")
 
 
 def parse_options() -> argparse.Namespace:
@@ -34,7 +36,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=128, help="per prompt, past any end token")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="of the eight fixed openings")
+    parser.add_argument("--texts", choices=["openings", "general"], default="openings", help="which prompts")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="the first N of them")
+    parser.add_argument("--cpu_weights", metavar="FORMAT", help="additional_config.gaudi_spec.cpu_weights")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
@@ -90,7 +94,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = demo_model_path()
     from vllm.tokenizers import get_tokenizer
 
-    texts = shared.prompt_sets()["openings"][: options.prompts]
+    general = options.texts == "general"
+    texts = shared.general_prompts(options.prompts) if general else shared.prompt_sets(options.prompts)["openings"]
     prompts = shared.encode(get_tokenizer(model), texts, bos=False)
     turns: dict[str, list[Any]] = {"plain": [], "drafted": []}
     with shared.engine(
@@ -99,6 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=512,
         max_num_seqs=1,
         per_request_spec_decode_metrics="detailed",
+        additional_config={"gaudi_spec": {"cpu_weights": options.cpu_weights} if options.cpu_weights else {}},
     ) as llm:
         clock = Clock(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner)
         for drafts in (0, int(k)):
@@ -117,6 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
     plain, drafted = turns["plain"], turns["drafted"]
     speeds = {name: tokens_per_s(asked) for name, asked in turns.items()}
+    low, high = gain_interval(plain, drafted)
     plain_step = median(step["seconds"] for asked in plain for step in asked["steps"])
     # The last steps of a request may have no room for drafts.
     steps = [step for asked in drafted for step in asked["steps"] if step["draft"]]
@@ -128,6 +135,8 @@ def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
         "plain_tok_s": speeds["plain"],
         "drafted_tok_s": speeds["drafted"],
         "gain": gain,
+        "gain_low": low,
+        "gain_high": high,
         "tokens_per_step": length.value,
         "plain_step_ms": 1e3 * plain_step,
         "verify_ms": 1e3 * verify,
@@ -137,6 +146,16 @@ def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
     }
 
 
+def gain_interval(plain: list[Any], drafted: list[Any]) -> tuple[float, float]:
+    """95 %, a bootstrap over prompts; both turns of a prompt say equally many tokens."""
+    seconds_TN = np.array([[asked["seconds"] for asked in turn] for turn in (plain, drafted)])
+    num = seconds_TN.shape[1]
+    weights_SN = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), shared.RESAMPLES)
+    plain_S, drafted_S = seconds_TN @ weights_SN.T
+    low, high = np.percentile(plain_S / drafted_S, [2.5, 97.5])
+    return float(low), float(high)
+
+
 def tokens_per_s(turns: list[Any]) -> float:
     tokens = sum(1 + request["tokens"] for asked in turns for request in asked["requests"])
     return tokens / sum(asked["seconds"] for asked in turns)
@@ -144,7 +163,7 @@ def tokens_per_s(turns: list[Any]) -> float:
 
 def measure_all(options: argparse.Namespace) -> None:
     common.warn_if_busy()
-    part = shared.cli(options, "tokens", "prompts", "temperature")
+    part = shared.cli(options, *SETTINGS)
     rows = []
     for method in options.methods:
         for k in options.drafts:
@@ -156,7 +175,7 @@ def measure_all(options: argparse.Namespace) -> None:
             )
             rows.append({"method": method, "k": k, **figures(turns, k)})
     show(rows)
-    settings = {"tokens": options.tokens, "prompts": options.prompts, "temperature": options.temperature}
+    settings = {name: getattr(options, name) for name in SETTINGS}
     common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
 
 

@@ -1,218 +1,145 @@
-"""Plain decoding on this platform beside upstream's CPU platform, in one environment.
+"""This platform beside upstream's CPU platform, in one environment: plain decoding, and every method that both have.
 
 python benchmarks/upstream.py --json .bench/upstream.json
 
-Each measurement is an engine process of its own, never two at once: ours, upstream's, ours, upstream's, ...
+For each method both engines live side by side, each in processes of its own, and take turns. A turn is one batch of the
+eight fixed openings, greedy, float32, past any end token; upstream's engine runs eagerly.
 """
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import common
+import speculation_common as shared
+from common import PLATFORMS, QUIET
+from turns import Engine, close, interval, ratio, take
 
-BATCHES = (1, 8)
-NEW_TOKENS = 128
-PROMPT = "The history of the city begins"
-# What decides the platform; everything else is the same for both.
-PLATFORMS = {
-    "ours": {"VLLM_PLUGINS": "gaudi_spec", "VGS_DEVICE": "cpu"},
-    "upstream": {"VLLM_PLUGINS": ""},
+# By upstream's names. Its suffix drafter needs a package besides; ngram_gpu needs Triton there.
+METHODS: dict[str, dict[str, Any] | None] = {
+    "no speculation": None,
+    "ngram": shared.NGRAM,
+    "draft_model": shared.SAME_VOCAB,
+    "heterogeneous": {**shared.OTHER_VOCAB, "method": "draft_model", "use_heterogeneous_vocab": True},
+    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
 }
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+WANTED = 1.2
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = shared.parser_of(__doc__)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--drafts", type=int, default=3, metavar="K")
+    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
+    parser.add_argument("--turns", type=int, default=6, metavar="N", help="of each engine at each batch size")
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
-    parser.add_argument("--repeats", type=int, default=3, help="engine processes per platform")
-    parser.add_argument("--max_num_seqs", type=int, help="for both (default: vLLM's own)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--part", choices=[*PLATFORMS, "bandwidth"], help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-# ---- in the child processes ----------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------------
 
 
-def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
-    """Start-up seconds, from the start of this process, then speed and step time at each batch size."""
-    from vllm import LLM
-
-    check_platform(options.part)
-    engine_options: dict[str, Any] = {} if options.max_num_seqs is None else {"max_num_seqs": options.max_num_seqs}
-    llm = LLM(
-        model=options.model,
-        dtype="float32",
-        enforce_eager=options.part == "upstream",
-        max_model_len=2048,
-        kv_cache_memory_bytes=1 << 30,
-        disable_log_stats=True,
-        **engine_options,
-    )
-    startup = time.time() - options.started
-    generate_seconds(llm, 1, 16)
-    batches = {str(batch): measure_batch(llm, batch) for batch in BATCHES}
-    return {"startup_s": startup, "batches": batches}
-
-
-def check_platform(wanted: str) -> None:
-    from vllm.platforms import current_platform
-
-    expected = "vllm_gaudi_spec" if wanted == "ours" else "vllm."
-    if not type(current_platform).__module__.startswith(expected):
-        raise RuntimeError(f"wanted the platform {wanted}, vLLM chose {type(current_platform).__qualname__}")
-
-
-def measure_batch(llm: Any, batch: int) -> dict[str, float]:
-    generate_seconds(llm, batch, 16)
-    # The first token is the prompt's; what the others take is decode steps alone.
-    first = generate_seconds(llm, batch, 1)
-    whole = generate_seconds(llm, batch, NEW_TOKENS)
-    return {"tok_s": batch * NEW_TOKENS / whole, "step_s": (whole - first) / (NEW_TOKENS - 1)}
-
-
-def generate_seconds(llm: Any, batch: int, new_tokens: int) -> float:
-    from vllm import SamplingParams
-
-    prompts = [f"{PROMPT} {i}." for i in range(batch)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if generated != batch * new_tokens:
-        raise RuntimeError(f"{generated} tokens came back where {batch * new_tokens} were asked for")
-    return seconds
-
-
-def run_part(options: argparse.Namespace) -> None:
-    if options.part == "bandwidth":
-        answer: dict[str, Any] = {"bytes_per_s": common.read_bandwidth(), **common.describe_machine()}
-    else:
-        answer = measure_engine(options)
-    common.hand_back(options.result, answer)
-
-
-# ---- in the parent -------------------------------------------------------------------------------------
-
-
-def measure_all(options: argparse.Namespace, model: str) -> dict[str, list[dict[str, Any]]]:
-    samples: dict[str, list[dict[str, Any]]] = {platform: [] for platform in PLATFORMS}
-    for repeat in range(options.repeats):
+def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    config = METHODS[method]
+    settings = {**shared.ENGINE, "max_model_len": 512, "max_num_seqs": max(options.batches)}
+    if config is not None:
+        settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
+    engines: dict[str, Engine] = {}
+    try:
         for platform, environment in PLATFORMS.items():
-            common.say(f"[{repeat + 1}/{options.repeats}] {platform}: an engine process of its own ...")
-            part = ["--part", platform, "--model", model]
-            if options.max_num_seqs is not None:
-                part += ["--max_num_seqs", str(options.max_num_seqs)]
-            sample = common.run_part(
-                Path(__file__),
-                part,
-                log=f"upstream-{platform}-{repeat + 1}",
-                environment={**QUIET, **environment},
-                seconds=900,
+            common.say(f"{method}: starting {platform} ...")
+            eager = platform == "upstream"
+            log = f"upstream-{method.replace(' ', '-')}-{platform}"
+            engines[platform] = Engine(log, model, {**QUIET, **environment}, enforce_eager=eager, **settings)
+            common.check_platform(platform, engines[platform].platform)
+        batches = [measure_batch(engines, batch, options) for batch in options.batches]
+        lengths = {name: tokens_a_step(engine) for name, engine in engines.items()}
+        startup = {name: engine.startup_s for name, engine in engines.items()}
+    finally:
+        close(engines.values())
+    return {"method": method, "batches": batches, "tokens_a_step": lengths, "startup_s": startup}
+
+
+def measure_batch(engines: dict[str, Engine], batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    take(engines, 1, lambda engine: engine.turn(batch, 16))
+    turns = take(engines, options.turns, lambda engine: engine.turn(batch, options.tokens))
+    # The first token is the prompt's; what the others take is decode steps alone.
+    first = take(engines, 2, lambda engine: engine.turn(batch, 1))
+    decoding = {
+        name: (median(turn[name] for turn in turns) - median(turn[name] for turn in first)) / (options.tokens - 1)
+        for name in engines
+    }
+    answer = {
+        "batch": batch,
+        "turns": turns,
+        "tok_s": {name: batch * options.tokens / median(turn[name] for turn in turns) for name in engines},
+        "ratio": ratio(turns, "ours", "upstream"),
+        "seconds_a_token": decoding,
+    }
+    common.say(f"      batch {batch}: {interval(answer['ratio'])} of upstream's speed")
+    return answer
+
+
+def tokens_a_step(engine: Engine) -> float | None:
+    """Of steps that verified something."""
+    drafts = engine.counter(DRAFTS)
+    return 1 + engine.counter(ACCEPTED) / drafts if drafts else None
+
+
+def memory_bound(folder: Path, tokens: int) -> dict[str, float]:
+    """What a plain decode step at batch 1 would take if reading weights and KV were all it did (float32)."""
+    bytes_per_s = common.read_bandwidth()
+    num_bytes = common.weights_read_per_step(folder, 4) + tokens // 2 * common.kv_bytes_per_token(folder, 4)
+    return {"bytes_read": num_bytes, "read_gb_s": bytes_per_s / 1e9, "bound_s": num_bytes / bytes_per_s}
+
+
+# ---- showing -------------------------------------------------------------------------------------------
+
+
+def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.Namespace) -> None:
+    lines = []
+    for row in rows:
+        lengths = [f"{value:.2f}" if value else "" for value in row["tokens_a_step"].values()]
+        for cell in row["batches"]:
+            speeds = [f"{cell['tok_s'][platform]:.1f}" for platform in PLATFORMS]
+            kept = "yes" if cell["ratio"][0] >= WANTED else "NO"
+            lines.append([row["method"], str(cell["batch"]), *lengths, *speeds, interval(cell["ratio"]), kept])
+    header = ["method", "batch", "tokens a step, ours", "upstream's", "tokens/s, ours", "upstream's", "ratio"]
+    common.say(f"\nk = {options.drafts}, {options.tokens} tokens a prompt, float32, {options.turns} turns each\n")
+    common.say(shared.markdown([*header, f">= {WANTED}"], lines))
+    for row in rows:
+        if row["method"] == "no speculation" and row["batches"][0]["batch"] == 1:
+            steps = {name: 1e3 * value for name, value in row["batches"][0]["seconds_a_token"].items()}
+            common.say(
+                f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms; "
+                f"memory bound {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s = "
+                f"{1e3 * bound['bound_s']:.1f} ms"
             )
-            samples[platform].append(sample)
-            speeds = ", ".join(f"batch {b}: {facts['tok_s']:.1f} tok/s" for b, facts in sample["batches"].items())
-            common.say(f"      ready after {sample['startup_s']:.1f} s; {speeds}")
-    return samples
+            startup = row["startup_s"]
+            common.say(f"start-up: ours {startup['ours']:.1f} s, upstream {startup['upstream']:.1f} s")
+    common.say(f"\n{common.NOISE_NOTE}")
 
 
-def compare(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    def middle(platform: str, batch: int, name: str) -> float:
-        return median(sample["batches"][str(batch)][name] for sample in samples[platform])
+def measure_all(options: argparse.Namespace) -> None:
+    from vllm_gaudi_spec.demo_model import demo_model_path
 
-    rows = []
-    for batch in BATCHES:
-        ours, upstream = middle("ours", batch, "tok_s"), middle("upstream", batch, "tok_s")
-        rows.append(
-            {
-                "case": f"batch {batch}",
-                "ours_tok_s": ours,
-                "upstream_tok_s": upstream,
-                "ratio": ours / upstream,
-            }
-        )
-    startup = {platform: median(sample["startup_s"] for sample in samples[platform]) for platform in PLATFORMS}
-    steps = {f"{platform}_s": middle(platform, 1, "step_s") for platform in PLATFORMS}
-    return {
-        "rows": rows,
-        "startup_s": {**startup, "ratio": startup["ours"] / startup["upstream"]},
-        "decode_step": {"batch": 1, **steps},
-    }
-
-
-def add_memory_bound(decode_step: dict[str, Any], folder: Path, bytes_per_s: float) -> None:
-    """What a decode step at batch 1 would take if reading weights and KV were all it did (float32)."""
-    mean_context = NEW_TOKENS // 2
-    num_bytes = common.weights_read_per_step(folder, 4) + mean_context * common.kv_bytes_per_token(folder, 4)
-    bound = num_bytes / bytes_per_s
-    decode_step |= {
-        "bytes_read": num_bytes,
-        "read_gb_s": bytes_per_s / 1e9,
-        "bound_s": bound,
-        "ours_over_bound": decode_step["ours_s"] / bound,
-        "upstream_over_bound": decode_step["upstream_s"] / bound,
-    }
-
-
-def show(report: dict[str, Any]) -> None:
-    rows = [
-        [row["case"], f"{row['ours_tok_s']:.1f}", f"{row['upstream_tok_s']:.1f}", f"{row['ratio']:.2f}"]
-        for row in report["rows"]
-    ]
-    startup = report["startup_s"]
-    rows.append(
-        ["start-up, s", f"{startup['ours']:.1f}", f"{startup['upstream']:.1f}", f"{startup['ratio']:.2f}"],
-    )
-    common.say(f"\nfloat32, {NEW_TOKENS} new tokens, tokens/s, median of {len(report['samples']['ours'])}")
-    common.say(common.table(["case", "ours", "upstream", "ratio"], rows))
-    step = report["decode_step"]
-    ours_ms, upstream_ms, bound_ms = (1e3 * step[name] for name in ("ours_s", "upstream_s", "bound_s"))
-    common.say(
-        f"\nplain decode step, batch 1: ours {ours_ms:.1f} ms, upstream {upstream_ms:.1f} ms"
-        f"\nits memory bound: {step['bytes_read'] / 1e6:.0f} MB at {step['read_gb_s']:.1f} GB/s measured = "
-        f"{bound_ms:.1f} ms; ours takes {step['ours_over_bound']:.2f} of it, "
-        f"upstream {step['upstream_over_bound']:.2f}\n\n{common.NOISE_NOTE}"
-    )
-
-
-def compare_platforms(options: argparse.Namespace) -> None:
-    model = options.model
-    if model is None:
-        from vllm_gaudi_spec.demo_model import demo_model_path
-
-        model = demo_model_path()
-    folder = common.model_folder(model)
-    common.say("memory read bandwidth ...")
-    machine = common.run_part(
-        Path(__file__), ["--part", "bandwidth"], log="upstream-bandwidth", environment={}, seconds=300
-    )
-    common.say(f"      {machine['bytes_per_s'] / 1e9:.1f} GB/s with {machine['threads']} threads")
     common.warn_if_busy()
-    samples = measure_all(options, str(folder))
-    report = {**compare(samples), "machine": machine, "model": model, "samples": samples}
-    add_memory_bound(report["decode_step"], folder, machine["bytes_per_s"])
-    show(report)
-    common.write_json(options.json, report)
+    model = options.model or demo_model_path()
+    bound = memory_bound(common.model_folder(model), options.tokens)
+    rows = [measure(method, model, options) for method in options.methods]
+    show(rows, bound, options)
+    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns")}
+    common.write_json(options.json, {**settings, "bound": bound, "rows": rows, "machine": common.describe_machine()})
 
 
 def main() -> int:
     options = parse_options()
-    if options.part:
-        run_part(options)
-        return 0
-    try:
-        compare_platforms(options)
-    except RuntimeError as error:
-        common.say(f"error: {error}")
-        return 1
-    return 0
+    return shared.run_main(options, lambda: None, lambda: measure_all(options))
 
 
 if __name__ == "__main__":

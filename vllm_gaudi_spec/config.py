@@ -141,6 +141,18 @@ class Options:
     and their text is written anew."""
     universal_slab: int | None = None
     """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
+    adaptive: bool = False
+    """Requests whose drafts are seldom accepted draft less."""
+    goodput: bool = False
+    """Batches draft only while that is faster than not to."""
+    cpu_weights: str | None = None
+    """On a CPU, in which format linear weights are kept: `float32`, with a float16 copy for small steps of each matrix
+    that is the same in both; `float16`, half the memory, and rounded where they are not the same; `int8`."""
+
+    @property
+    def paces(self) -> bool:
+        """Whether how much is drafted depends on what came of it."""
+        return self.adaptive or self.goodput
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
@@ -181,6 +193,14 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be true or false, got {value!r}."
+        )
+    return value
+
+
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise UnsupportedConfigError(f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {value!r}.")
@@ -198,6 +218,7 @@ def bucket_list(name: str, value: Any) -> tuple[int, ...]:
 EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
+FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -206,6 +227,9 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
     "universal_slab": _positive,
+    "adaptive": _switch,
+    "goodput": _switch,
+    "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
 }
 
 MAX_DRAFTS = 16
@@ -213,6 +237,8 @@ MAX_DRAFTS = 16
 
 # Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
 WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+# Methods whose drafter works on the host, behind its one read of each step.
+HOST_METHODS = ("ngram", "suffix", "custom_class")
 EAGLE, EAGLE3, MTP, MEDUSA = "eagle", "eagle3", "mtp", "medusa"
 # Those whose drafter reads the target's hidden states and keeps KV beside the target's.
 HEAD_METHODS = (EAGLE, EAGLE3, MTP)
@@ -276,6 +302,11 @@ class Speculation:
     def retokenizes(self) -> bool:
         """Whether the drafter reads the text in its own tokens, which the host keeps."""
         return self.universal and self.universal_context == RETOKENIZE
+
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are made on the device, between two steps: only then may steps overlap."""
+        return self.method not in HOST_METHODS and not self.retokenizes
 
     @property
     def keeps_laws(self) -> bool:

@@ -13,6 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
+    RETOKENIZE,
     Options,
     Speculation,
     choose_start_method,
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
+_SCHEDULERS = {
+    False: "vllm_gaudi_spec.pacing.scheduler.PacedScheduler",
+    True: "vllm_gaudi_spec.pacing.scheduler.PacedAsyncScheduler",
+}
+"""Where drafting is paced, by whether steps overlap."""
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
@@ -54,21 +60,20 @@ class SpecPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config, load_backend().name)
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
             Shapes.from_config(vllm_config, options, load_backend(), num_drafts)
-            if speculation is not None and speculation.retokenizes:
-                # It drafts behind the host's read of each step.
-                logger.info("Steps do not overlap: universal_context retokenize drafts behind each step's read.")
+            if vllm_config.scheduler_config.async_scheduling and (reason := _why_one_by_one(vllm_config, speculation)):
+                logger.info("Steps run one after the other, without asynchronous scheduling: %s.", reason)
                 vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = _WORKER
-        if vllm_config.model_config is not None and brings_logits_processors(vllm_config.model_config):
-            # They read a request's tokens on the host before each step.
-            vllm_config.scheduler_config.async_scheduling = False
+        if vllm_config.speculative_config is not None and options.paces:
+            scheduler = vllm_config.scheduler_config
+            scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
         # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
@@ -116,6 +121,16 @@ class SpecPlatform(Platform):
         return False
 
 
+def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
+    """What makes each step wait until the host has read the one before it, or None."""
+    if brings_logits_processors(vllm_config.model_config):
+        return "custom logits processors read a request's tokens on the host"
+    if speculation is None or speculation.on_device:
+        return None
+    name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
+    return f"{name} drafts on the host, from what it has read of a step"
+
+
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     """The CPU. Inheriting upstream's CPU platform is how its help is had on purpose: vLLM asks `is_cpu()` before it
     packs linear weights for oneDNN, takes its C++ kernels for activations, rotary embedding and MoE, and before it
@@ -132,17 +147,21 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_gaudi_spec.backends import cpu_fork
+        from vllm_gaudi_spec.backends import cpu_fork, cpu_linear
 
         super().check_and_update_config(vllm_config)
+        cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
         if (space := kv_cache_space_gib()) is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = space << 30
         choose_start_method(cpu_fork.start_method)
 
     @classmethod
     def import_ir_kernels(cls) -> None:
+        """Each worker calls this before it loads a model."""
         super().import_ir_kernels()
-        from vllm_gaudi_spec.backends import cpu_norms  # noqa: F401
+        from vllm_gaudi_spec.backends import cpu_linear, cpu_norms  # noqa: F401
+
+        compat.choose_cpu_linears(cpu_linear.pack)
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

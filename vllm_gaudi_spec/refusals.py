@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
+def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
     for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
+    for reason in _weight_refusals(vllm_config, device):
+        raise UnsupportedConfigError(reason)
 
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -92,6 +94,19 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
 
 
+def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+    wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
+    name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
+    if wanted is None:
+        return
+    if device != "cpu":
+        yield f"{name} is for device cpu, and this is {device}; leave it out."
+    if str(model.dtype) != "torch.float32":
+        yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
+    if model.quantization is not None:
+        yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
+
+
 # What nothing here listens to, whatever the method.
 _NO_EFFECT = (
     "disable_padded_drafter_batch",
@@ -127,6 +142,7 @@ _SUFFIX_OPTIONS = "suffix_decoding_"
 
 def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     given = vllm_config.speculative_config
+    yield from _pacing_refusals(vllm_config)
     if given is None:
         yield from _useless_universal_options(vllm_config, "no speculation")
         return
@@ -158,6 +174,17 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
             "uninstall the packages that bring some, or leave out --speculative-config."
         )
+
+
+def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    if not Options.from_vllm(vllm_config).paces:
+        return
+    options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
+    theirs = vllm_config.scheduler_config.scheduler_cls
+    if vllm_config.speculative_config is None:
+        yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
+    elif theirs is not None and not str(theirs).startswith(__package__):
+        yield f"{options} need a scheduler of their own; leave them out, or leave out --scheduler-cls."
 
 
 def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -132,10 +132,12 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head(method: str, requests: list[Request]) -> None:
+    """Steps overlap: nothing between a forward and its report waits for the host."""
     with engine(target(method), **SIZES) as llm:
         reference = Reference.of(llm, requests)
     before = len(emulator.device().graphs)
     with speculating(target(method), head(method, 3), **BOTH) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         captures_the_manifest(llm, before)
         reference.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50

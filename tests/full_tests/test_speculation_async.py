@@ -1,12 +1,80 @@
-"""The n-gram drafter on the device works with asynchronous scheduling, under both of vLLM's runner contracts, and gives
-the tokens that are given without speculation."""
+"""Asynchronous scheduling with every drafter that works on the device: the tokens are those of synchronous steps and of
+none with drafts, under both of vLLM's runner contracts, and a place that was scheduled for a draft that came to nothing
+leaves no trace."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
+from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
+from vllm.sampling_params import StructuredOutputsParams
 
-from tests.full_tests.engines import SMALL_KV, engine, preemptions
-from tests.full_tests.speculation import accepted, ngram, speculating
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
+from tests.full_tests import heads
+from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.speculation import accepted, accounts, ngram, speculating
+from tests.full_tests.structured import NUMBER
+from tests.full_tests.test_draft_model import COUPLED, name
+from tests.full_tests.tiny_models import VOCAB
+from tests.full_tests.workload import Answer, Request, answers, differences, mixed_requests, run_together
+
+
+class Drafter(NamedTuple):
+    method: str
+    model: str = ""
+    """A fixture: `looping_llama` is the target itself, `twin` the same with tokens of its own; both are always right.
+    `cousin` and `stranger` are nearly always wrong. Heads come with a target of their own."""
+
+    def __str__(self) -> str:
+        return self.model or self.method
+
+    @property
+    def is_head(self) -> bool:
+        return self.method in heads.METHODS
+
+    def schedule(self, name: str) -> dict[str, Any]:
+        if name == "roomy":
+            return {}
+        # A model as large as the target has as much KV.
+        kv = SMALL_KV["kv_cache_memory_bytes"] * (2 if self.model else 1)
+        return SMALL_KV | dict(kv_cache_memory_bytes=kv, max_num_batched_tokens=64)
+
+
+NGRAM, MEDUSA = Drafter("ngram_gpu"), Drafter("medusa")
+COUSIN = Drafter("draft_model", "cousin")
+DRAFTERS = [
+    NGRAM,
+    Drafter("draft_model", "looping_llama"),
+    COUSIN,
+    Drafter("universal_draft", "twin"),
+    Drafter("universal_draft", "stranger"),
+    *map(Drafter, heads.METHODS),
+]
+
+
+# n-grams are drafted in one way only.
+WAYS = [(drafter, options) for drafter in DRAFTERS for options in ([{}] if drafter == NGRAM else [{}, COUPLED])]
+
+
+class Pair(NamedTuple):
+    target: str
+    config: Callable[..., dict[str, Any]]
+    """From k and options to the speculative configuration."""
+
+
+@pytest.fixture
+def pair(drafter: Drafter, looping_llama: str, request: pytest.FixtureRequest) -> Pair:
+    method, model = drafter
+    if drafter.is_head:
+        return Pair(heads.target(method), lambda k, **options: heads.head(method, k, **options))
+    if not model:
+        return Pair(looping_llama, lambda k, **options: ngram(k, **options) | dict(method=method))
+    path = request.getfixturevalue(model)
+    return Pair(
+        looping_llama, lambda k, **options: dict(method=method, model=path, num_speculative_tokens=k, **options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -15,46 +83,242 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
-    with engine(looping_llama) as llm:
-        return run_together(llm, requests)
+def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
+    """What a target says without drafts."""
+
+    @cache
+    def of(target: str) -> list[list[Answer]]:
+        with engine(target) as llm:
+            return run_together(llm, requests)
+
+    return of
 
 
-QUICK = [(True, True, SMALL_KV)]
-ALL = [(overlap, v2, small) for overlap in (True, False) for v2 in (False, True) for small in ({}, SMALL_KV)]
+def check(requests: list[Request], ours: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    different = differences(requests, ours, expected)
+    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
 
 
-@pytest.mark.parametrize(
-    ("overlap", "v2", "small"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
-)
-def test_device_ngram(
+def quick_and_slow(cases: list[Any], quick: list[Any]) -> list[Any]:
+    assert all(case in cases for case in quick)
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+# --- tokens ---
+
+# The contracts differ in how a request comes back after preemption.
+SETTINGS = [
+    (True, False, "roomy"),
+    *((overlap, v2, "preempted") for overlap in (True, False) for v2 in (False, True)),
+]
+EQUAL = [(*way, *setting) for way in WAYS for setting in SETTINGS]
+QUICK = [(NGRAM, {}, True, True, "preempted"), (MEDUSA, COUPLED, True, True, "preempted")]
+
+
+@pytest.mark.parametrize(("drafter", "options", "overlap", "v2", "schedule"), quick_and_slow(EQUAL, QUICK), ids=name)
+def test_equal(
+    drafter: Drafter,
+    options: dict[str, Any],
     overlap: bool,
     v2: bool,
-    small: dict[str, int],
-    looping_llama: str,
+    schedule: str,
+    pair: Pair,
     requests: list[Request],
-    expected: list[list[Answer]],
+    plain: Callable[[str], list[list[Answer]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """48 requests, greedy and seeded, some of which find blocks of others in the prefix cache; and once more."""
+    expected = plain(pair.target)
+    # vLLM picks a contract by what its own runners can do. Ours serves both.
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: v2))
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda self: None)
-    config = ngram(4) | dict(method="ngram_gpu")
-    with speculating(looping_llama, config, async_scheduling=overlap, **small) as llm:
+    with speculating(
+        pair.target, pair.config(4, **options), async_scheduling=overlap, **drafter.schedule(schedule)
+    ) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == overlap
         for _ in range(2):
-            different = differences(requests, run_together(llm, requests), expected)
-            assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
-        assert accepted(llm) > 50
-        assert (preemptions(llm) > 0) == bool(small)
+            check(requests, run_together(llm, requests), expected)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 200
+        if drafter.model not in ("cousin", "stranger"):
+            assert accepted(llm) > 50
+        assert (preemptions(llm) > 0) == (schedule == "preempted")
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
 
 
+BY_LOAD = dict(num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 6, 2], [7, 64, 0]])
+LOADS = [12, 2, 5, 1, 20, 4]
+LENGTHS = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False)]
+
+
 @pytest.mark.slow
-def test_same_drafts_as_on_the_host(looping_llama: str, requests: list[Request]) -> None:
-    """Without overlap both see the same contexts, so they draft and gain the same."""
-    gained = []
-    for method in ("ngram", "ngram_gpu"):
-        with speculating(looping_llama, ngram(4) | dict(method=method), async_scheduling=False) as llm:
-            run_together(llm, requests)
-            gained.append(accepted(llm))
-    assert gained[0] == gained[1]
+@pytest.mark.parametrize(("drafter", "overlap"), LENGTHS, ids=str)
+def test_lengths_that_follow_the_load(
+    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Callable[[str], list[list[Answer]]]
+) -> None:
+    """From no drafts to two, to four and back again, while requests of other loads are still in flight."""
+    expected, begin, drafted = plain(pair.target), 0, set()
+    with speculating(pair.target, pair.config(4, **BY_LOAD), async_scheduling=overlap) as llm:
+        for load in LOADS:
+            chosen = slice(begin, begin + load)
+            outputs = generate(llm, [r.prompt for r in requests[chosen]], [r.params for r in requests[chosen]])
+            check(requests[chosen], answers(outputs), expected[chosen])
+            drafted |= {count for steps in accounts(outputs) for count in steps.drafted}
+            begin += load
+    assert {2, 4} <= drafted
+
+
+def with_grammars() -> list[Request]:
+    """Every second of them, greedy and seeded."""
+    prompts = random_prompts([5 + 3 * index for index in range(24)], VOCAB)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        grammar = StructuredOutputsParams(regex=NUMBER) if index % 2 else None
+        chance = dict(temperature=0.8, seed=index) if index % 4 > 1 else dict(temperature=0.0)
+        params = SamplingParams(max_tokens=40, structured_outputs=grammar, **chance)
+        requests.append(Request(f"{index}: {chance}, {grammar}", prompt, params))
+    return requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_grammars(drafter: Drafter, pair: Pair) -> None:
+    """A step that has a grammar waits for the tokens before it, and takes back drafts that the grammar does not allow;
+    rows without one are in the same steps."""
+    requests = with_grammars()
+    with engine(pair.target) as llm:
+        expected = run_together(llm, requests)
+    with speculating(pair.target, pair.config(4), async_scheduling=True) as llm:
+        check(requests, run_together(llm, requests), expected)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
+
+
+# --- what is counted ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "options"), WAYS, ids=name)
+def test_counters_are_those_of_synchronous_steps(drafter: Drafter, options: dict[str, Any], pair: Pair) -> None:
+    """Placeholders are no drafts: request by request the same steps, and the same sums in vLLM's metrics."""
+    prompts = random_prompts([5, 20, 33, 64, 100, 150, 31, 32], VOCAB)
+    params = [
+        SamplingParams(temperature=0.8 if options else 0.0, seed=index, max_tokens=20 + 9 * index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    said = []
+    for overlap in (True, False):
+        with speculating(pair.target, pair.config(4, **options), async_scheduling=overlap) as llm:
+            outputs = generate(llm, prompts, params)
+            said.append((first_tokens(outputs), accounts(outputs), counters(llm)))
+    overlapping, synchronous = said
+    assert overlapping == synchronous
+    assert overlapping[2]["num_drafts"] > 50
+
+
+def counters(llm: LLM) -> dict[str, Any]:
+    prefix = "vllm:spec_decode_"
+    sums = {name: counter(llm, prefix + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")}
+    [by_place] = [m.values for m in llm.get_metrics() if m.name == f"{prefix}num_accepted_tokens_per_pos"]
+    return sums | {"by place": list(by_place)}
+
+
+# --- what is left behind ---
+
+K = 4
+TRACES = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False)]
+
+
+@pytest.mark.parametrize(("drafter", "overlap"), quick_and_slow(TRACES, [(COUSIN, True)]), ids=str)
+def test_no_trace(
+    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Callable[[str], list[list[Answer]]]
+) -> None:
+    """Of rejected places, which are given back to the last one; of requests that were aborted with drafts in flight,
+    among them some that still wait, and whose names come again; and of those that have ended."""
+    single = [index for index, request in enumerate(requests) if request.params.n == 1]
+    expected = plain(pair.target)
+    options = dict(max_num_seqs=16, async_scheduling=overlap, **drafter.schedule("preempted"))
+    with speculating(pair.target, pair.config(K), **options) as llm:
+        flight = Flight(llm, requests)
+        for index in single:
+            flight.add(index)
+        free = flight.free_blocks()
+        for number in range(8):
+            for _ in range(3 + number % 3):
+                flight.step()
+            flight.land()
+            flight.check_state()
+        # Two that run, one that waits.
+        aborted = [*flight.running()[:2], single[-1]]
+        flight.abort(aborted)
+        flight.step()
+        flight.land()
+        flight.check_state()
+        for index in aborted:
+            flight.add(index)
+        while llm.llm_engine.has_unfinished_requests():
+            flight.step()
+        check([requests[i] for i in single], [[flight.done[i]] for i in single], [expected[i] for i in single])
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > accepted(llm)
+        assert flight.free_blocks() == free
+
+
+class Flight:
+    """An engine that is led step by step."""
+
+    def __init__(self, llm: LLM, requests: list[Request]) -> None:
+        self._llm = llm
+        self._requests = requests
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.runner
+        self._names: dict[int, str] = {}
+        self.done: dict[int, Answer] = {}
+
+    def add(self, index: int) -> None:
+        request = self._requests[index]
+        prompt = {"prompt_token_ids": request.prompt}
+        self._names[index] = self._llm.llm_engine.add_request(str(index), prompt, request.params)
+
+    def abort(self, chosen: list[int]) -> None:
+        self._llm.llm_engine.abort_request([self._names[index] for index in chosen], internal=True)
+
+    def step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            if output.finished:
+                [[self.done[int(output.request_id.split("-")[0])]]] = answers([output])
+
+    def land(self) -> None:
+        """Schedule nothing more until no step is in flight."""
+        self._llm.sleep(level=0, mode="keep")
+        while self._core.batch_queue:
+            self.step()
+        self._llm.wake_up(tags=["scheduling"])
+
+    def running(self) -> list[int]:
+        names = {name: index for index, name in self._names.items()}
+        return [names[request.request_id] for request in self._core.scheduler.running]
+
+    def free_blocks(self) -> int:
+        return self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def check_state(self) -> None:
+        """With nothing in flight the scheduler and the device agree on each running request, and no place is left that
+        was only scheduled."""
+        scheduler, rows = self._core.scheduler, self._runner.requests
+        assert scheduler.running
+        for request in scheduler.running:
+            known = rows.by_id[request.request_id]
+            tokens, num_computed, row = list(request.all_token_ids), request.num_computed_tokens, known.row
+            assert request.num_output_placeholders == 0
+            assert num_computed == len(tokens) - 1 or request.is_prefill_chunk
+            assert rows.computed_R[row] == num_computed
+            assert rows.history_RM[row, : len(tokens)].tolist() == tokens
+            self._check_blocks(request.request_id, row, len(tokens))
+
+    def _check_blocks(self, name: str, row: int, num_tokens: int) -> None:
+        rows = self._runner.requests
+        theirs = self._core.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = zip(theirs, rows.tables_np, rows.num_blocks, rows.block_sizes, strict=True)
+        for blocks, table_np, counts_np, size in groups:
+            assert table_np[row, : counts_np[row]].tolist() == blocks
+            # Two steps may be in flight, and a drafter may write behind the second.
+            assert len(blocks) <= -(-(num_tokens + 2 * (1 + K) + K) // size)

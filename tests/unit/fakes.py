@@ -10,6 +10,7 @@ from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from vllm_gaudi_spec.sample.rules import TORCH
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 
@@ -19,6 +20,7 @@ class HostBackend:
     torch_device = torch.device("cpu")
     captures = False
     flat_decode = False
+    rules = TORCH
 
     def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function

@@ -199,7 +199,7 @@ RULES = {
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
 @pytest.mark.parametrize("vocab", [50, 1500])
 def test_a_coarse_branch_decides_and_reports_the_same(rule: str, mode: str, vocab: int) -> None:
-    chosen, coarser, accepted = choose_rule(RULES[rule], torch.device("cpu")), 0, 0
+    chosen, coarser, accepted = choose_rule(RULES[rule], HostBackend()), 0, 0
     listed = set(sampling(vocab, -1).branches())
     for seed in range(40 if vocab == 50 else 15):
         case = Case(seed, vocab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 from vllm.config import speculative as upstream_speculative
+from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,6 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.test_config import engine_config
@@ -103,6 +106,18 @@ def test_only_rocm_lets_its_engine_finish_by_default() -> None:
     assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
     assert utils.get_engine_process_shutdown_timeout(0, 0) > 0
     assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
+
+
+def test_upstream_still_packs_cpu_weights_by_itself() -> None:
+    """Fails when upstream can be told which kernel to take: then `choose_cpu_linears` can go."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    assert list(inspect.signature(dispatch).parameters) == ["layer", "remove_weight"]
+    for module in (linear, vocab_parallel_embedding):  # they import it where they call it, so the patch reaches them
+        assert "import dispatch_cpu_unquantized_gemm" in inspect.getsource(module)
+        assert not hasattr(module, "dispatch_cpu_unquantized_gemm")
+    assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
 
 
 def test_patches_are_put_on_once() -> None:
@@ -244,13 +259,50 @@ def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> No
         SpeculativeConfig(**options)
 
 
+def here(method: str, folder: Path) -> dict[str, Any]:
+    """A speculative configuration; a drafter's model has to be somewhere."""
+    model = {"medusa": str(folder), "custom_class": "package.Class"}.get(method)
+    return dict(method=method, model=model)
+
+
+# Where vLLM decides about asynchronous scheduling it knows neither of these.
+DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
+
+
+@pytest.mark.parametrize("method", [*DEVICE, *HOST])
+def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails for a method that upstream admits. When none is left `leave_overlap_to_the_platform` can go."""
+    monkeypatch.setattr(compat, "leave_overlap_to_the_platform", lambda: None)
+    monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
+    with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
+        engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
+    assert engine_config(tmp_path, here(method, tmp_path)).scheduler_config.async_scheduling is False
+
+
+def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
+    compat.apply()
+    uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
+    decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
+    assert len(uses) == len(["import", *decides]) == 3
+    assert set(config.METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
+    assert upstream_speculative.NgramGPUTypes == Literal["ngram_gpu"]
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("method", DEVICE)
+def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | None, tmp_path: Path) -> None:
+    compat.apply()
+    made = engine_config(tmp_path, here(method, tmp_path), async_scheduling=asked)
+    assert made.scheduler_config.async_scheduling is (asked is not False)
+
+
 NUM_DRAFTS = 3
 PROMPT = [5, 6, 7, 8]
 
 
-def scheduler_of(kind: type[Scheduler], folder: Path) -> Scheduler:
+def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Scheduler:
     speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS)
-    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed")
+    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed", **options)
     made.cache_config.num_gpu_blocks = 32
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     kv_cache = KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -309,6 +361,25 @@ def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
     """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
     compat.apply()
     assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
+
+
+def test_upstream_still_has_no_count_of_spared_steps() -> None:
+    """Fails when upstream's record has other fields: then `count_spared_steps` may go, or has to know of them."""
+    names = [field.name for field in dataclasses.fields(SpecDecodingStats) if field.name != "num_spared_steps"]
+    assert names == [
+        "num_spec_tokens",
+        "num_drafts",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_accepted_tokens_per_pos",
+        "num_draft_tokens_per_pos",
+    ]
+    compat.apply()
+    stats = SpecDecodingStats.new(2)
+    assert stats == SpecDecodingStats(2, 0, 0, 0, [0, 0], [0, 0], num_spared_steps=0)
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    log.log(lambda *line: pytest.fail("an average of nothing was logged"))
 
 
 def test_num_real_drafts_travels_with_the_output() -> None:

@@ -16,9 +16,10 @@ from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, config, refusals
+from vllm_gaudi_spec import backends, config, platform, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.refusals import unsupported_request
 
@@ -43,6 +44,7 @@ def test_defaults_and_lists() -> None:
         ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
         ({"universal_slab": 0}, "universal_slab must be 1 or more, got 0"),
+        ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
@@ -57,7 +59,8 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert (
-        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated." in result.stderr.strip().splitlines()[-1]
+        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated, cuda."
+        in result.stderr.strip().splitlines()[-1]
     )
 
 
@@ -284,14 +287,96 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
     assert speculation.universal_slab == slab
-    if speculation.retokenizes:
-        assert made.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pacing_brings_its_scheduler(overlap: bool, tmp_path: Path) -> None:
+    for option in ("adaptive", "goodput"):
+        more = dict(additional_config={"gaudi_spec": {option: True}}, async_scheduling=overlap)
+        made = engine_config(tmp_path, dict(method="ngram_gpu"), **more)
+        scheduler = made.scheduler_config.get_scheduler_cls()
+        assert scheduler.__name__ == ("PacedAsyncScheduler" if overlap else "PacedScheduler")
+        assert issubclass(scheduler, AsyncScheduler) == overlap
+    assert engine_config(tmp_path, dict(method="ngram_gpu")).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize("option", ["adaptive", "goodput"])
+def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> None:
+    more = dict(additional_config={"gaudi_spec": {option: True}})
+    with pytest.raises(UnsupportedConfigError, match="have no effect without speculation; leave them out"):
+        engine_config(tmp_path, None, **more)
+    with pytest.raises(UnsupportedConfigError, match="leave out --scheduler-cls"):
+        engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler", **more)
+    with pytest.raises(UnsupportedConfigError, match=f"{option} must be true or false, got 1"):
+        engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("hpu", {}, "cpu_weights is for device cpu, and this is hpu; leave it out"),
+        ("cpu", {"dtype": "bfloat16"}, "cpu_weights is for models that run in float32; .*--dtype float32"),
+        ("cpu", {}, None),
+    ],
+)
+def test_weight_formats_that_would_not_work_are_refused(
+    device: str, options: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    made = engine_config(tmp_path, None, **options)
+    made.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
+    if message is None:
+        refusals.refuse_unsupported(made, device)
+        return
+    with pytest.raises(UnsupportedConfigError, match=message):
+        refusals.refuse_unsupported(made, device)
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     with pytest.raises(UnsupportedConfigError, match=r"leave out --logits-processors .* or leave out --speculative"):
         engine_config(tmp_path, NGRAM, logits_processors=[processor])
+
+
+ON_HOST = {
+    "ngram": (NGRAM, {}),
+    "suffix": (SUFFIX, {}),
+    "custom_class": (CUSTOM, {}),
+    "retokenize": (UNIVERSAL, RETOKENIZE),
+    "slem": (UNIVERSAL, RETOKENIZE | dict(universal_match="slem")),
+}
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("name", ON_HOST)
+def test_drafters_on_the_host_run_step_by_step_and_say_so_once(
+    name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(platform.logger, "info", lambda text, *values: said.append(text % values))
+    speculative, options = ON_HOST[name]
+    more = dict(additional_config=dict(gaudi_spec=options), async_scheduling=asked)
+    made = engine_config(tmp_path, here(speculative, tmp_path), **more)
+    replace(made, parallel_config=made.parallel_config)  # as for a drafter that is loaded with a copy
+    assert made.scheduler_config.async_scheduling is False
+    drafter = "universal_context retokenize" if options else f"method {name}"
+    why = f"without asynchronous scheduling: {drafter} drafts on the host, from what it has read of a step."
+    assert said == ([] if asked is False else [f"Steps run one after the other, {why}"])
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("speculative", [None, dict(method="ngram_gpu"), DRAFT, UNIVERSAL], ids=str)
+def test_steps_overlap_unless_the_user_says_no(
+    speculative: dict[str, Any] | None, asked: bool | None, tmp_path: Path
+) -> None:
+    given = speculative and here(speculative, tmp_path)
+    made = engine_config(tmp_path, given, async_scheduling=asked)
+    assert made.scheduler_config.async_scheduling is (asked is not False)
+
+
+def test_custom_logits_processors_end_the_overlap_of_steps(tmp_path: Path) -> None:
+    processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
+    made = engine_config(tmp_path, None, logits_processors=[processor], async_scheduling=True)
+    assert made.scheduler_config.async_scheduling is False
 
 
 def test_speculation_from_the_command_line(tmp_path: Path) -> None:

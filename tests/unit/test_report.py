@@ -46,7 +46,6 @@ def test_ragged_tokens_in_one_read() -> None:
     assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
     assert output.sampled_token_ids == [[5, 6], [8, 9, 10], []], "an unfinished prompt answers with nothing"
     assert output.logprobs is None
-    assert (a.outputs, b.outputs, c.outputs) == ([5, 6], [8, 9, 10], [])
 
 
 def test_a_step_in_which_nobody_samples_reads_nothing() -> None:

@@ -29,6 +29,7 @@ from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.text_drafting import TextDrafting
+from vllm_gaudi_spec.sample.rules import TORCH
 
 NUM_ROWS, MAX_LEN = 4, 256
 
@@ -102,7 +103,7 @@ class Rows:
             self.requests,
             self.recorder,
             self.shapes,
-            DraftChoice(self.speculation),
+            DraftChoice(self.speculation, TORCH),
             DraftLaws(self.speculation, NUM_ROWS, vocab, device),
             num_drafts,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import Proposed, Rule, choose_rule
@@ -23,7 +24,7 @@ def rule(name: str, drafting: str) -> Rule:
     speculation = Speculation(
         method="draft_model", num_drafts=K, rule=name, drafting=drafting, drafter_max_len=100, synthetic_rates=(1, 1, 1)
     )
-    return choose_rule(speculation, torch.device("cpu"))
+    return choose_rule(speculation, HostBackend())
 
 
 def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Proposed, Any]:

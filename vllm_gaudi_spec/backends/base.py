@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.sample.rules import Rules
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -44,6 +45,8 @@ class DeviceBackend(Protocol):
     """How often `download` and `start_download` were called."""
     max_drafts: int
     """The most drafts of a row that its kernels verify in one step."""
+    rules: Rules
+    """Sampling and acceptance, as it runs them."""
     warmup_tokens: int
     """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
 

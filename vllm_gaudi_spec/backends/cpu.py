@@ -16,9 +16,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends import host_memory
+from vllm_gaudi_spec.backends import cpu_linear, host_memory
 from vllm_gaudi_spec.backends.base import Function
 from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.sample.rules import TORCH
 
 logger = init_logger(__name__)
 
@@ -37,6 +38,7 @@ class Backend:
     smallest_prefill = 16
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
+    rules = TORCH
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
     warmup_tokens = 16
 
@@ -52,7 +54,8 @@ class Backend:
         return nullcontext()
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Nothing left to do: linear weights were packed for oneDNN by vLLM's loader (see platform.py)."""
+        """Weights were packed one by one while they were loaded (see platform.py)."""
+        cpu_linear.report(model)
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return allocate_kv_cache(kv_cache_config, self.torch_device, layout)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.sample.rules import Rules
 
 logger = init_logger(__name__)
 
@@ -55,6 +56,7 @@ class Backend:
         torch.compiler.set_stance("force_eager")
         self.torch_device = torch.device("cuda", 0)
         self.num_host_reads = 0
+        self.rules = _rules()
         self._captures = Captures(self.torch_device)
         self._captured_in_warmup = 0
 
@@ -159,6 +161,13 @@ class Backend:
             "compiled_after_warmup": len(names) - self._captured_in_warmup,
             "captured": dict(Counter(names)),
         }
+
+
+def _rules() -> Rules:
+    """Triton may be missing elsewhere."""
+    from vllm_gaudi_spec.backends.cuda_rules import RULES
+
+    return RULES
 
 
 def _kernels() -> Any:

@@ -23,6 +23,7 @@ from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
 from vllm_gaudi_spec.backends.kv_pair import KVPair
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -42,6 +43,7 @@ class Backend:
     smallest_prefill = 128
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
+    rules = TORCH
     warmup_tokens = -1
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
         ):
             if given:
-                raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported on Gaudi.")
+                raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
         super().create_weights(layer, *args, **kwargs)
 
     def apply_monolithic(

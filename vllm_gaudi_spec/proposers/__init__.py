@@ -46,7 +46,6 @@ class _Method(NamedTuple):
     where: str
     """Module and class; imported only when it is picked."""
     arguments: Callable[[Setting], dict[str, Any]]
-    on_device: bool = False
 
 
 def _ngram(setting: Setting) -> dict[str, Any]:
@@ -87,18 +86,13 @@ def _of_head(setting: Setting) -> Translation:
 
 _METHODS = {
     "ngram": _Method("ngram.NgramProposer", _ngram),
-    "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram, on_device=True),
+    "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
     "custom_class": _Method("custom.CustomProposer", _custom),
-    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model, on_device=True),
-    **dict.fromkeys(HEAD_METHODS, _Method("head.HeadProposer", _head, on_device=True)),
-    MEDUSA: _Method("medusa.MedusaProposer", _head, on_device=True),
+    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model),
+    **dict.fromkeys(HEAD_METHODS, _Method("head.HeadProposer", _head)),
+    MEDUSA: _Method("medusa.MedusaProposer", _head),
 }
-
-
-def is_on_device(speculation: Speculation) -> bool:
-    """Whether the method drafts on the device, without the host."""
-    return _METHODS[speculation.method].on_device
 
 
 def build_proposer(setting: Setting) -> HostProposer | DeviceProposer:

@@ -7,6 +7,7 @@ every rank decides alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,8 @@ class LengthSplit:
             self._longest = min(self._longest, speculation.drafter_max_len)
         # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
+        # By row: the most drafts that the scheduler wants behind this step.
+        self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         reach = self._longest
@@ -40,11 +43,21 @@ class LengthSplit:
         most = (params.extra_args or {}).get(REQUEST_OPTION, self._num_drafts)
         self._limits_np[row] = (reach, min(most, self._num_drafts))
 
+    def pace(self, limits: Iterable[tuple[int, int]]) -> None:
+        """Rows that draft less for now, and how much."""
+        self._paced_np.fill(self._num_drafts)
+        for row, most in limits:
+            self._paced_np[row] = most
+
+    def paced(self, rows_np: np.ndarray, most: int) -> np.ndarray:
+        """int32: the most drafts that are wanted of these rows."""
+        return np.minimum(self._paced_np[rows_np], most)
+
     def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
         """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
         return wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
 
-    def upload(self, rows_np: np.ndarray, most: int) -> torch.Tensor:
+    def upload(self, rows_np: np.ndarray, most: int | np.ndarray) -> torch.Tensor:
         """int32 [B, 2]: what `wanted` takes, for lengths that only the device knows."""
         return self._backend.upload(torch.from_numpy(self._limits(rows_np, most)))
 

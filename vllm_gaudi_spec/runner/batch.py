@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,12 +53,8 @@ class Batch:
 
     def finishing(self) -> list[tuple[Request, int]]:
         """Requests that sample, and the most tokens that each has then, its drafts included."""
-        ends = (request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True))
-        return [
-            (request, end)
-            for request, end, finishes in zip(self.requests, ends, self.finishes, strict=True)
-            if finishes
-        ]
+        ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
+        return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
     def continuing(self) -> list[Request]:
         return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]

@@ -39,6 +39,11 @@ class CustomProcessors:
         for processor in self._processors:
             processor.update_state(update)
 
+    def follow(self, requests: list[Request], answers: list[list[int]]) -> None:
+        """What the host has read of a step."""
+        for request, new in zip(requests, answers, strict=False):
+            request.outputs.extend(new)
+
     def apply(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:
         """Processors index logits by row, so the batch is spread over all rows and gathered back."""
         chosen = [p for p in self._processors if p.is_argmax_invariant() == argmax_invariant]

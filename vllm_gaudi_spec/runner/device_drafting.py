@@ -52,7 +52,7 @@ class DeviceDrafting:
         self._recorder = recorder
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
-        self._choice = DraftChoice(speculation)
+        self._choice = DraftChoice(speculation, requests.backend.rules)
         self._laws = laws
         self._reading = reading or Reading()
         self._coverage = coverage
@@ -63,6 +63,7 @@ class DeviceDrafting:
             self._split.admit(request.row, request.params, request.num_prompt)
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
+        self._split.pace(requests.paced_rows())
         self._reading.apply()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
@@ -87,7 +88,8 @@ class DeviceDrafting:
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         if not batch.requests:  # a sampling pass that is warmed up; rounds are warmed up on their own
             return None
-        able_np = self._possible(batch.requests, most)
+        most_np = self._split.paced(batch.rows_np, most)
+        able_np = self._possible(batch.requests, most_np[: len(batch.requests)])
         drafts_follow = most > 0 and able_np.any()
         placed = NOWHERE
         if self._reading.has_kv and (drafts_follow or self._reading.every_step):
@@ -97,7 +99,7 @@ class DeviceDrafting:
         self._reading.before_round(batch, lengths_B, able_np, placed)
         if not drafts_follow:
             return None
-        drafts = self._draft(batch, lengths_B, inputs, most, placed)
+        drafts = self._draft(batch, lengths_B, inputs, most_np, placed)
         self._reading.drafted(batch.requests, able_np)
         return drafts
 
@@ -105,7 +107,12 @@ class DeviceDrafting:
         return Placed(context, self._requests.decode_blocks(batch.rows_np, ends, context))
 
     def _draft(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int, placed: Placed
+        self,
+        batch: SampleBatch,
+        lengths_B: torch.Tensor,
+        inputs: SamplingInputs,
+        most: int | np.ndarray,
+        placed: Placed,
     ) -> Drafts:
         branch = self._choice.branch(inputs)
         self._recorder.saw(self._signature(len(batch.rows_np), placed.context, branch))

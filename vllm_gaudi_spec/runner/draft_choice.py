@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.proposers.base import Drafts, Hidden
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sample.rules import Rules
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
 
 
 class DraftChoice:
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: Speculation, rules: Rules) -> None:
+        self._rules = rules
         self._mode = cast(Mode, speculation.drafting)
         self._keeps_laws = speculation.keeps_laws
         self._num_drafts = speculation.num_drafts
@@ -44,7 +46,7 @@ class DraftChoice:
             if branch.random:
                 restrict(logits_BV[:, None], inputs, branch)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
-            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
+            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1, self._rules)
             return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
 
         return choose

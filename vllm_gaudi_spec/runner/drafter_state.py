@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -114,9 +115,10 @@ class DrafterState(Reading):
         follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
         if batch.requests and not any(follows):
             return None
-        for request, count, follow in zip(batch.requests, batch.counts, follows, strict=True):
-            if follow:
-                self._note(request.row, min(request.num_computed + count, longest))
+        following = list(compress(zip(batch.requests, batch.counts, strict=True), follows))
+        self._note(
+            [request for request, _ in following], [request.num_computed + count for request, count in following]
+        )
         known = batch.single_row_real
         if known is not None:
             known = min(known, longest - batch.requests[0].num_computed)
@@ -144,10 +146,14 @@ class DrafterState(Reading):
         upload = self._requests.backend.upload
         self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
 
-    def _note(self, row: int, reach: int) -> None:
-        if reach > self._reach_np[row]:
-            self._blocks.note(row, int(self._reach_np[row]), reach)
-            self._reach_np[row] = reach
+    def _note(self, requests: list[Request], reach: list[int]) -> None:
+        """The drafter has read these so far, up to its longest context."""
+        rows_np = np.array([request.row for request in requests], dtype=np.int64)
+        reach_np = np.minimum(np.array(reach, dtype=np.int32), self._longest)
+        known_np = self._reach_np[rows_np]
+        further_np = reach_np > known_np
+        self._blocks.note(rows_np[further_np], known_np[further_np], reach_np[further_np])
+        self._reach_np[rows_np[further_np]] = reach_np[further_np]
 
     def _catch_up(self, batch: SampleBatch, able_np: np.ndarray) -> Iterator[Read]:
         """What the drafter has to read first, in the shapes of prompt chunks: of rows that may draft now and did not
@@ -179,9 +185,8 @@ class DrafterState(Reading):
         return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)
 
     def drafted(self, requests: list[Request], able_np: np.ndarray) -> None:
-        for request, able in zip(requests, able_np, strict=True):
-            if able:
-                self._note(request.row, min(request.num_computed - self._num_drafts, self._longest))
+        drafted = list(compress(requests, able_np > 0))
+        self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     # --- what the device does ---
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from vllm.config import replace
 
 from vllm_gaudi_spec.config import SLEM, TLI, cache_folder
-from vllm_gaudi_spec.proposers import Setting, build_proposer, is_on_device
+from vllm_gaudi_spec.proposers import Setting, build_proposer
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
 from vllm_gaudi_spec.proposers.custom import CustomProposer
@@ -167,14 +167,14 @@ def load_drafting(
             requests,
             recorder,
             own_shapes,
-            DraftChoice(speculation),
+            DraftChoice(speculation, requests.backend.rules),
             laws,
             speculation.num_drafts,
             coverage,
         )
     setting = Setting(speculation, vllm_config, device, model, pair)
     proposer = build_proposer(setting)
-    if is_on_device(speculation):
+    if speculation.on_device:
         longest = min(speculation.drafter_max_len or target.max_model_len, target.max_model_len)
         reading = Reading()
         if speculation.is_head and model is not None:

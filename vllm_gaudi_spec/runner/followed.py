@@ -38,6 +38,9 @@ class Followed:
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
         self._write = requests.backend.graph(self._put)
 
+    def apply(self) -> None:
+        self._split.pace(self._requests.paced_rows())
+
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
         self._history_np[request.row, : len(request.known)] = request.known
@@ -66,7 +69,7 @@ class Followed:
         """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
         request."""
         rows_np = _rows_of(step)
-        wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], most)
+        wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, most))
         return [
             Drafter(step.requests[place], place, int(wanted_np[place]))
             for place in np.flatnonzero(wanted_np).tolist()

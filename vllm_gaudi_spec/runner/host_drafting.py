@@ -28,6 +28,7 @@ class HostDrafting:
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
+        self._followed.apply()
         for request in requests.admitted:
             self._followed.admit(request)
         if requests.ended:

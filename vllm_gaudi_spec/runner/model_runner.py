@@ -64,7 +64,7 @@ class ModelRunner:
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.speculation = Speculation.from_vllm(vllm_config)
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
-        self.rule = choose_rule(self.speculation, backend.torch_device)
+        self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Batch] = []
         self.report: Report | None = None
@@ -192,6 +192,8 @@ class ModelRunner:
         if self.async_scheduling:
             return self.report
         output = self.report.get_output()
+        if self.custom is not None:
+            self.custom.follow(step.requests, output.sampled_token_ids)
         if self.drafting is not None and self.report.step is not None:
             self.drafting.propose_behind(self.report.step, most)
         return output
@@ -221,7 +223,7 @@ class ModelRunner:
             return {}
         scheduled_tokens = scheduled.scheduled_spec_decode_tokens
         counts = [
-            len(tokens) if self.async_scheduling else sum(token >= 0 for token in tokens)
+            len(tokens) if self.async_scheduling else len(tokens) - tokens.count(-1)
             for tokens in scheduled_tokens.values()
         ]
         most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)

@@ -44,10 +44,12 @@ class PromptLogprobs:
 
     def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
         """Score the prompt tokens that this chunk predicts, for the requests that asked."""
+        if batch.shape.phase != PREFILL:
+            return
         for index, request in enumerate(batch.requests):
             wanted = request.params.prompt_logprobs
             # After a preemption the outputs are prefilled too; then the prompt's scores are with the user already.
-            if wanted is None or batch.shape.phase != PREFILL or len(request.known) > request.num_prompt:
+            if wanted is None or len(request.known) > request.num_prompt:
                 continue
             begin = request.num_computed
             following = request.known[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]

@@ -48,9 +48,13 @@ class ReadBlocks:
                 reach = min(reach, int(short[0]) * size + int(self._read_np[blocks[short[0]]]))
         return reach
 
-    def note(self, row: int, begin: int, end: int) -> None:
-        """The drafter has read a row up to `end`; up to `begin` that is known already."""
+    def note(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
+        """The drafter has read rows up to `ends_np`, which is further than `begins_np`, up to where it is known."""
         for table, size in zip(self._tables, self._sizes, strict=True):
-            first = begin // size
-            blocks = table[row, first : -(-end // size)]
-            self._read_np[blocks] = np.minimum(size, end - size * (first + np.arange(len(blocks))))
+            first_np = begins_np // size
+            count_np = -(-ends_np // size) - first_np
+            # One entry a block: which row it is of, and where it stands there.
+            row_np = np.repeat(np.arange(len(rows_np)), count_np)
+            place_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
+            blocks_np = table[rows_np[row_np], place_np]
+            self._read_np[blocks_np] = np.minimum(size, ends_np[row_np] - size * place_np)

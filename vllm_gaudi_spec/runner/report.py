@@ -122,12 +122,10 @@ class Report(AsyncModelRunnerOutput):
         """Called once."""
         step = self.step = self._copy.to_host()
         answers = _answers(step)
-        for request, new in zip(step.requests, answers, strict=True):
-            request.outputs.extend(new)
-        requests = [*step.requests, *step.unfinished]
+        names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
-            req_ids=[request.req_id for request in requests],
-            req_id_to_index={request.req_id: index for index, request in enumerate(requests)},
+            req_ids=names,
+            req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
             logprobs=_join(step, answers),
             prompt_logprobs_dict={
@@ -137,8 +135,8 @@ class Report(AsyncModelRunnerOutput):
         )
         if step.num_drafts_B is None:
             return ModelRunnerOutput(**common)
-        num_drafts = zip(step.requests, step.num_drafts_B.tolist(), strict=False)
-        return SpeculativeOutput(**common, num_real_drafts={r.req_id: count for r, count in num_drafts})
+        num_real = dict(zip(names[: len(answers)], step.num_drafts_B.tolist(), strict=False))
+        return SpeculativeOutput(**common, num_real_drafts=num_real)
 
 
 def _answers(step: Step) -> list[list[int]]:

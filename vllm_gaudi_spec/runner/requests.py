@@ -38,7 +38,7 @@ class Request:
     seed_words: tuple[int, int]
     prompt: list[int]
     outputs: list[int] = field(default_factory=list)
-    """Output tokens that have reached the host."""
+    """Output tokens that have reached the host, for processors that users bring; else those at admission."""
     row: int = NO_ROW
     known: list[int] = field(default_factory=list)
     """Every token the host was told at admission: the prompt, and outputs if the request was preempted."""
@@ -77,6 +77,8 @@ class Requests:
         """Rows that lost their request in the last `apply`."""
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
+        self.most_drafts: dict[str, int] = {}
+        """Of requests that may draft less behind the step of the last `apply`, how much."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -113,6 +115,11 @@ class Requests:
         for new in scheduled.scheduled_new_reqs:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
+        self.most_drafts = getattr(scheduled, "most_drafts", {})
+
+    def paced_rows(self) -> list[tuple[int, int]]:
+        """`most_drafts` by row."""
+        return [(self.by_id[req_id].row, most) for req_id, most in self.most_drafts.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
         assert new.prompt_token_ids is not None

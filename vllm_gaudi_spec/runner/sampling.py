@@ -56,6 +56,12 @@ class Branch(NamedTuple):
     num_logprobs: int = 0
     """and of so many of the likeliest."""
 
+    @classmethod
+    def largest(cls, branches_BF: np.ndarray) -> Branch:
+        """Of several, a number for each field; none is 0."""
+        values = branches_BF.max(axis=0, initial=0).tolist()
+        return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
+
     def of_drafting(self) -> Branch:
         """What a drafter does of it: it samples inside a request's support, and leaves the rest to the target."""
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
@@ -169,7 +175,7 @@ class Sampling:
         # top-k, prompt length, two words of the seed
         self._ints_np = np.zeros((max_rows + 1, 4), dtype=np.int32)
         self._ints_np[:, 0] = vocab_size
-        self._branches = [Branch()] * (max_rows + 1)
+        self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self._allowed_np: dict[int, np.ndarray] = {}
         fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.captures else (NUM_RULES, RULE_PREFIX)
         self.rules = LogitRules(max_rows, *fixed)
@@ -188,7 +194,7 @@ class Sampling:
             self._allowed_np[row] = self._pack(params.allowed_token_ids)
         random = params.temperature > 0
         listed = self._top_k_list(top_k) if random else 0
-        self._branches[row] = Branch(
+        self._branches_np[row] = Branch(
             random=random,
             min_p=random and params.min_p > 0,
             top_k=listed,
@@ -230,8 +236,7 @@ class Sampling:
 
     def prepare(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> SamplingInputs:
         """Gather the rows of a batch and upload them."""
-        branches = [self._branches[request.row] for request in batch.requests]
-        branch = Branch(*map(max, zip(*branches, strict=True))) if branches else Branch()
+        branch = Branch.largest(self._branches_np[batch.rows_np])
         own = {r.row: grammars[r.req_id] for r in batch.requests if r.req_id in grammars} if grammars else {}
         branch = branch._replace(constrained=bool(own))
         if branch.top_k == self.vocab_size and branch.top_p:

@@ -103,6 +103,7 @@ class TextDrafting:
     # --- what the runner tells ---
 
     def apply(self, requests: Requests) -> None:
+        self._followed.apply()
         for row in requests.freed_rows:
             self._timelines.pop(row, None)
         for request in requests.admitted:

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
-from vllm_gaudi_spec.sample import block, standard, strict, synthetic
 from vllm_gaudi_spec.sample import logits as edit
+from vllm_gaudi_spec.sample import synthetic
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
+    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
+    from vllm_gaudi_spec.sample.rules import Rules
 
 
 class Proposed(NamedTuple):
@@ -52,29 +54,37 @@ class Verified(NamedTuple):
     """Of the sampled token and those a request named."""
 
 
-def choose_rule(speculation: Speculation | None, device: torch.device) -> Rule:
+def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
     """Drafts without a law are one-hot, and for those standard, block and strict have one and the same law: all run
     strict, which is the only one that keeps a seeded request's tokens."""
+    rules = backend.rules
+    strict = partial(_strict, rules)
     if speculation is None:
-        return _strict
+        return strict
     if speculation.rule == "synthetic":
-        return partial(_synthetic, rates_K=torch.tensor(speculation.synthetic_rates, device=device))
+        rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
+        return partial(_synthetic, rules, rates_K=rates_K)
     if speculation.keeps_laws:
-        return partial(_by_law, {"standard": standard.verify, "block": block.verify}[speculation.rule])
-    return _strict
+        return partial(_by_law, rules, {"standard": rules.standard, "block": rules.block}[speculation.rule])
+    return strict
 
 
 def _strict(
-    logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Proposed, inputs: SamplingInputs
+    rules: Rules,
+    logits_BQV: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    proposed: Proposed,
+    inputs: SamplingInputs,
 ) -> Verdict:
+    drafts = proposed.tokens_BK, proposed.num_drafts_B
     if inputs.branch.random:
-        sampled_BQ = strict.sample_random(logits_BQV, inputs.floats["temperature"], inputs.keys_B2, positions_BQ)
-    else:
-        sampled_BQ = strict.sample_greedy(logits_BQV)
-    return strict.verify(sampled_BQ, proposed.tokens_BK, proposed.num_drafts_B)
+        temperature_B = inputs.floats["temperature"]
+        return rules.strict_random(logits_BQV, *drafts, temperature_B, inputs.keys_B2, positions_BQ)
+    return rules.strict_greedy(logits_BQV, *drafts)
 
 
 def _by_law(
+    rules: Rules,
     verify: Callable[..., Verdict],
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
@@ -82,7 +92,7 @@ def _by_law(
     inputs: SamplingInputs,
 ) -> Verdict:
     if not inputs.branch.random or proposed.probs_BKV is None or not proposed.tokens_BK.shape[1]:
-        return _strict(logits_BQV, positions_BQ, proposed, inputs)
+        return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     verdict = verify(
         logits_BQV,
         proposed.probs_BKV,
@@ -96,7 +106,7 @@ def _by_law(
         return verdict
     # A grammar takes back drafts for what they are, and then these rules are not exact. The strict rule always is: the
     # target's own token does not depend on a draft.
-    exact = _strict(logits_BQV, positions_BQ, proposed, inputs)
+    exact = _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verdict(
         torch.where(inputs.free_B[:, None], verdict.tokens_BQ, exact.tokens_BQ),
         torch.where(inputs.free_B, verdict.num_sampled_B, exact.num_sampled_B),
@@ -104,6 +114,7 @@ def _by_law(
 
 
 def _synthetic(
+    rules: Rules,
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
     proposed: Proposed,
@@ -111,7 +122,7 @@ def _synthetic(
     rates_K: torch.Tensor,
 ) -> Verdict:
     if not proposed.tokens_BK.shape[1]:
-        return _strict(logits_BQV, positions_BQ, proposed, inputs)
+        return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return synthetic.verify(
         logits_BQV,
         proposed.tokens_BK,

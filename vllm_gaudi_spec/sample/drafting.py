@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.sample.noise import Stream, gumbel, keys_of_block
-from vllm_gaudi_spec.sample.strict import sample_random
+from vllm_gaudi_spec.sample.noise import Stream, keys_of_block
+from vllm_gaudi_spec.sample.rules import TORCH, Rules
 
 Mode = Literal["greedy", "probabilistic", "coupled"]
 
@@ -26,25 +26,26 @@ def draft(
     keys_B2: torch.Tensor,
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
+    rules: Rules = TORCH,
 ) -> Drafted:
     """Choose the token behind `positions_B` from the drafter's logits, temperature and filters done.
 
     `starts_B` is the position of the newest token that is no draft: the first query of the step that will verify.
     Rows with temperature 0 take their argmax in every mode.
     """
+    logits_B1V, positions_B1 = logits_BV[:, None], positions_B[:, None]
     if mode == "greedy":
-        return Drafted(logits_BV.argmax(-1).int(), None)
+        return Drafted(rules.sample_greedy(logits_B1V).squeeze(1), None)
     if mode == "coupled":
         # The very noise with which the target will sample at this position: where the two laws are close, so are
         # their tokens.
-        return Drafted(sample_random(logits_BV[:, None], temperature_B, keys_B2, positions_B[:, None]).squeeze(1), None)
-    tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
+        return Drafted(rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1).squeeze(1), None)
     # Keyed by the start as well: where the block rule stops depends on drafts that it does not accept, so the next
     # step may not draw from their noise again. The standard rule does not need it, and does not mind.
-    noise_BV = gumbel(keys_of_block(keys_B2, starts_B), positions_B[:, None], Stream.DRAFT, tokens_V).squeeze(1)
-    random_B1 = (temperature_B > 0)[:, None]
-    tokens_B = noise_BV.mul_(random_B1).add_(logits_BV).argmax(-1).int()
+    keys_B2 = keys_of_block(keys_B2, starts_B)
+    tokens_B = rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1, Stream.DRAFT).squeeze(1)
+    tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()
     # Where nothing may be drafted there is no law, and whatever was chosen is what is proposed.
-    has_law_B1 = random_B1 & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
+    has_law_B1 = (temperature_B > 0)[:, None] & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
     return Drafted(tokens_B, torch.where(has_law_B1, logits_BV.softmax(-1), one_hot_BV))

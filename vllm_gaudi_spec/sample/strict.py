@@ -16,11 +16,15 @@ def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
 
 
 def sample_random(
-    logits_BQV: torch.Tensor, temperature_B: torch.Tensor, keys_B2: torch.Tensor, positions_BQ: torch.Tensor
+    logits_BQV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    stream: Stream = Stream.TARGET,
 ) -> torch.Tensor:
     """Sample each position from its logits; rows with temperature 0 take their argmax."""
     tokens_V = torch.arange(logits_BQV.shape[-1], dtype=torch.int32, device=logits_BQV.device)
-    noise = gumbel(keys_B2, positions_BQ, Stream.TARGET, tokens_V)
+    noise = gumbel(keys_B2, positions_BQ, stream, tokens_V)
     noise.mul_((temperature_B > 0)[:, None, None])
     return noise.add_(logits_BQV).argmax(-1).int()
 
@@ -32,3 +36,18 @@ def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torc
     equal = (drafts_BK == sampled_BQ[:, :num_places]) & (place < num_drafts_B[:, None])
     num_accepted = equal.int().cumprod(-1).sum(-1).int()
     return Verdict(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)
+
+
+def verify_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+    return verify(sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
+
+
+def verify_random(
+    logits_BQV: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+) -> Verdict:
+    return verify(sample_random(logits_BQV, temperature_B, keys_B2, positions_BQ), drafts_BK, num_drafts_B)

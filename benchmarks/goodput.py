@@ -1,0 +1,121 @@
+"""What the goodput rule promises: with it, drafting is never much slower than not to draft.
+
+python benchmarks/goodput.py --json .bench/goodput.json
+
+For each method three engines live side by side, each in a process of its own, and take turns: no speculation, the
+method alone, and the method with the rule. A turn is one batch of the eight fixed openings, past any end token. The
+first turns of a batch size are those in which the rule learns; they are reported apart. Ratios are of neighbouring
+turns.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import speculation_common as shared
+from turns import Engine, close, interval, ratio, take
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": shared.NGRAM,
+    "suffix": shared.SUFFIX,
+    "draft_model": shared.SAME_VOCAB,
+    "universal": shared.OTHER_VOCAB,
+    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+}
+SPARED = "vllm:gaudi_spec_spared_steps"
+RULE = {"additional_config": {"gaudi_spec": {"goodput": True}}}
+PROMISED = 0.97
+
+
+def parse_options() -> argparse.Namespace:
+    parser = shared.parser_of(__doc__)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--drafts", type=int, default=3, metavar="K")
+    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
+    parser.add_argument("--learn", type=int, default=3, metavar="N", help="turns before those that count")
+    parser.add_argument("--turns", type=int, default=8, metavar="N", help="turns that count")
+    parser.add_argument("--model", help="folder (default: the demo model)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+# ---- measuring -----------------------------------------------------------------------------------------
+
+
+def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    config = {**METHODS[method], "num_speculative_tokens": options.drafts}
+    setups: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "alone": {"speculative_config": config},
+        "ruled": {"speculative_config": config, **RULE},
+    }
+    engines: dict[str, Engine] = {}
+    answers = []
+    try:
+        for name, more in setups.items():
+            settings = {**shared.ENGINE, "max_model_len": 512, "max_num_seqs": max(options.batches), **more}
+            engines[name] = Engine(f"goodput-{method}-{name}", model, shared.IN_PROCESS, **settings)
+        for batch in options.batches:
+
+            def ask(engine: Engine, batch: int = batch) -> float:
+                return engine.turn(batch, options.tokens)
+
+            first = take(engines, options.learn, ask)
+            spared = engines["ruled"].counter(SPARED)
+            turns = take(engines, options.turns, ask)
+            answers.append(
+                {
+                    "method": method,
+                    "batch": batch,
+                    "turns": turns,
+                    "alone": ratio(turns, "alone", "plain"),
+                    "ruled": ratio(turns, "ruled", "plain"),
+                    "while_learning": ratio(first, "ruled", "plain")[0] if first else None,
+                    "spared_steps": engines["ruled"].counter(SPARED) - spared,
+                }
+            )
+            common.say(f"{method}, batch {batch}: {interval(answers[-1]['ruled'])} of no speculation with the rule")
+    finally:
+        close(engines.values())
+    return answers
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    from vllm_gaudi_spec.demo_model import demo_model_path
+
+    common.warn_if_busy()
+    model = options.model or demo_model_path()
+    rows = [row for method in options.methods for row in measure(method, model, options)]
+    show(rows, options)
+    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "learn", "turns")}
+    common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    lines = [
+        [
+            row["method"],
+            str(row["batch"]),
+            interval(row["alone"]),
+            interval(row["ruled"]),
+            "" if row["while_learning"] is None else f"{row['while_learning']:.2f}",
+            str(row["spared_steps"]),
+            "yes" if row["ruled"][2] >= PROMISED else "NO",
+        ]
+        for row in rows
+    ]
+    header = ["method", "batch", "drafting always", "with the rule", "while it learned", "steps spared", "kept"]
+    common.say(f"\nspeed over no speculation, k = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
+    common.say(f"\nkept: the interval does not lie below {PROMISED}\n\n{common.NOISE_NOTE}")
+
+
+def main() -> int:
+    options = parse_options()
+    return shared.run_main(options, lambda: None, lambda: measure_all(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,424 @@
+"""Acceptance rules on a GPU beside upstream's own rejection samplers, on the same inputs.
+
+python benchmarks/rejection.py --json .bench/rejection.json      # a CUDA GPU, minutes
+python benchmarks/rejection.py --size tiny                       # anywhere: only whether the rules do what they should
+
+Everybody starts from float32 logits with temperature done, and ends with accepted tokens and their number. Logits are
+a drafter's plus noise; the table says how many drafts a row were accepted. Upstream's newer sampler does not read the
+last place of a greedy row whose draft it rejected, so it is the faster the less is accepted. Of the drafter's law
+everybody has what it keeps: ours float32 probabilities, as upstream's older sampler (`v1/sample`) does; its newer one
+(`v1/worker/gpu`) bfloat16 logits. What the older one copies to tell drafted places from the last is not counted.
+
+A cell is timed as replays of a CUDA graph over several sets of inputs, together larger than the L2 cache unless they
+are tiny. The newer sampler has no strict rule: drafts without a law are one-hot to it. `must read` counts logits once
+and the laws that a rule needs once: one place a row for standard, all for block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import common
+import torch
+
+from vllm_gaudi_spec.sample.noise import Stream, gumbel
+from vllm_gaudi_spec.sample.rules import TORCH, Rules
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+RULES = ("greedy", "strict", "standard", "block")
+BATCHES = (1, 8, 32, 64, 128, 256)
+DRAFTS = (1, 2, 4, 8)
+VOCABS = (32_000, 128_256, 256_000)
+TEMPERATURE = 0.7
+NOISE = 1.0
+# Cells that count: B at least this, and logits over so many bytes.
+COUNTED_BATCH, COUNTED_BYTES = 8, 64e6
+DATASHEET = 4.8e12
+"""Bytes a second of an H200's memory."""
+SET_BYTES, MOST_SETS = 300e6, 16
+SECONDS = 0.004
+TIE = 1e-4
+
+
+class Case(NamedTuple):
+    """A set of inputs."""
+
+    rule: str
+    logits_BQV: torch.Tensor
+    drafts_BK: torch.Tensor
+    num_drafts_B: torch.Tensor
+    temperature_B: torch.Tensor
+    keys_B2: torch.Tensor
+    positions_BQ: torch.Tensor
+    draft_logits_BKV: torch.Tensor | None
+    """bfloat16, before temperature."""
+    draft_probs_BKV: torch.Tensor | None
+
+
+def make_case(rule: str, batch: int, drafts: int, vocab: int, device: str, seed: int) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    draft_logits = normal(batch, drafts, vocab).mul_(2).bfloat16()
+    logits = normal(batch, drafts + 1, vocab).mul_(NOISE)
+    logits[:, :drafts] += draft_logits
+    keys = torch.randint(-(2**31), 2**31, (batch, 2), generator=generator, device=device).int()
+    starts = torch.randint(0, 4096, (batch, 1), generator=generator, device=device)
+    positions = (starts + torch.arange(drafts + 1, device=device)).int()
+    temperature = torch.full((batch,), 0.0 if rule == "greedy" else TEMPERATURE, device=device)
+    if rule == "greedy":
+        chosen = draft_logits.argmax(-1).int()
+    else:
+        logits /= TEMPERATURE
+        stream = Stream.TARGET if rule == "strict" else Stream.DRAFT
+        chosen = torch.empty(batch, drafts, dtype=torch.int32, device=device)
+        tokens = torch.arange(vocab, dtype=torch.int32, device=device)
+        for place in range(drafts):
+            scores = gumbel(keys, positions[:, place : place + 1], stream, tokens)[:, 0]
+            chosen[:, place] = scores.add_(draft_logits[:, place].float() / TEMPERATURE).argmax(-1)
+    has_law = rule in ("standard", "block")
+    return Case(
+        rule,
+        logits,
+        chosen,
+        torch.full((batch,), drafts, dtype=torch.int32, device=device),
+        temperature,
+        keys,
+        positions,
+        draft_logits if has_law else None,
+        (draft_logits.float() / TEMPERATURE).softmax(-1) if has_law else None,
+    )
+
+
+def must_read(rule: str, batch: int, drafts: int, vocab: int) -> int:
+    rows = batch * (drafts + 1) + {"standard": batch, "block": batch * drafts}.get(rule, 0)
+    return 4 * vocab * rows
+
+
+# ---- ours ----------------------------------------------------------------------------------------------
+
+
+def judge(rules: Rules, case: Case) -> Verdict:
+    drafts = case.drafts_BK, case.num_drafts_B
+    noise = case.temperature_B, case.keys_B2, case.positions_BQ
+    if case.rule == "greedy":
+        return rules.strict_greedy(case.logits_BQV, *drafts)
+    if case.rule == "strict":
+        return rules.strict_random(case.logits_BQV, *drafts, *noise)
+    return getattr(rules, case.rule)(case.logits_BQV, case.draft_probs_BKV, *drafts, *noise)
+
+
+# ---- upstream's ----------------------------------------------------------------------------------------
+
+
+def prepare_newer(case: Case) -> Callable[[], Verdict]:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    device = case.logits_BQV.device
+    batch, places, vocab = case.logits_BQV.shape
+    logits = case.logits_BQV.view(-1, vocab)
+    # The token behind which a place samples: of the first place no draft.
+    before = torch.cat((torch.zeros_like(case.drafts_BK[:, :1]), case.drafts_BK), 1).flatten()
+    rows = torch.arange(batch, dtype=torch.int32, device=device)
+    starts = torch.arange(0, batch * places + 1, places, dtype=torch.int32, device=device)
+    row_of_place = rows.repeat_interleave(places)
+    place_in_row = torch.arange(places, dtype=torch.int32, device=device).repeat(batch)
+    positions, seeds = case.positions_BQ.flatten().long(), case.keys_B2[:, 0].long()
+
+    def run() -> Verdict:
+        return Verdict(
+            *rejection_sample(
+                logits,
+                case.draft_logits_BKV,
+                before,
+                starts,
+                positions,
+                rows,
+                row_of_place,
+                place_in_row,
+                case.temperature_B,
+                seeds,
+                places - 1,
+                use_block_verification=case.rule == "block",
+            )
+        )
+
+    return run
+
+
+def prepare_older(case: Case) -> Callable[[], Verdict]:
+    from vllm.v1.sample.ops.topk_topp_sampler import random_sample
+    from vllm.v1.sample.rejection_sampler import rejection_sample
+
+    batch, places, vocab = case.logits_BQV.shape
+    drafts = places - 1
+    target, last = case.logits_BQV[:, :drafts].reshape(-1, vocab), case.logits_BQV[:, drafts].contiguous()
+    ends = torch.arange(drafts, batch * drafts + 1, drafts, dtype=torch.int32, device=target.device)
+    chosen = case.drafts_BK.flatten()
+    probs = None if case.draft_probs_BKV is None else case.draft_probs_BKV.view(-1, vocab)
+    is_greedy = case.rule == "greedy"
+    metadata = SimpleNamespace(
+        all_greedy=is_greedy, all_random=not is_greedy, temperature=case.temperature_B, generators={}
+    )
+
+    def run() -> Verdict:
+        behind = last.argmax(-1) if is_greedy else random_sample(last.softmax(-1), {})
+        tokens = rejection_sample(
+            chosen, [drafts] * batch, drafts, ends, probs, target, behind[:, None].contiguous(), metadata
+        )
+        return Verdict(tokens, (tokens >= 0).sum(-1))
+
+    return run
+
+
+UPSTREAM = {"newer": prepare_newer, "older": prepare_older}
+
+
+def has_rule(sampler: str, rule: str) -> bool:
+    return sampler == "newer" or rule != "block"
+
+
+# ---- correctness ---------------------------------------------------------------------------------------
+
+
+def check_equal(rules: Rules, case: Case) -> int:
+    """Rows in which a device's rules say something else than the reference, all of them ties; else an error."""
+    found, expected = judge(rules, case), judge(TORCH, case)
+    place = torch.arange(found.tokens_BQ.shape[1], device=found.tokens_BQ.device)
+    same_number = found.num_sampled_B == expected.num_sampled_B
+    counted = place < expected.num_sampled_B[:, None]
+    differs_B = ~same_number | ((found.tokens_BQ != expected.tokens_BQ) & counted).any(-1)
+    num = int(differs_B.sum())
+    if case.rule in ("greedy", "strict"):
+        # Every place is a sample of its own, so the ties can be looked at.
+        scores = case.logits_BQV
+        if case.rule == "strict":
+            tokens = torch.arange(scores.shape[2], dtype=torch.int32, device=scores.device)
+            scores = scores + gumbel(case.keys_B2, case.positions_BQ, Stream.TARGET, tokens)
+        own = scores.gather(2, found.tokens_BQ.long()[..., None])[..., 0]
+        worst = float((scores.amax(-1) - own).max())
+        if worst > TIE:
+            raise AssertionError(f"{case.rule}: a token's score lies {worst} below the best")
+    elif num > max(2, 0.02 * len(differs_B)):
+        raise AssertionError(f"{case.rule}: {num} of {len(differs_B)} rows differ from the reference")
+    return num
+
+
+def check_rate(run: Callable[[Case], Verdict], rule: str, device: str) -> float:
+    """Over many rows of a small vocabulary, the first draft is accepted as often as the laws say; else an error. In
+    standard deviations."""
+    case = make_case(rule, 4096, 1, 64, device, seed=5)
+    probs = case.logits_BQV[:, 0].softmax(-1)
+    if rule == "greedy":
+        expected = (case.logits_BQV[:, 0].argmax(-1) == case.drafts_BK[:, 0]).double()
+    elif case.draft_probs_BKV is None:
+        expected = probs.gather(1, case.drafts_BK.long())[:, 0].double()
+    else:
+        expected = torch.minimum(probs, case.draft_probs_BKV[:, 0]).sum(-1).double()
+    accepted = (run(case).num_sampled_B - 1).double()
+    error = float((accepted - expected).sum().abs())
+    deviation = math.sqrt(float((expected * (1 - expected)).sum()))
+    if error > max(5 * deviation, 1e-9):
+        raise AssertionError(f"{rule}: accepted {accepted.mean():.4f}, expected {expected.mean():.4f}")
+    return error / deviation if deviation else 0.0
+
+
+def check(rules: Rules, device: str, shapes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    differing = {
+        f"{rule} {shape}": check_equal(rules, make_case(rule, *shape, device, seed=7))
+        for rule in RULES
+        for shape in shapes
+    }
+    # The strict rule's noise is the coupled draft's: its rate is not that of independent draws.
+    rates = {f"ours {rule}": check_rate(lambda c: judge(rules, c), rule, device) for rule in RULES if rule != "strict"}
+    if device == "cuda":
+        for name, prepare in UPSTREAM.items():
+            for rule in RULES:
+                if has_rule(name, rule):
+                    rates[f"{name} {rule}"] = check_rate(lambda c, p=prepare: p(c)(), rule, device)
+    return {"rows that tie": differing, "acceptance, standard deviations off": rates}
+
+
+# ---- time ----------------------------------------------------------------------------------------------
+
+
+def captured_seconds(runs: list[Callable[[], Verdict]]) -> float:
+    """Of one run, as replays of a graph of all of them."""
+    for run in runs[:2]:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    once = events_seconds(graph.replay, 1)
+    repeats = max(3, min(200, int(SECONDS / once)))
+    return min(events_seconds(graph.replay, repeats) for _ in range(3)) / len(runs)
+
+
+def events_seconds(work: Callable[[], Any], repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def read_bandwidth() -> float:
+    values = torch.randn(1 << 30, device="cuda")
+    values.amax()
+    return values.nbytes / min(events_seconds(values.amax, 5) for _ in range(3))
+
+
+@dataclass
+class Cell:
+    rule: str
+    batch: int
+    drafts: int
+    vocab: int
+    accepted: float
+    seconds: dict[str, float]
+    """Ours, newer, older."""
+    must_read: int
+    logits: int
+
+    @property
+    def counts(self) -> bool:
+        return self.batch >= COUNTED_BATCH and self.logits > COUNTED_BYTES
+
+    @property
+    def ratio(self) -> float:
+        """Of upstream's faster sampler to ours."""
+        return min(time for name, time in self.seconds.items() if name != "ours") / self.seconds["ours"]
+
+    @property
+    def bandwidth(self) -> float:
+        return self.must_read / self.seconds["ours"]
+
+
+def measure(rule: str, batch: int, drafts: int, vocab: int, rules: Rules) -> Cell:
+    logits = 4 * batch * (drafts + 1) * vocab
+    sets = max(1, min(MOST_SETS, math.ceil(SET_BYTES / logits)))
+    cases = [make_case(rule, batch, drafts, vocab, "cuda", seed) for seed in range(sets)]
+    runs: dict[str, list[Callable[[], Verdict]]] = {"ours": [lambda c=case: judge(rules, c) for case in cases]}
+    for name, prepare in UPSTREAM.items():
+        if has_rule(name, rule):
+            runs[name] = [prepare(case) for case in cases]
+    accepted = float(torch.cat([judge(rules, case).num_sampled_B for case in cases]).float().mean()) - 1
+    seconds = {name: captured_seconds(each) for name, each in runs.items()}
+    return Cell(rule, batch, drafts, vocab, accepted, seconds, must_read(rule, batch, drafts, vocab), logits)
+
+
+def summary(cells: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
+    found = []
+    for rule in (*RULES, "all"):
+        counted = [cell for cell in cells if cell.counts and rule in (cell.rule, "all")]
+        if not counted:
+            continue
+        shares = [cell.bandwidth for cell in counted]
+        found.append(
+            {
+                "rule": rule,
+                "cells": len(counted),
+                "geometric_mean": math.exp(sum(math.log(cell.ratio) for cell in counted) / len(counted)),
+                "least_ratio": min(cell.ratio for cell in counted),
+                "share_as_fast": sum(cell.ratio >= 1 for cell in counted) / len(counted),
+                "least_share_of_datasheet": min(shares) / DATASHEET,
+                "least_share_of_measured": min(shares) / bandwidth,
+                "mean_share_of_datasheet": sum(shares) / len(shares) / DATASHEET,
+            }
+        )
+    return found
+
+
+def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> None:
+    def micros(cell: Cell, name: str) -> str:
+        return f"{cell.seconds[name] * 1e6:.1f}" if name in cell.seconds else "-"
+
+    header = ["rule", "B", "k", "V", "accepted", "ours us", "newer us", "older us", "must read MB", "GB/s", "ratio", ""]
+    common.say(
+        common.table(
+            header,
+            [
+                [
+                    cell.rule,
+                    str(cell.batch),
+                    str(cell.drafts),
+                    str(cell.vocab),
+                    f"{cell.accepted:.2f}",
+                    *(micros(cell, name) for name in ("ours", "newer", "older")),
+                    f"{cell.must_read / 1e6:.1f}",
+                    f"{cell.bandwidth / 1e9:.0f}",
+                    f"{cell.ratio:.2f}",
+                    "counts" if cell.counts else "",
+                ]
+                for cell in cells
+            ],
+        )
+    )
+    if not totals:
+        return
+    common.say(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
+    header = list(totals[0])
+    rows = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in totals]
+    common.say(common.table(header, rows))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: correctness alone, anywhere")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--drafts", nargs="+", type=int, default=DRAFTS)
+    parser.add_argument("--vocabs", nargs="+", type=int, default=VOCABS)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    if options.size == "full" and not torch.cuda.is_available():
+        sys.exit("timing needs a CUDA GPU; --size tiny checks the rules without one")
+    device, rules, shapes = "cpu", TORCH, [(5, 3, 1000)]
+    if torch.cuda.is_available():
+        from vllm_gaudi_spec.backends.cuda_rules import RULES as rules
+
+        device, shapes = "cuda", [(5, 3, 1000), (3, 2, 1001), (256, 4, 32_000), (32, 8, 128_256)]
+    report: dict[str, Any] = {"device": device, "torch": torch.__version__, **check(rules, device, shapes)}
+    common.say("\n".join(f"{name}: {report[name]}" for name in list(report)[2:]))
+    if options.size == "full":
+        import triton
+        import vllm
+
+        bandwidth = read_bandwidth()
+        report |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "vllm": vllm.__version__}
+        cells = [
+            measure(rule, batch, drafts, vocab, rules)
+            for rule in options.rules
+            for vocab in options.vocabs
+            for batch in options.batches
+            for drafts in options.drafts
+        ]
+        totals = summary(cells, bandwidth)
+        show(cells, totals, bandwidth)
+        report |= {"read_bandwidth": bandwidth, "summary": totals}
+        report["cells"] = [
+            vars(cell) | {"counts": cell.counts, "ratio": cell.ratio, "bandwidth": cell.bandwidth} for cell in cells
+        ]
+    common.write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Linear layers on the CPU: what each format keeps of a weight, and what it gives back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+from vllm.config.vllm import set_current_vllm_config
+from vllm.model_executor.layers import utils
+
+from vllm_gaudi_spec.backends import cpu_linear
+from vllm_gaudi_spec.backends.cpu_linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+
+ROWS = (1, 2, 3, 5, 8, 13, FEW_ROWS, FEW_ROWS + 1, 70)
+SHAPES = ((192, 64), (96, 160), (80, 36))  # the last one no int8 kernel of whole tiles takes
+needs_int8 = pytest.mark.skipif(not cpu_linear.has_int8_kernel(), reason="a CPU without VNNI instructions")
+
+
+def weight_of(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """As a checkpoint of `dtype` has it, run in float32; with some values that float16 has only when scaled."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * 0.1
+    weight[:, 0] = 2.0**-30
+    return weight.to(dtype).float()
+
+
+def layer_of(weight: torch.Tensor, choice: str | None, keep: bool = False) -> nn.Module:
+    """A layer after vLLM's loader packed it."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    pack(layer, choice, keep)
+    return layer
+
+
+def pack(layer: nn.Module, choice: str | None, keep: bool) -> None:
+    options = {} if choice is None else {"cpu_weights": choice}
+    with set_current_vllm_config(VllmConfig(additional_config={"gaudi_spec": options})):
+        original = utils.dispatch_cpu_unquantized_gemm
+        cpu_linear.pack(getattr(original, "__wrapped__", original), layer, not keep)
+
+
+def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = layer.cpu_linear(x, layer.weight, bias)
+    return result
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("choice", [None, "float32", "float16"])
+def test_bfloat16_checkpoints_lose_nothing(choice: str | None, shape: tuple[int, int]) -> None:
+    weight = weight_of(shape)
+    layer = layer_of(weight, choice)
+    bias = torch.randn(shape[0])
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        assert (apply(layer, x, bias) - expected).abs().max() < 2e-6 * shape[1] ** 0.5
+    identity = torch.eye(shape[1])[:FEW_ROWS]
+    assert torch.equal(apply(layer, identity), weight.t()[:FEW_ROWS])
+
+
+def test_what_float16_does_not_hold_stays_float32_unless_asked_for() -> None:
+    weight = weight_of((96, 64), torch.float32)
+    assert not cpu_linear.is_exact_in_float16(weight)
+    assert not isinstance(layer_of(weight, None).cpu_linear, ByRows)
+    assert isinstance(layer_of(weight_of((96, 64)), None).cpu_linear, ByRows)
+    x = torch.randn(4, 64)
+    expected = F.linear(x, weight)
+    error = (apply(layer_of(weight, "float16"), x) - expected).abs().max() / expected.abs().max()
+    assert 0 < error < 2**-11
+
+
+def test_few_rows_read_the_copy_and_many_do_not() -> None:
+    layer = layer_of(weight_of((96, 64)), None)
+    read: list[str] = []
+    layer.cpu_linear = ByRows(
+        few=lambda *_: read.append("few"),  # type: ignore[arg-type]
+        many=lambda *_: read.append("many"),  # type: ignore[arg-type]
+    )
+    for rows in (1, FEW_ROWS, FEW_ROWS + 1):
+        apply(layer, torch.randn(rows, 64))
+    assert read == ["few", "few", "many"]
+
+
+@needs_int8
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_int8_errs_as_much_as_its_steps_say(wide: bool, shape: tuple[int, int]) -> None:
+    """Each product is off by half a step of the weight's scale and half a step of the row's; they add up as noise."""
+    weight = weight_of(shape)
+    linear = Int8Linear(weight, wide)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        x[0] *= 50  # a loud row does not spoil its neighbours
+        exact = F.linear(x, weight)
+        steps = weight.abs().amax(1)[None] / 127 * x.norm(dim=1)[:, None]
+        steps = steps + x.abs().amax(1)[:, None] / 127 * weight.norm(dim=1)[None]
+        narrow = 0 if linear.packed is None else 2**-7 * exact.abs()
+        error = (linear(x, weight, None) - exact).abs()
+        assert (error <= 2 * steps + narrow).all()
+        assert error.max() > 0
+
+
+@pytest.mark.parametrize("choice", [None, "float16", pytest.param("int8", marks=needs_int8)])
+def test_a_row_does_not_depend_on_how_many_there_are(choice: str | None) -> None:
+    """So a verify step rounds as a plain one, as long as both are few rows."""
+    for shape in SHAPES:
+        layer = layer_of(weight_of(shape), choice)
+        x = torch.randn(FEW_ROWS, shape[1])
+        alone = torch.cat([apply(layer, row[None]) for row in x])
+        for rows in ROWS:
+            assert torch.equal(apply(layer, x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("choice", [None, "float16", pytest.param("int8", marks=needs_int8)])
+def test_weights_are_freed_and_embedding_tables_kept(choice: str | None) -> None:
+    weight = weight_of((96, 64))
+    assert layer_of(weight, choice).weight.numel() == 0
+    table = layer_of(weight, choice, keep=True)
+    assert torch.equal(table.weight, weight)
+    tied = nn.Module()
+    tied.weight = table.weight
+    pack(tied, choice, keep=True)
+    assert tied.cpu_linear is table.cpu_linear  # not a second copy
+    x = torch.randn(3, 64)
+    assert torch.allclose(apply(tied, x), F.linear(x, weight), atol=0.2 if choice == "int8" else 1e-4)
+
+
+def test_other_shapes_and_views_of_inputs() -> None:
+    weight = weight_of((96, 64))
+    linear = Float16Linear.of(weight)
+    x = torch.randn(2, 3, 128)[..., ::2]
+    assert torch.allclose(linear(x, weight, None), F.linear(x, weight), atol=1e-5)
+    assert linear(torch.randn(0, 64), weight, None).shape == (0, 96)
+
+
+def test_missing_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cpu_linear._KERNELS, "int8", lambda: False)
+    cpu_linear.refuse_missing_kernel(Options())
+    with pytest.raises(UnsupportedConfigError, match="int8 has no kernel for this CPU; use float32 or float16"):
+        cpu_linear.refuse_missing_kernel(Options(cpu_weights="int8"))
+
+
+def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(cpu_linear, "logger", SimpleNamespace(info=lambda *words: said.append(words)))
+    model = nn.ModuleList([layer_of(weight_of((96, 64)), None), layer_of(weight_of((96, 64), torch.float32), None)])
+    cpu_linear.report(model)
+    ((_, copies, matrices, size, _),) = said
+    assert (copies, matrices, size) == (1, 2, 96 * 64 * 2 / 2**30)

@@ -1,0 +1,98 @@
+"""The rule that stops drafting where it loses, on a made-up machine whose costs are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_gaudi_spec.pacing.goodput import Goodput
+
+
+@dataclass
+class Machine:
+    """Steps cost so much and yield so much; each goes the way that was chosen when the one before was scheduled."""
+
+    goodput: Goodput
+    drafted_s: float
+    tokens: float
+    plain_s: float = 1.0
+    noise: float = 0.0
+    catch_up_s: float = 0.0
+    seconds: float = 0.0
+    num_tokens: float = 0.0
+    ways: list[bool] = field(default_factory=list)
+
+    def run(self, steps: int, rows: int = 4) -> float:
+        """Tokens a second of each row."""
+        rng = random.Random(steps)
+        seconds_before, tokens_before = self.seconds, self.num_tokens
+        drafted = self.ways[-1] if self.ways else False
+        last = None
+        for _ in range(steps):
+            drafts = self.goodput.drafts(rows)
+            seconds = self.drafted_s if drafted else self.plain_s
+            seconds *= 1 + self.noise * rng.random()
+            if drafts and not drafted:
+                seconds += self.catch_up_s
+            tokens = int(self.tokens) + (rng.random() < self.tokens % 1) if drafted else 1
+            self.goodput.observe(rows, drafted, seconds, rows * tokens, steady=last == (drafted, drafts))
+            self.seconds += seconds
+            self.num_tokens += tokens
+            self.ways.append(drafts)
+            last, drafted = (drafted, drafts), drafts
+        return (self.num_tokens - tokens_before) / (self.seconds - seconds_before)
+
+
+def test_drafting_goes_on_where_it_pays() -> None:
+    machine = Machine(Goodput([1, 2, 4]), drafted_s=1.5, tokens=2.5)
+    machine.run(500)
+    assert machine.run(5000) > 0.985 * 2.5 / 1.5
+    assert sum(machine.ways[-1000:]) > 900
+
+
+def test_it_ends_where_it_loses() -> None:
+    machine = Machine(Goodput([1, 2, 4]), drafted_s=2.0, tokens=1.5)
+    machine.run(500)
+    assert machine.run(5000) > 0.985
+    assert sum(machine.ways[-1000:]) < 100
+
+
+@pytest.mark.parametrize("drafted_s", [0.8, 1.0, 1.3, 1.45, 1.55, 1.7, 2.5, 6.0])
+@pytest.mark.parametrize("catch_up_s", [0.0, 5.0])
+def test_never_more_than_three_percent_behind(drafted_s: float, catch_up_s: float) -> None:
+    machine = Machine(Goodput([4]), drafted_s=drafted_s, tokens=1.5, noise=0.3, catch_up_s=catch_up_s)
+    plain = Machine(Goodput([4]), drafted_s=1e9, tokens=1.5, noise=0.3)
+    plain.goodput._at(4).drafting, plain.goodput._at(4).wait = False, 1e9
+    machine.run(300)
+    assert machine.run(20000) > 0.97 * plain.run(20000)
+
+
+def test_it_comes_back_when_drafts_get_better() -> None:
+    machine = Machine(Goodput([4]), drafted_s=2.0, tokens=1.2)
+    machine.run(1000)
+    assert not machine.ways[-1]
+    machine.tokens = 4.0
+    machine.run(3000)
+    assert machine.ways[-1]
+    machine.tokens = 1.2
+    machine.run(3000)
+    assert not machine.ways[-1]
+
+
+def test_sizes_are_judged_apart_and_start_like_their_neighbour() -> None:
+    goodput = Goodput([1, 2, 4, 8, 16])
+    small, large = (Machine(goodput, drafted_s=cost, tokens=2.0) for cost in (1.2, 4.0))
+    small.run(300, rows=1)
+    large.run(300, rows=16)
+    assert [goodput.drafts(rows) for rows in (1, 2, 8, 9, 16)] == [True, True, False, False, False]
+    small.run(300, rows=1)
+    assert small.ways[-1]
+
+
+def test_between_equals_nothing_flaps() -> None:
+    machine = Machine(Goodput([4]), drafted_s=1.5, tokens=1.5, noise=0.1)
+    machine.run(5000)
+    changes = sum(before != after for before, after in zip(machine.ways, machine.ways[1:], strict=False))
+    assert changes < 5000 / 64 * 2 + 4, "a trial has a beginning and an end"

@@ -1,0 +1,35 @@
+"""What is known of blocks that a drafter has read, against a plain account token by token."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
+
+ROWS, SIZES, LONGEST = 5, (4, 8), 40
+
+
+def test_many_rows_at_once_are_noted_as_each_alone() -> None:
+    rng = random.Random(0)
+    widths = [LONGEST // size for size in SIZES]
+    # Each block belongs to one row of one group.
+    ids = np.arange(1, 1 + ROWS * sum(widths), dtype=np.int32)
+    tables = [part.reshape(ROWS, -1) for part in np.split(ids, [ROWS * widths[0]])]
+    counts = [np.full(ROWS, width, dtype=np.int64) for width in widths]
+    requests = SimpleNamespace(tables_np=tables, block_sizes=SIZES, num_blocks=counts)
+    blocks = ReadBlocks(cast(Any, requests), 1 + ROWS * sum(widths), [0, 1])
+    known = [0] * ROWS
+    while min(known) < LONGEST:
+        rows = [row for row in rng.sample(range(ROWS), rng.randint(0, ROWS)) if known[row] < LONGEST]
+        reach = [rng.randint(known[row] + 1, LONGEST) for row in rows]
+        begins = np.array([known[row] for row in rows], dtype=np.int32)
+        blocks.note(np.array(rows, dtype=np.int64), begins, np.array(reach, dtype=np.int32))
+        for row, end in zip(rows, reach, strict=True):
+            known[row] = end
+        assert [blocks.reach(row, LONGEST) for row in range(ROWS)] == known
+        for row, end in enumerate(known):
+            assert blocks.reach(row, end) == end

@@ -1,0 +1,174 @@
+"""Linear layers on the CPU: in which format a weight is kept, and which library kernel multiplies with it.
+
+A step of few tokens reads every weight once, so it costs what it reads. Weights of bfloat16 and float16 checkpoints are
+float16 numbers too (up to a power of two for the whole matrix), and FBGEMM multiplies float32 activations with those
+in float32: half the bytes, and nothing is rounded that was not rounded before. Such a copy serves steps of few tokens;
+those of many are bound by arithmetic, where oneDNN's float32 kernel is ahead. benchmarks/gemm.py compares them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import _custom_ops as vllm_ops
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
+
+logger = init_logger(__name__)
+
+# Up to so many rows the float16 kernel is ahead, with AVX2 and with AVX-512.
+FEW_ROWS = 24
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""As vLLM calls it: input, the layer's weight (empty where it was packed), bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float16Linear:
+    packed: Any
+    scale: float | None
+    """A power of two; None for 1."""
+    nbytes: int
+
+    @classmethod
+    def of(cls, weight_NK: torch.Tensor) -> Float16Linear:
+        scale = None if _is_float16(weight_NK) else _power_of_two(weight_NK)
+        scaled_NK = weight_NK if scale is None else weight_NK / scale
+        return cls(torch.ops.quantized.linear_prepack_fp16(scaled_NK, None), scale, weight_NK.numel() * 2)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        scaled = x if self.scale is None else x * self.scale
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(scaled, self.packed)
+        return out if bias is None else out.add_(bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRows:
+    few: Float16Linear
+    many: Linear
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        chosen = self.few if x.numel() <= FEW_ROWS * x.shape[-1] else self.many
+        return chosen(x, weight, bias)
+
+
+class Int8Linear:
+    """A scale for each output, and one for each row of activations, which are rounded to 8 bits as well."""
+
+    def __init__(self, weight_NK: torch.Tensor, wide: bool) -> None:
+        """`wide`: the outputs are logits, which the faster kernel's bfloat16 would round to a few values."""
+        self.num_outputs, num_inputs = weight_NK.shape
+        self.scales_N = weight_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        values_NK = (weight_NK / self.scales_N[:, None]).round().to(torch.int8)
+        self.packed = self.handler = None
+        if not wide and num_inputs % 32 == 0 and self.num_outputs % 16 == 0:
+            self.packed = torch.ops._C.convert_weight_packed(values_NK)
+        else:
+            # It keeps pointers to both.
+            self.values_NK, self.scales_1N = values_NK, self.scales_N[None]
+            self.handler = vllm_ops.create_onednn_scaled_mm(
+                self.values_NK.t(), self.scales_1N, torch.float32, dynamic_quant=True, use_azp=False
+            )
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        if self.packed is not None:
+            narrow_TK = x_TK.to(torch.bfloat16)
+            out_TN = torch.ops._C.int8_scaled_mm_with_quant(
+                narrow_TK, self.packed, self.scales_N, None, torch.bfloat16, True
+            ).to(x.dtype)
+        else:
+            values_TK, scales_T1, _ = vllm_ops.onednn_scaled_int8_quant(x_TK)
+            out_TN = x.new_empty(x_TK.shape[0], self.num_outputs)
+            vllm_ops.onednn_scaled_mm(self.handler, values_TK, out_TN, scales_T1, None, None, None)
+        out = out_TN.view(*x.shape[:-1], self.num_outputs)
+        return out if bias is None else out.add_(bias)
+
+
+def _is_float16(weight: torch.Tensor) -> bool:
+    return torch.equal(weight.half().float(), weight)
+
+
+def _power_of_two(weight: torch.Tensor) -> float:
+    """What a matrix is divided by to end just below float16's largest value, as far from its smallest as can be."""
+    _, exponent = torch.frexp(weight.abs().amax())
+    return 2.0 ** (int(exponent) - 15)
+
+
+def is_exact_in_float16(weight: torch.Tensor) -> bool:
+    """Whether a matrix survives `Float16Linear` unchanged."""
+    return _is_float16(weight) or _is_float16(weight / _power_of_two(weight))
+
+
+def has_float16_kernel() -> bool:
+    return torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
+def has_int8_kernel() -> bool:
+    return hasattr(torch.ops._C, "int8_scaled_mm_with_quant") and torch.cpu._is_vnni_supported()
+
+
+_KERNELS = {FLOAT32: lambda: True, FLOAT16: has_float16_kernel, INT8: has_int8_kernel}
+
+
+def refuse_missing_kernel(options: Options) -> None:
+    wanted = options.cpu_weights or FLOAT32
+    if not _KERNELS[wanted]():
+        found = " or ".join(name for name, is_there in _KERNELS.items() if is_there())
+        raise UnsupportedConfigError(
+            f"cpu_weights {wanted} has no kernel for this CPU; use {found} in additional_config.gaudi_spec."
+        )
+
+
+_LINEAR = "gaudi_spec_linear"
+"""On a weight that two layers share: what multiplies with it."""
+
+
+def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
+    """In place of vLLM's choice of a kernel for a layer that was just loaded, which is `original`.
+
+    `remove_weight`: nobody else reads it. Embedding tables keep theirs, as tokens are looked up in them.
+    """
+    weight = layer.weight
+    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+        original(layer, remove_weight)
+        return
+    linear = getattr(weight, _LINEAR, None)
+    if linear is None:
+        linear = _choose(original, layer, weight.detach(), remove_weight)
+        setattr(weight, _LINEAR, linear)
+    layer.cpu_linear = linear
+    if remove_weight:
+        layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+
+def _choose(original: Callable[..., None], layer: nn.Module, weight: torch.Tensor, remove_weight: bool) -> Linear:
+    wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
+    if wanted == INT8:
+        return Int8Linear(weight, wide=not remove_weight)
+    if wanted == FLOAT16:
+        return Float16Linear.of(weight)
+    few = Float16Linear.of(weight) if has_float16_kernel() and is_exact_in_float16(weight) else None
+    original(layer, remove_weight)
+    many: Linear = layer.cpu_linear
+    return many if few is None else ByRows(few, many)
+
+
+def report(model: nn.Module) -> None:
+    """Say what copies there are."""
+    linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
+    copies = [linear.few.nbytes for linear in linears.values() if isinstance(linear, ByRows)]
+    if copies:
+        logger.info(
+            "%d of %d weight matrices are the same in float16: copies of %.2f GiB, for steps of up to %d tokens.",
+            len(copies),
+            len(linears),
+            sum(copies) / 2**30,
+            FEW_ROWS,
+        )

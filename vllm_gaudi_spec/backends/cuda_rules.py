@@ -1,0 +1,225 @@
+"""Sampling and acceptance on a CUDA GPU: what `sample/` does, in one to three launches of `cuda_rule_kernels.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from vllm_gaudi_spec.backends import cuda_rule_kernels as kernels
+from vllm_gaudi_spec.sample.noise import Stream
+from vllm_gaudi_spec.sample.rules import Rules
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+# Rows of one launch: no grid may be higher.
+_MOST_ROWS = 65535
+# Tokens of a chunk: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
+_CHUNK, _LAW_CHUNK, _SMALL_CHUNK = 1024, 2048, 1024
+_FEW_PROGRAMS = 512
+# Chunks of a program that samples.
+_PARTS = 8
+_WARPS = 2
+# The sampling kernel's: what finds the winner would take more, and leave fewer programs to read.
+_REGISTERS = 72
+# Places and chunks that any kernel has lanes for: fewer kernels to compile.
+_PLACES, _CHUNKS = 8, 256
+
+
+def _padded(number: int, least: int) -> int:
+    return max(triton.next_power_of_2(number), least)
+
+
+class _Chunks(NamedTuple):
+    size: int
+    number: int
+
+    @classmethod
+    def of(cls, rows: int, vocab: int, usual: int) -> _Chunks:
+        size = usual if rows * vocab >= _FEW_PROGRAMS * usual else _SMALL_CHUNK
+        return cls(size, triton.cdiv(vocab, size))
+
+    def settings(self) -> dict[str, int]:
+        return {"CHUNK": self.size, "PADDED_CHUNKS": _padded(self.number, _CHUNKS), "num_warps": _WARPS}
+
+
+@cache
+def _arrivals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counters of programs that arrived, by row and by request. Kernels of one stream share them: each leaves zeros."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("sampling and acceptance have to run once before they are captured")
+    rows, requests = torch.zeros(2, _MOST_ROWS, dtype=torch.int32, device=device).unbind(0)
+    return rows, requests
+
+
+def _strict(
+    logits_BQV: torch.Tensor,
+    drafts_BK: torch.Tensor | None,
+    num_drafts_B: torch.Tensor | None,
+    temperature_B: torch.Tensor | None,
+    keys_B2: torch.Tensor | None,
+    positions_BQ: torch.Tensor | None,
+    stream: Stream = Stream.TARGET,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
+    rows, places, vocab = logits_BQV.shape
+    chunks = _Chunks.of(rows * places, vocab, _CHUNK)
+    bounds = logits_BQV.new_empty(rows * places, chunks.number, dtype=torch.float32)
+    sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
+    num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
+    parts = _PARTS if rows * places * chunks.number >= _FEW_PROGRAMS * _PARTS else 1
+    kernels.strict_kernel[(triton.cdiv(chunks.number, parts), rows * places)](
+        logits_BQV,
+        *logits_BQV.stride()[:2],
+        temperature_B,
+        keys_B2,
+        0 if keys_B2 is None else keys_B2.stride(0),
+        positions_BQ,
+        0 if positions_BQ is None else positions_BQ.stride(0),
+        drafts_BK,
+        0 if drafts_BK is None else drafts_BK.stride(0),
+        num_drafts_B,
+        bounds,
+        *_arrivals(logits_BQV.device),
+        sampled_BQ,
+        num_sampled_B,
+        vocab,
+        chunks.number,
+        places,
+        STREAM=int(stream),
+        PARTS=parts,
+        RANDOM=temperature_B is not None,
+        JUDGE=drafts_BK is not None,
+        PADDED_PLACES=_padded(places, _PLACES),
+        maxnreg=_REGISTERS,
+        **chunks.settings(),
+    )
+    return sampled_BQ, num_sampled_B
+
+
+def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
+    return _strict(logits_BQV, None, None, None, None, None)[0]
+
+
+def sample_random(
+    logits_BQV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    stream: Stream = Stream.TARGET,
+) -> torch.Tensor:
+    return _strict(logits_BQV, None, None, temperature_B, keys_B2, positions_BQ, stream)[0]
+
+
+def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+    return Verdict(*_strict(logits_BQV, drafts_BK, num_drafts_B, None, None, None))
+
+
+def strict_random(
+    logits_BQV: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+) -> Verdict:
+    return Verdict(*_strict(logits_BQV, drafts_BK, num_drafts_B, temperature_B, keys_B2, positions_BQ))
+
+
+def _by_law(
+    is_block: bool,
+    logits_BQV: torch.Tensor,
+    draft_probs_BKV: torch.Tensor,
+    drafts_BK: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    keys_B2: torch.Tensor,
+    positions_BQ: torch.Tensor,
+) -> Verdict:
+    rows, num_drafts = drafts_BK.shape
+    vocab = logits_BQV.shape[2]
+    row_arrivals, arrivals = _arrivals(logits_BQV.device)
+    logits = logits_BQV, *logits_BQV.stride()[:2]
+    laws = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
+    drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B
+    noise = temperature_B, keys_B2, keys_B2.stride(0), positions_BQ, positions_BQ.stride(0)
+    padded_drafts = _padded(num_drafts, _PLACES)
+    peaks_BK, masses_BK, ratios_BK = logits_BQV.new_empty(3, rows, num_drafts, dtype=torch.float32).unbind(0)
+    weights_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.float32)
+    num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
+    tokens_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.int32)
+
+    chunks = _Chunks.of(rows * num_drafts, vocab, _LAW_CHUNK)
+    parts = logits_BQV.new_empty(2, rows * num_drafts, chunks.number, dtype=torch.float32)
+    kernels.weigh_kernel[(chunks.number, rows * num_drafts)](
+        *logits,
+        *laws,
+        *drafts,
+        *noise,
+        *parts.unbind(0),
+        peaks_BK,
+        masses_BK,
+        ratios_BK,
+        row_arrivals,
+        arrivals,
+        weights_BQ,
+        num_accepted_B,
+        vocab,
+        chunks.number,
+        num_drafts,
+        BLOCK_RULE=is_block,
+        PADDED_DRAFTS=padded_drafts,
+        **chunks.settings(),
+    )
+    if is_block:
+        kernels.block_kernel[(chunks.number, rows * max(num_drafts - 1, 1))](
+            *logits,
+            *laws,
+            num_drafts_B,
+            *noise,
+            peaks_BK,
+            masses_BK,
+            weights_BQ,
+            parts[0],
+            arrivals,
+            num_accepted_B,
+            vocab,
+            chunks.number,
+            num_drafts,
+            PADDED_DRAFTS=padded_drafts,
+            **chunks.settings(),
+        )
+    chunks = _Chunks.of(rows, vocab, _LAW_CHUNK)
+    kernels.behind_kernel[(chunks.number, rows)](
+        *logits,
+        *laws,
+        *drafts,
+        *noise,
+        peaks_BK,
+        masses_BK,
+        weights_BQ,
+        num_accepted_B,
+        logits_BQV.new_empty(rows, chunks.number, dtype=torch.float32),
+        arrivals,
+        tokens_BQ,
+        num_sampled_B,
+        vocab,
+        chunks.number,
+        num_drafts,
+        BLOCK_RULE=is_block,
+        PADDED_PLACES=_padded(num_drafts + 1, _PLACES),
+        **chunks.settings(),
+    )
+    return Verdict(tokens_BQ, num_sampled_B)
+
+
+def standard(*inputs: torch.Tensor) -> Verdict:
+    return _by_law(False, *inputs)
+
+
+def block(*inputs: torch.Tensor) -> Verdict:
+    return _by_law(True, *inputs)
+
+
+RULES = Rules(sample_greedy, sample_random, strict_greedy, strict_random, standard, block)

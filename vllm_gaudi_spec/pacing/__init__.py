@@ -1,0 +1,1 @@
+"""How far to speculate, decided where vLLM schedules: one decision for all ranks, and sent to them with each step."""

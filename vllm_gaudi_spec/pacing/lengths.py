@@ -1,0 +1,73 @@
+"""How many drafts each request has use for, from how often its drafts were accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+_FORGET = 0.9
+"""What a step leaves of the weight of those before it."""
+_PRIOR = 2.0
+"""Drafts that a request's own count is mixed with, at the rate of all requests."""
+_LEAST_CHANCE = 0.05
+"""A draft is made while it is accepted, with all before it, at least this often."""
+_LITTLE = 0.1
+"""Accepted drafts that a row must be good for, on average, for its batch to draft at all."""
+_TRY_AGAIN = 32
+"""Steps after which those that drafted nothing draft one again."""
+
+
+@dataclass(slots=True)
+class _Count:
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    def add(self, accepted: int, rejected: bool, keep: float) -> None:
+        self.accepted = self.accepted * keep + accepted
+        self.rejected = self.rejected * keep + rejected
+
+    def rate(self, prior: float) -> float:
+        return (self.accepted + _PRIOR * prior) / (self.accepted + self.rejected + _PRIOR)
+
+
+class Lengths:
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._by_id: dict[str, _Count] = {}
+        self._all = _Count()
+        self._steps = 0
+
+    def observe(self, req_id: str, num_drafted: int, num_accepted: int) -> None:
+        """A request's drafts were verified. Behind the first that is rejected nothing was judged."""
+        rejected = num_accepted < num_drafted
+        self._by_id.setdefault(req_id, _Count()).add(num_accepted, rejected, _FORGET)
+        # Of all requests: a long memory, for those that come without one of their own.
+        self._all.add(num_accepted, rejected, 1 - (1 - _FORGET) / 16)
+
+    def forget(self, req_ids: Collection[str]) -> None:
+        for req_id in req_ids:
+            self._by_id.pop(req_id, None)
+
+    def choose(self, req_ids: Collection[str]) -> dict[str, int]:
+        """The most drafts of each request behind the step that is being scheduled."""
+        self._steps += 1
+        prior = self._all.rate(0.5)
+        rates = {req_id: self._by_id.get(req_id, _Count()).rate(prior) for req_id in req_ids}
+        lengths = {req_id: self._worth(rate) for req_id, rate in rates.items()}
+        gain = sum(_expected(rates[req_id], length) for req_id, length in lengths.items())
+        if gain < _LITTLE * len(lengths):
+            lengths = dict.fromkeys(lengths, 0)
+        if self._steps % _TRY_AGAIN == 0:
+            lengths = {req_id: max(length, 1) for req_id, length in lengths.items()}
+        return lengths
+
+    def _worth(self, rate: float) -> int:
+        if rate >= 1:
+            return self._num_drafts
+        return min(self._num_drafts, int(math.log(_LEAST_CHANCE) / math.log(rate)))
+
+
+def _expected(rate: float, length: int) -> float:
+    """Accepted drafts out of so many."""
+    return rate * (1 - rate**length) / (1 - rate) if rate < 1 else length

@@ -1,0 +1,27 @@
+"""The functions that pass over whole vocabularies, as one device runs them.
+
+Those of this folder are the reference. A device whose launches or passes over memory cost too much in them brings its
+own, with the same arguments and the same tokens; scores within 1e-4 of each other may change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_gaudi_spec.sample import block, standard, strict
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+class Rules(NamedTuple):
+    sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
+    sample_random: Callable[..., torch.Tensor] = strict.sample_random
+    strict_greedy: Callable[..., Verdict] = strict.verify_greedy
+    strict_random: Callable[..., Verdict] = strict.verify_random
+    standard: Callable[..., Verdict] = standard.verify
+    block: Callable[..., Verdict] = block.verify
+
+
+TORCH = Rules()
