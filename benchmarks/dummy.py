@@ -192,11 +192,16 @@ def bandwidth() -> dict[str, float]:
     written bytes together; on a CPU what all threads read."""
     if not on_accelerator():
         return {"measured": common.read_bandwidth(3)}
-    source = torch.randn(2**32, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    measured = {"measured": 2 * source.nbytes / seconds_of(lambda: target.copy_(source), lambda: None, 10)}
+    measured = {"measured": _copy_rate()}
+    torch.cuda.empty_cache()
     name = torch.cuda.get_device_name()
     return measured | ({"datasheet": DATASHEET_BANDWIDTH[name]} if name in DATASHEET_BANDWIDTH else {})
+
+
+def _copy_rate() -> float:
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), lambda: None, 20)
 
 
 def describe_machine() -> dict[str, Any]:

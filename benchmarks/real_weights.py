@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, method: str) -> list[dict[str, Any]]:
         max_model_len=MAX_LEN,
         max_num_seqs=max(options.batches),
         max_num_batched_tokens=4 * MAX_LEN,
-        kv_cache_memory_bytes=2 << 30,
+        kv_cache_memory_bytes=1 << 30,
         per_request_spec_decode_metrics="detailed",
         additional_config={"gaudi_spec": {"batch_buckets": options.batches, "warmup_tokens": 0}},
     ) as llm:

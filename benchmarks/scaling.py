@@ -58,7 +58,8 @@ def lines_of(report: str, rows: list[dict[str, Any]]) -> Iterator[Line]:
     rows = [flat(row) for row in rows]
     for figure, axes in FIGURES.items():
         for axis in axes:
-            others = [name for name in (*KINDS, *axes) if name != axis]
+            # A plain step knows no rates.
+            others = [name for name in (*(() if figure.startswith("plain") else KINDS), *axes) if name != axis]
             groups: dict[tuple[Any, ...], dict[float, float]] = {}
             for row in rows:
                 if axis in row and row.get(figure, 0) > 0:

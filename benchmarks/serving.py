@@ -24,9 +24,9 @@ class Served:
         self._engine, self._runner = llm.llm_engine, dummy.runner_of(llm)
         self._lengths: dict[str, int] = {}
         generator = torch.Generator().manual_seed(0)
-        for _ in range(batch):
+        for seed in range(batch):
             ids = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
-            params = shared.sampling(0.0, tokens, 0, num_drafts)
+            params = shared.sampling(0.0, tokens, seed, num_drafts)
             params.detokenize = False
             name = f"served-{next(_names)}"
             self._lengths[name] = 0

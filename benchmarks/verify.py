@@ -170,11 +170,12 @@ def cells(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     ]
 
 
-def measure(options: argparse.Namespace, bandwidth: dict[str, float]) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
     shape, dtype = dummy.SIZES[options.size], dummy.DTYPES[options.size]
     weights, per_token = dummy.weight_bytes(shape, dtype), dummy.kv_bytes(shape, dtype)
     rows = []
     with engine(options) as llm, torch.inference_mode():
+        bandwidth = dummy.bandwidth()
         dummy.fill_kv(llm)
         longest = max(options.contexts) + CHUNK
         steps = Steps(dummy.runner_of(llm), max(options.batches), 1 + max(options.drafts), longest)
@@ -204,7 +205,7 @@ def measure(options: argparse.Namespace, bandwidth: dict[str, float]) -> list[di
                 }
             )
             common.say(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
-    return rows
+    return bandwidth, rows
 
 
 def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> None:
@@ -221,8 +222,7 @@ def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> 
 def main() -> int:
     options = parse_options()
     common.warn_if_busy()
-    bandwidth = dummy.bandwidth()
-    rows = measure(options, bandwidth)
+    bandwidth, rows = measure(options)
     show(rows, bandwidth, options.size)
     report = {"size": options.size, "bandwidth": bandwidth, "rows": rows, "machine": dummy.describe_machine()}
     common.write_json(options.json, report)
