@@ -15,6 +15,7 @@ def test_ended_requests_parse(options: dict[str, Any], demo_model: str) -> None:
     assert all(count >= 3 for kind, count in ended.items() if kind != "json_object"), ended
 
 
+@pytest.mark.slow
 def test_under_preemption(demo_model: str) -> None:
     """45 KiB of KV a token on the demo model: room for about 500 tokens, where the requests together want thousands."""
     small = dict(max_model_len=256, kv_cache_memory_bytes=24 << 20, block_size=32)
