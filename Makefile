@@ -93,7 +93,7 @@ bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platf
 	@mkdir -p .bench
 	@$(BIN)/python benchmarks/host_overhead.py --json .bench/host_overhead.json
 	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
-	@$(BIN)/python benchmarks/gemm.py --json .bench/gemm.json
+	@$(FAIR_THREADS) $(BIN)/python benchmarks/gemm.py --json .bench/gemm.json
 	@$(FAIR_THREADS) $(BIN)/python benchmarks/upstream.py --json .bench/upstream.json $(ARGS)
 	@$(FAIR_THREADS) $(BIN)/python benchmarks/goodput.py --json .bench/goodput.json
 

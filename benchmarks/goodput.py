@@ -3,7 +3,7 @@
 python benchmarks/goodput.py --json .bench/goodput.json
 
 For each method three engines live side by side, each in a process of its own, and take turns: no speculation, the
-method alone, and the method with the rule. A turn is one batch of the eight fixed openings, past any end token. The
+method alone, and the method with the rule. A turn is one batch of fixed prompts, past any end token. The
 first turns of a batch size are those in which the rule learns; they are reported apart. Ratios are of neighbouring
 turns.
 """
@@ -19,7 +19,8 @@ from turns import Engine, close, interval, ratio, take
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": shared.NGRAM,
-    "suffix": shared.SUFFIX,
+    # Without past answers: every turn asks the same.
+    "suffix": {**shared.SUFFIX, "suffix_decoding_max_cached_requests": 0},
     "draft_model": shared.SAME_VOCAB,
     "universal": shared.OTHER_VOCAB,
     "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
@@ -37,6 +38,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="per prompt")
     parser.add_argument("--learn", type=int, default=3, metavar="N", help="turns before those that count")
     parser.add_argument("--turns", type=int, default=8, metavar="N", help="turns that count")
+    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
     parser.add_argument("--model", help="folder (default: the demo model)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
@@ -56,8 +58,8 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
     answers = []
     try:
         for name, more in setups.items():
-            settings = {**shared.ENGINE, "max_model_len": 512, "max_num_seqs": max(options.batches), **more}
-            engines[name] = Engine(f"goodput-{method}-{name}", model, shared.IN_PROCESS, **settings)
+            settings = {"max_model_len": 512, "max_num_seqs": max(options.batches), **more}
+            engines[name] = Engine(f"goodput-{method}-{name}", model, shared.IN_PROCESS, options.texts, **settings)
         for batch in options.batches:
 
             def ask(engine: Engine, batch: int = batch) -> float:
@@ -90,7 +92,7 @@ def measure_all(options: argparse.Namespace) -> None:
     model = options.model or demo_model_path()
     rows = [row for method in options.methods for row in measure(method, model, options)]
     show(rows, options)
-    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "learn", "turns")}
+    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "learn", "turns", "texts")}
     common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
 
 

@@ -98,6 +98,14 @@ def general_prompts(most: int | None = None) -> list[str]:
     return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:most]]
 
 
+TEXTS = ("openings", "general")
+
+
+def texts_named(name: str, most: int | None = None) -> list[str]:
+    """One of `TEXTS`."""
+    return general_prompts(most) if name == "general" else prompt_sets(most)["openings"]
+
+
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
     """Some models are lost without their beginning of text, others were trained without one."""
     before = [tokenizer.bos_token_id] if bos else []
@@ -108,7 +116,7 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 
 
 @contextmanager
-def engine(model: str, speculative_config: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
+def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
     llm = LLM(model, speculative_config=speculative_config, **(ENGINE | options))

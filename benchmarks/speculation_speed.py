@@ -36,7 +36,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=128, help="per prompt, past any end token")
-    parser.add_argument("--texts", choices=["openings", "general"], default="openings", help="which prompts")
+    parser.add_argument("--texts", choices=shared.TEXTS, default="openings", help="which prompts")
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="the first N of them")
     parser.add_argument("--cpu_weights", metavar="FORMAT", help="additional_config.gaudi_spec.cpu_weights")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -94,8 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = demo_model_path()
     from vllm.tokenizers import get_tokenizer
 
-    general = options.texts == "general"
-    texts = shared.general_prompts(options.prompts) if general else shared.prompt_sets(options.prompts)["openings"]
+    texts = shared.texts_named(options.texts, options.prompts)
     prompts = shared.encode(get_tokenizer(model), texts, bos=False)
     turns: dict[str, list[Any]] = {"plain": [], "drafted": []}
     with shared.engine(

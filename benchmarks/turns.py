@@ -1,8 +1,9 @@
 """Engines side by side, each in a process of its own, that take turns: a slow minute of the machine meets them all."""
 
-import gc
+import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
@@ -12,7 +13,9 @@ from typing import Any
 import common
 import numpy as np
 
-RESAMPLES = 2000
+# 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal law is near.
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+_PATIENCE_S = 900
 Turn = dict[str, float]
 """Seconds of neighbouring turns, by engine."""
 
@@ -20,13 +23,14 @@ Turn = dict[str, float]
 class Engine:
     """`LLM(model, **options)` in a process of its own, with `environment`; it answers batches of fixed prompts."""
 
-    def __init__(self, name: str, model: str, environment: dict[str, str], **options: Any) -> None:
+    def __init__(self, name: str, model: str, environment: dict[str, str], texts: str, **options: Any) -> None:
+        """`texts`: which prompts, by the name that `speculation_common` gives them."""
         common.LOGS.mkdir(exist_ok=True)
         self._log = common.LOGS / f"{name.replace('/', '-')}.log"
         self._pipe, theirs = multiprocessing.Pipe()
         started = time.perf_counter()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, model, environment, options, self._log)
+            target=_serve, args=(theirs, model, environment, texts, options, self._log)
         )
         self._process.start()
         theirs.close()
@@ -49,41 +53,43 @@ class Engine:
         if self._process.is_alive():
             self._pipe.send(None)
             self._process.join(60)
-        self._process.kill()
+        # With it goes what it started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self) -> Any:
         try:
-            return self._pipe.recv()
+            if self._pipe.poll(_PATIENCE_S):
+                return self._pipe.recv()
         except EOFError:
             raise RuntimeError(f"an engine died; its last words are in {self._log}") from None
+        raise RuntimeError(f"an engine does not answer; its last words are in {self._log}")
 
 
-def _serve(pipe: Connection, model: str, environment: dict[str, str], options: dict[str, Any], log: Path) -> None:
+def _serve(
+    pipe: Connection, model: str, environment: dict[str, str], texts: str, options: dict[str, Any], log: Path
+) -> None:
+    os.setsid()
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.environ.update(environment)
     import speculation_common as shared
-    from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
     from vllm.tokenizers import get_tokenizer
 
-    prompts = shared.encode(get_tokenizer(model), shared.prompt_sets()["openings"], bos=False)
-    llm = LLM(model, **options)
-    pipe.send(type(current_platform).__module__)
-    while (asked := pipe.recv()) is not None:
-        if isinstance(asked, str):
-            pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
-            continue
-        batch, tokens = asked
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        wanted = [{"prompt_token_ids": prompts[place % len(prompts)]} for place in range(batch)]
-        started = time.perf_counter()
-        llm.generate(wanted, sampling, use_tqdm=False)
-        pipe.send(time.perf_counter() - started)
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
+    prompts = shared.encode(get_tokenizer(model), shared.texts_named(texts), bos=False)
+    with shared.engine(model, **options) as llm:
+        pipe.send(type(current_platform).__module__)
+        while (asked := pipe.recv()) is not None:
+            if isinstance(asked, str):
+                pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
+                continue
+            batch, tokens = asked
+            wanted = [{"prompt_token_ids": prompts[place % len(prompts)]} for place in range(batch)]
+            started = time.perf_counter()
+            llm.generate(wanted, shared.sampling(0.0, tokens, 0), use_tqdm=False)
+            pipe.send(time.perf_counter() - started)
 
 
 def take(engines: dict[str, Engine], count: int, ask: Callable[[Engine], float]) -> list[Turn]:
@@ -99,11 +105,11 @@ def close(engines: Iterable[Engine]) -> None:
 
 
 def ratio(turns: list[Turn], one: str, other: str) -> tuple[float, float, float]:
-    """Speed of one over that of the other, and its 95 % interval over turns."""
+    """Speed of one over that of the other, and its 95 % interval: Student's t over the logarithms of the turns."""
     logs = np.log([turn[other] / turn[one] for turn in turns])
-    picks = np.random.default_rng(0).integers(len(logs), size=(RESAMPLES, len(logs)))
-    low, high = np.exp(np.percentile(logs[picks].mean(1), [2.5, 97.5]))
-    return float(np.exp(logs.mean())), float(low), float(high)
+    quantile = _T[min(len(logs) - 1, len(_T)) - 1] if len(logs) > 1 else float("inf")
+    reach = quantile * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else float("inf")
+    return tuple(float(np.exp(logs.mean() + sign * reach)) for sign in (0, -1, 1))
 
 
 def interval(value: tuple[float, float, float]) -> str:

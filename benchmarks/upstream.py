@@ -1,9 +1,10 @@
-"""This platform beside upstream's CPU platform, in one environment: plain decoding, and every method that both have.
+"""This platform beside upstream's CPU platform, in one environment: plain decoding, and methods that both have.
 
 python benchmarks/upstream.py --json .bench/upstream.json
 
 For each method both engines live side by side, each in processes of its own, and take turns. A turn is one batch of the
-eight fixed openings, greedy, float32, past any end token; upstream's engine runs eagerly.
+fixed prompts, greedy, float32, past any end token; upstream's engine runs eagerly. For EAGLE-3, Medusa and MTP there
+are no weights of the demo model.
 """
 
 import argparse
@@ -36,6 +37,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=3, metavar="K")
     parser.add_argument("--tokens", type=int, default=64, help="per prompt")
     parser.add_argument("--turns", type=int, default=6, metavar="N", help="of each engine at each batch size")
+    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
@@ -46,7 +48,7 @@ def parse_options() -> argparse.Namespace:
 
 def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
     config = METHODS[method]
-    settings = {**shared.ENGINE, "max_model_len": 512, "max_num_seqs": max(options.batches)}
+    settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": max(options.batches)}
     if config is not None:
         settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
     engines: dict[str, Engine] = {}
@@ -55,7 +57,9 @@ def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, A
             common.say(f"{method}: starting {platform} ...")
             eager = platform == "upstream"
             log = f"upstream-{method.replace(' ', '-')}-{platform}"
-            engines[platform] = Engine(log, model, {**QUIET, **environment}, enforce_eager=eager, **settings)
+            engines[platform] = Engine(
+                log, model, {**QUIET, **environment}, options.texts, enforce_eager=eager, **settings
+            )
             common.check_platform(platform, engines[platform].platform)
         batches = [measure_batch(engines, batch, options) for batch in options.batches]
         lengths = {name: tokens_a_step(engine) for name, engine in engines.items()}
@@ -92,7 +96,7 @@ def tokens_a_step(engine: Engine) -> float | None:
 
 
 def memory_bound(folder: Path, tokens: int) -> dict[str, float]:
-    """What a plain decode step at batch 1 would take if reading weights and KV were all it did (float32)."""
+    """What a plain decode step at batch 1 would take if reading float32 weights and KV were all it did."""
     bytes_per_s = common.read_bandwidth()
     num_bytes = common.weights_read_per_step(folder, 4) + tokens // 2 * common.kv_bytes_per_token(folder, 4)
     return {"bytes_read": num_bytes, "read_gb_s": bytes_per_s / 1e9, "bound_s": num_bytes / bytes_per_s}
@@ -117,7 +121,7 @@ def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.
             steps = {name: 1e3 * value for name, value in row["batches"][0]["seconds_a_token"].items()}
             common.say(
                 f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms; "
-                f"memory bound {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s = "
+                f"memory bound of float32 weights {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s = "
                 f"{1e3 * bound['bound_s']:.1f} ms"
             )
             startup = row["startup_s"]
@@ -133,7 +137,7 @@ def measure_all(options: argparse.Namespace) -> None:
     bound = memory_bound(common.model_folder(model), options.tokens)
     rows = [measure(method, model, options) for method in options.methods]
     show(rows, bound, options)
-    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns")}
+    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns", "texts")}
     common.write_json(options.json, {**settings, "bound": bound, "rows": rows, "machine": common.describe_machine()})
 
 

@@ -21,7 +21,7 @@ STATE = ROOT / ".verify"
 SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "demo", "calibration", "requirements", "pyproject.toml")
 SECONDS_PER_TEST = 3600
 NO_TESTS_COLLECTED = 5
-# Files whose names begin so need a device of their own.
+# Full tests whose files' names begin so need a device of their own.
 ENVIRONMENTS = {
     "test_emulated": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"},
     "test_cuda": {"VGS_DEVICE": "cuda"},
@@ -85,7 +85,8 @@ def run_file(file: Path, tree: str) -> Outcome:
         f"--junitxml={report}",
     ]
     started = time.monotonic()
-    own = next((own for begin, own in ENVIRONMENTS.items() if file.name.startswith(begin)), {})
+    full = file.parent.name == "full_tests"
+    own = next((own for begin, own in ENVIRONMENTS.items() if full and file.name.startswith(begin)), {})
     status = subprocess.run(command, cwd=ROOT, env=os.environ | own, check=False).returncode
     outcome = Outcome(tree=tree, status=status, seconds=time.monotonic() - started, **counts(report))
     # Written beside its place and renamed: an interruption leaves the old state, never half of the new one.

@@ -146,8 +146,8 @@ class Options:
     goodput: bool = False
     """Batches draft only while that is faster than not to."""
     cpu_weights: str | None = None
-    """On a CPU, in which format linear weights are kept: `float32`, with a float16 copy for small steps of each matrix
-    that is the same in both; `float16`, half the memory, and rounded where they are not the same; `int8`."""
+    """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
+    for small steps a float16 copy of each matrix that is the same in both."""
 
     @property
     def paces(self) -> bool:

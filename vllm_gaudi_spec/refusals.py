@@ -97,8 +97,9 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
     wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
-    if wanted is None:
-        return
+    given = vllm_config.speculative_config
+    if wanted is None or (given is not None and model is not given.target_model_config):
+        return  # a drafter's weights may have a format of their own
     if device != "cpu":
         yield f"{name} is for device cpu, and this is {device}; leave it out."
     if str(model.dtype) != "torch.float32":

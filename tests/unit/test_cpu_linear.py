@@ -66,7 +66,7 @@ def test_bfloat16_checkpoints_lose_nothing(choice: str | None, shape: tuple[int,
 
 def test_what_float16_does_not_hold_stays_float32_unless_asked_for() -> None:
     weight = weight_of((96, 64), torch.float32)
-    assert not cpu_linear.is_exact_in_float16(weight)
+    assert Float16Linear.exact(weight) is None
     assert not isinstance(layer_of(weight, None).cpu_linear, ByRows)
     assert isinstance(layer_of(weight_of((96, 64)), None).cpu_linear, ByRows)
     x = torch.randn(4, 64)

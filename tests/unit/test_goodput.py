@@ -91,6 +91,43 @@ def test_sizes_are_judged_apart_and_start_like_their_neighbour() -> None:
     assert small.ways[-1]
 
 
+def test_a_size_that_comes_back_is_measured_anew() -> None:
+    """Contexts have grown: what was fast is slow, whatever was measured then."""
+    goodput = Goodput([1, 4])
+    machine = Machine(goodput, drafted_s=0.01, plain_s=0.02, tokens=1.0)
+    machine.run(400)
+    assert machine.ways[-1]
+    Machine(goodput, drafted_s=0.01, plain_s=0.02, tokens=1.0).run(200, rows=1)
+    later = Machine(goodput, drafted_s=0.25, plain_s=0.19, tokens=1.0)
+    later.run(700)
+    assert not later.ways[-1]
+
+
+def test_a_pause_in_a_trial_is_not_the_ways_fault() -> None:
+    machine = Machine(Goodput([4]), drafted_s=2.0, tokens=1.2)
+    machine.run(300)
+    size = machine.goodput._at(4)
+    size.wait = 1
+    machine.run(3)
+    assert size.on_trial
+    machine.goodput.observe(4, True, 60.0, 4, steady=False)
+    machine.run(40)
+    assert 0 < size.wait < 20000
+
+
+def test_a_trial_whose_way_is_not_taken_ends() -> None:
+    """Somebody else wants no drafts at all."""
+    goodput = Goodput([4])
+    for _ in range(200):
+        goodput.observe(4, False, 1.0, 4, steady=True)
+    size = goodput._at(4)
+    size.drafting, size.wait = False, 1
+    for _ in range(200):
+        goodput.observe(4, False, 1.0, 4, steady=True)
+        assert size.trial_steps <= 64
+    assert not size.on_trial or size.trial_steps < 64
+
+
 def test_between_equals_nothing_flaps() -> None:
     machine = Machine(Goodput([4]), drafted_s=1.5, tokens=1.5, noise=0.1)
     machine.run(5000)

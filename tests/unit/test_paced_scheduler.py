@@ -30,7 +30,7 @@ def paced(kind: type[Scheduler], folder: Path, **options: bool) -> Any:
 class Never:
     """A rule that is always against it."""
 
-    def drafts(self, num_rows: int) -> bool:
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
         return False
 
     def observe(self, *args: object, **kwargs: object) -> bool:
@@ -77,10 +77,15 @@ def test_each_request_has_its_own_length(kind: type[Scheduler], tmp_path: Path) 
         assert {name: len(places.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
 
 
-def test_what_is_learned_of_a_request_ends_with_it(tmp_path: Path) -> None:
-    scheduler = paced(PacedScheduler, tmp_path, adaptive=True)
+@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
+def test_what_is_learned_of_a_request_ends_with_it(kind: type[Scheduler], tmp_path: Path) -> None:
+    scheduler = paced(kind, tmp_path, adaptive=True)
     scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {"a": 3}))
     assert set(scheduler._lengths._by_id) == {"a"}
+    in_flight = scheduler.schedule()
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     scheduler.schedule()
     assert not scheduler._lengths._by_id
+    scheduler.update_from_output(in_flight, answer({"a": [9], "b": [9]}, {"a": 3, "b": 0}))
+    assert not scheduler._lengths._by_id
+    assert id(in_flight) not in scheduler._paces

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from vllm import _custom_ops as vllm_ops
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
 
@@ -38,9 +40,20 @@ class Float16Linear:
 
     @classmethod
     def of(cls, weight_NK: torch.Tensor) -> Float16Linear:
-        scale = None if _is_float16(weight_NK) else _power_of_two(weight_NK)
-        scaled_NK = weight_NK if scale is None else weight_NK / scale
-        return cls(torch.ops.quantized.linear_prepack_fp16(scaled_NK, None), scale, weight_NK.numel() * 2)
+        """Rounded where float16 does not hold it."""
+        return cls._scaled(weight_NK, _exact_scale(weight_NK) or _power_of_two(weight_NK))
+
+    @classmethod
+    def exact(cls, weight_NK: torch.Tensor) -> Float16Linear | None:
+        """None where float16 does not hold it."""
+        scale = _exact_scale(weight_NK)
+        return None if scale is None else cls._scaled(weight_NK, scale)
+
+    @classmethod
+    def _scaled(cls, weight_NK: torch.Tensor, scale: float) -> Float16Linear:
+        scaled_NK = weight_NK if scale == 1 else weight_NK / scale
+        packed = torch.ops.quantized.linear_prepack_fp16(scaled_NK, None)
+        return cls(packed, None if scale == 1 else scale, weight_NK.numel() * 2)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scaled = x if self.scale is None else x * self.scale
@@ -101,9 +114,12 @@ def _power_of_two(weight: torch.Tensor) -> float:
     return 2.0 ** (int(exponent) - 15)
 
 
-def is_exact_in_float16(weight: torch.Tensor) -> bool:
-    """Whether a matrix survives `Float16Linear` unchanged."""
-    return _is_float16(weight) or _is_float16(weight / _power_of_two(weight))
+def _exact_scale(weight: torch.Tensor) -> float | None:
+    """What a matrix is divided by to survive in float16 unchanged; None where nothing helps."""
+    if _is_float16(weight):
+        return 1.0
+    scale = _power_of_two(weight)
+    return scale if _is_float16(weight / scale) else None
 
 
 def has_float16_kernel() -> bool:
@@ -118,7 +134,7 @@ _KERNELS = {FLOAT32: lambda: True, FLOAT16: has_float16_kernel, INT8: has_int8_k
 
 
 def refuse_missing_kernel(options: Options) -> None:
-    wanted = options.cpu_weights or FLOAT32
+    wanted = options.cpu_weights or FLOAT32  # without a choice there are copies where there is a kernel for them
     if not _KERNELS[wanted]():
         found = " or ".join(name for name, is_there in _KERNELS.items() if is_there())
         raise UnsupportedConfigError(
@@ -127,7 +143,20 @@ def refuse_missing_kernel(options: Options) -> None:
 
 
 _LINEAR = "gaudi_spec_linear"
-"""On a weight that two layers share: what multiplies with it."""
+"""On a weight that two layers share: what multiplies with it. Nobody changes a weight behind that."""
+
+
+class OnFirstCall:
+    """For tables of embeddings, with which most models never multiply."""
+
+    def __init__(self, make: Callable[[], Linear]) -> None:
+        self._make = make
+        self._linear: Linear | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._linear is None:
+            self._linear = self._make()
+        return self._linear(x, weight, bias)
 
 
 def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
@@ -136,27 +165,35 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     `remove_weight`: nobody else reads it. Embedding tables keep theirs, as tokens are looked up in them.
     """
     weight = layer.weight
-    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+    wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
+    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or wanted == FLOAT32:
         original(layer, remove_weight)
         return
-    linear = getattr(weight, _LINEAR, None)
-    if linear is None:
-        linear = _choose(original, layer, weight.detach(), remove_weight)
-        setattr(weight, _LINEAR, linear)
-    layer.cpu_linear = linear
+    choose = partial(_choose, original, layer, weight.detach(), remove_weight, wanted)
     if remove_weight:
-        layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        layer.cpu_linear = choose()
+    elif isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+        layer.cpu_linear = OnFirstCall(choose)
+    else:
+        if not hasattr(weight, _LINEAR):
+            setattr(weight, _LINEAR, choose())
+        layer.cpu_linear = getattr(weight, _LINEAR)
 
 
-def _choose(original: Callable[..., None], layer: nn.Module, weight: torch.Tensor, remove_weight: bool) -> Linear:
-    wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
-    if wanted == INT8:
-        return Int8Linear(weight, wide=not remove_weight)
-    if wanted == FLOAT16:
-        return Float16Linear.of(weight)
-    few = Float16Linear.of(weight) if has_float16_kernel() and is_exact_in_float16(weight) else None
+def _choose(
+    original: Callable[..., None], layer: nn.Module, weight: torch.Tensor, remove_weight: bool, wanted: str | None
+) -> Linear:
+    if wanted is not None:
+        if remove_weight:
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        return Int8Linear(weight, wide=not remove_weight) if wanted == INT8 else Float16Linear.of(weight)
+    few = Float16Linear.exact(weight) if has_float16_kernel() else None
+    chosen = getattr(layer, "cpu_linear", None)
+    # It keeps the weight where it has no kernel that packs it.
     original(layer, remove_weight)
     many: Linear = layer.cpu_linear
+    if chosen is not None:
+        layer.cpu_linear = chosen
     return many if few is None else ByRows(few, many)
 
 

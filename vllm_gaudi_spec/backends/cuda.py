@@ -164,14 +164,14 @@ class Backend:
 
 
 def _rules() -> Rules:
-    """Triton may be missing elsewhere."""
+    """Imported late, as Triton is missing elsewhere."""
     from vllm_gaudi_spec.backends.cuda_rules import RULES
 
     return RULES
 
 
 def _kernels() -> Any:
-    """Imported late: Triton looks for a GPU."""
+    """Imported late, as Triton is missing elsewhere."""
     from vllm_gaudi_spec.backends import cuda_attention
 
     return cuda_attention

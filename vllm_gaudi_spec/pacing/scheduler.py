@@ -47,6 +47,8 @@ class _Paced(Scheduler):
         self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
         self._drafts = False
         self._last = (0.0, _Pace(0, False, False, False))
+        self._paces: dict[int, _Pace] = {}
+        """Of steps that are not done, by the identity of vLLM's word for them."""
         self._num_spared = 0
 
     # --- while a step is scheduled ---
@@ -54,37 +56,45 @@ class _Paced(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if self._lengths is not None:
             self._lengths.forget(scheduler_output.finished_req_ids)
-        if scheduler_output.num_scheduled_tokens:
-            self._pace(scheduler_output)
+        if (sampling := self._sampling(scheduler_output)) and scheduler_output.num_spec_tokens_to_schedule:
+            self._pace(scheduler_output, sampling)
+        else:
+            self._drafts = False
         super()._update_after_schedule(scheduler_output)
         for req_id, most in getattr(scheduler_output, "most_drafts", {}).items():
             # Where steps overlap these are places for drafts; else nothing stands here yet.
             request = self.requests[req_id]
             request.spec_token_ids = request.spec_token_ids[:most]
 
-    def _pace(self, scheduled: SchedulerOutput) -> None:
-        num_rows = len(scheduled.num_scheduled_tokens)
-        most = scheduled.num_spec_tokens_to_schedule
-        if most and self._goodput is not None and not self._goodput.drafts(num_rows):
-            most, self._num_spared = 0, self._num_spared + 1
-        if most and self._lengths is not None:
+    def _sampling(self, scheduled: SchedulerOutput) -> list[str]:
+        """Requests of a step that are past their prompts when it is done: what has a use for drafts."""
+        return [
+            req_id
+            for req_id, count in scheduled.num_scheduled_tokens.items()
+            if (request := self.requests[req_id]).num_computed_tokens + count
+            >= request.num_tokens + request.num_output_placeholders
+        ]
+
+    def _pace(self, scheduled: SchedulerOutput, sampling: list[str]) -> None:
+        only_decodes = _only_decodes(scheduled)
+        drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
+        if drafts and self._lengths is not None:
             # The runner looks for it: what each of these requests may draft behind this step.
-            scheduled.most_drafts = self._lengths.choose(scheduled.num_scheduled_tokens)
-            if not any(scheduled.most_drafts.values()):
-                most, self._num_spared = 0, self._num_spared + 1
-        scheduled.num_spec_tokens_to_schedule = most
-        scheduled.pace = _Pace(num_rows, self._drafts, most > 0, _only_decodes(scheduled))
-        self._drafts = most > 0
+            scheduled.most_drafts = self._lengths.choose(sampling)
+            drafts = any(scheduled.most_drafts.values())
+        if not drafts:
+            scheduled.num_spec_tokens_to_schedule, self._num_spared = 0, self._num_spared + 1
+        self._paces[id(scheduled)] = _Pace(len(sampling), self._drafts, drafts, only_decodes)
+        self._drafts = drafts
 
     # --- when it is done ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        pace = getattr(scheduler_output, "pace", None)
-        if pace is not None:
-            if self._goodput is not None:
-                self._measure(self._goodput, pace, model_runner_output)
-            if self._lengths is not None:
-                _observe(self._lengths, model_runner_output)
+        pace = self._paces.pop(id(scheduler_output), None)
+        if pace is not None and self._goodput is not None:
+            self._measure(self._goodput, pace, model_runner_output)
+        if self._lengths is not None:
+            self._observe(self._lengths, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _measure(self, goodput: Goodput, pace: _Pace, output: ModelRunnerOutput) -> None:
@@ -103,6 +113,14 @@ class _Paced(Scheduler):
                 with_drafts * pace.num_rows,
                 without * pace.num_rows,
             )
+
+    def _observe(self, lengths: Lengths, output: ModelRunnerOutput) -> None:
+        num_real: dict[str, int] = getattr(output, "num_real_drafts", None) or {}
+        for req_id, num_drafts in num_real.items():
+            # One that has ended may have had a step in flight.
+            if num_drafts and req_id in self.requests:
+                if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
+                    lengths.observe(req_id, num_drafts, len(tokens) - 1)
 
     def make_stats(self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any) -> Any:
         if self._num_spared and self.log_stats:
@@ -124,10 +142,3 @@ def _only_decodes(scheduled: SchedulerOutput) -> bool:
     if scheduled.scheduled_new_reqs or cached.resumed_req_ids:
         return False
     return all(count == 1 + len(drafts.get(req_id, ())) for req_id, count in scheduled.num_scheduled_tokens.items())
-
-
-def _observe(lengths: Lengths, output: ModelRunnerOutput) -> None:
-    num_real: dict[str, int] = getattr(output, "num_real_drafts", None) or {}
-    for req_id, num_drafts in num_real.items():
-        if num_drafts and (tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]):
-            lengths.observe(req_id, num_drafts, len(tokens) - 1)
