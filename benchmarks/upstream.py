@@ -121,8 +121,8 @@ def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.
             steps = {name: 1e3 * value for name, value in row["batches"][0]["seconds_a_token"].items()}
             common.say(
                 f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms; "
-                f"memory bound of float32 weights {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s = "
-                f"{1e3 * bound['bound_s']:.1f} ms"
+                f"memory bound of float32 weights {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s "
+                f"= {1e3 * bound['bound_s']:.1f} ms"
             )
             startup = row["startup_s"]
             common.say(f"start-up: ours {startup['ours']:.1f} s, upstream {startup['upstream']:.1f} s")
