@@ -55,7 +55,8 @@ def test_drafting_comes_back_with_the_load(overlapping: bool, tiny_llama: str) -
         assert right > 0.97 * drafted, f"{right} of {drafted}"
 
 
-@pytest.mark.parametrize("overlapping", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapping", [False, True])
 def test_a_drafter_with_sliding_windows_writes_where_it_may(overlapping: bool, tiny: Callable[[str], str]) -> None:
     """vLLM hands blocks behind a window to others, and the worker is not told: a drafter that catches up would write
     into a neighbour's."""

@@ -92,6 +92,7 @@ def test_on_a_real_pair_text_reads_better_than_ids(demo_model: str) -> None:
     assert lengths["slem"] > lengths["map"]
 
 
+@pytest.mark.slow
 def test_structured_answers_draft_too(demo_model: str) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
