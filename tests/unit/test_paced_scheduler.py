@@ -55,6 +55,44 @@ def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> Non
     assert sum(count.num_spared_steps for count in counts) == 2
 
 
+class Notes:
+    """A rule that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.observed: list[int] = []
+
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+        return True
+
+    def observe(self, num_rows: int, *args: object, **kwargs: object) -> bool:
+        self.observed.append(num_rows)
+        return False
+
+
+def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
+    scheduler = paced(PacedScheduler, tmp_path, goodput=True)
+    scheduler._goodput = notes = Notes()
+
+    def step() -> None:
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer({name: [1] for name in scheduled.num_scheduled_tokens}, {}))
+
+    step()
+    assert not notes.observed, "of prompts"
+    step()
+    assert not notes.observed, "behind prompts"
+    step()
+    assert notes.observed == [2]
+    # One that nobody paced: the time since the last that was is not the next one's.
+    scheduler.num_spec_tokens, kept = 0, scheduler.num_spec_tokens
+    step()
+    scheduler.num_spec_tokens = kept
+    step()
+    assert notes.observed == [2]
+    step()
+    assert notes.observed == [2, 2]
+
+
 def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
     scheduler = paced(PacedScheduler, tmp_path, goodput=True)
     scheduler._goodput = Never()

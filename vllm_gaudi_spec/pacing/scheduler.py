@@ -34,6 +34,10 @@ class _Pace(NamedTuple):
     only_decodes: bool
 
 
+_NO_PACE = _Pace(0, False, False, False)
+"""Of a step that was not paced: the one behind it can not be timed."""
+
+
 class _Paced(Scheduler):
     """Before one of vLLM's own."""
 
@@ -46,7 +50,7 @@ class _Paced(Scheduler):
             self._goodput = Goodput(shapes.decode_rows)
         self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
         self._drafts = False
-        self._last = (0.0, _Pace(0, False, False, False))
+        self._last = (0.0, _NO_PACE)
         self._paces: dict[int, _Pace] = {}
         """Of steps that are not done, by the identity of vLLM's word for them."""
         self._num_spared = 0
@@ -90,8 +94,8 @@ class _Paced(Scheduler):
     # --- when it is done ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        pace = self._paces.pop(id(scheduler_output), None)
-        if pace is not None and self._goodput is not None:
+        pace = self._paces.pop(id(scheduler_output), _NO_PACE)
+        if self._goodput is not None:
             self._measure(self._goodput, pace, model_runner_output)
         if self._lengths is not None:
             self._observe(self._lengths, model_runner_output)
