@@ -10,12 +10,11 @@ turns.
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
 import speculation_common as shared
-from turns import Engine, close, interval, ratio, take
+from turns import Engine, close, interval, parser_of, ratio, take
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": shared.NGRAM,
@@ -31,16 +30,9 @@ PROMISED = 0.97
 
 
 def parse_options() -> argparse.Namespace:
-    parser = shared.parser_of(__doc__)
+    parser = parser_of(__doc__, turns=8)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--drafts", type=int, default=3, metavar="K")
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
     parser.add_argument("--learn", type=int, default=3, metavar="N", help="turns before those that count")
-    parser.add_argument("--turns", type=int, default=8, metavar="N", help="turns that count")
-    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
-    parser.add_argument("--model", help="folder (default: the demo model)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
 
@@ -116,7 +108,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse_options()
-    return shared.run_main(options, lambda: None, lambda: measure_all(options))
+    return shared.run_whole(lambda: measure_all(options))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ def run_main(options: argparse.Namespace, part: Callable[[], Any], whole: Callab
     if options.part:
         common.hand_back(options.result, part())
         return 0
+    return run_whole(whole)
+
+
+def run_whole(whole: Callable[[], None]) -> int:
     try:
         whole()
     except RuntimeError as error:

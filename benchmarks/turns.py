@@ -1,5 +1,6 @@
 """Engines side by side, each in a process of its own, that take turns: a slow minute of the machine meets them all."""
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -18,6 +19,21 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 _PATIENCE_S = 900
 Turn = dict[str, float]
 """Seconds of neighbouring turns, by engine."""
+
+
+def parser_of(doc: str | None, turns: int) -> argparse.ArgumentParser:
+    """`turns`: of each engine, unless the user says otherwise."""
+    import speculation_common as shared
+
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--drafts", type=int, default=3, metavar="K")
+    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
+    parser.add_argument("--turns", type=int, default=turns, metavar="N", help="that count, at each batch size")
+    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
+    parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
 
 
 class Engine:

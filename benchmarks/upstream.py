@@ -16,7 +16,7 @@ from typing import Any
 import common
 import speculation_common as shared
 from common import PLATFORMS, QUIET
-from turns import Engine, close, interval, ratio, take
+from turns import Engine, close, interval, parser_of, ratio, take
 
 # By upstream's names. Its suffix drafter needs a package besides; ngram_gpu needs Triton there.
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -31,15 +31,8 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted
 
 
 def parse_options() -> argparse.Namespace:
-    parser = shared.parser_of(__doc__)
+    parser = parser_of(__doc__, turns=6)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--drafts", type=int, default=3, metavar="K")
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
-    parser.add_argument("--turns", type=int, default=6, metavar="N", help="of each engine at each batch size")
-    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
-    parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
 
@@ -143,7 +136,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse_options()
-    return shared.run_main(options, lambda: None, lambda: measure_all(options))
+    return shared.run_whole(lambda: measure_all(options))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
-from vllm.platforms.interface import CpuArchEnum, Platform
+from vllm.platforms.interface import CpuArchEnum, Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
@@ -119,6 +119,59 @@ class SpecPlatform(Platform):
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
         return False
+
+
+class CapturingPlatform(SpecPlatform):
+    """Accelerators that capture each step."""
+
+    # To vLLM none of its own: it would look for compiled operations.
+    _enum = PlatformEnum.OOT
+    # For helpers of vLLM, some made while it is imported, when the device's software is not there yet.
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
+            device = load_backend().name
+            logger.warning_once("--enforce-eager has no effect on %s: steps are captured all the same.", device)
+        # A process that was forked from one with an open card has none, or hangs when it ends.
+        choose_start_method(lambda: "spawn")
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's compiled operations are for other devices."""
+
+    @classmethod
+    def norm_provider(cls) -> str:
+        """The device's own norms by their name in vLLM's IR, where importing its layers has registered them."""
+        raise NotImplementedError
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        super().import_ir_kernels()
+        load_backend()  # the device's software, or what stands in for it
+        cls.norm_provider()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        norms = [cls.norm_provider(), "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=norms, fused_add_rms_norm=norms)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return load_backend().name
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """vLLM's front end asks, to choose how much it schedules at once; it must not open the card."""
+        return 0
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:

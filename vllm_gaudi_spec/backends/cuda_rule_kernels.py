@@ -4,9 +4,7 @@ A kernel reads its rows once, in chunks, PARTS of them a program. The last progr
 and the last that finishes a row of a request judges it: launches for the few numbers that are left would cost more than
 reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
-A race (the argmax of logits plus noise) needs two logarithms a token, too much for the speed of the memory. So the
-chunks are ranked by an upper bound of their best score, which costs none, and the row's finisher computes the scores of
-those chunks that can hold the winner: nearly always one.
+Races for the best token are run by `cuda_races.py`.
 
 Names: a row is a place of a request; b counts requests, `vocab` tokens, `num_chunks` chunks of CHUNK tokens a row.
 """
@@ -16,174 +14,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_STREAM_ACCEPT = tl.constexpr(1)
+from vllm_gaudi_spec.backends.cuda_races import (
+    PIECE,
+    bound_of,
+    first_best,
+    hash_place,
+    keys_of_block,
+    load_keys,
+    scores_of,
+    uniform,
+    values_of,
+    winner_of,
+)
+
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# Tokens whose scores are computed at once: more would cost registers that the reading needs.
-_PIECE = tl.constexpr(512)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-
-# --- noise: sample/noise.py in unsigned integers ---
-
-
-@triton.jit
-def _mix(x):
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _keys(keys, key_stride, b):
-    low = tl.load(keys + b * key_stride).to(tl.uint32, bitcast=True)
-    high = tl.load(keys + b * key_stride + 1).to(tl.uint32, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def _keys_of_block(low, high, start):
-    low = _mix(low ^ _mix(start.to(tl.uint32, bitcast=True) * 0xC2B2AE3D))
-    return low, _mix(high + low)
-
-
-@triton.jit
-def _hash_place(low, high, position, STREAM: tl.constexpr):
-    """What the hash of a token needs of everything else."""
-    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
-    first = _mix(place ^ low)
-    second = _mix(first + high)
-    # The last shift of one finaliser and the first of the next cancel, but for these bits.
-    return first, second ^ (second >> 16)
-
-
-@triton.jit
-def _hash_tokens(tokens, first, second):
-    x = tokens.to(tl.uint32, bitcast=True) * 0x9E3779B1 + first
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    x ^= second
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _unit(hashed):
-    """In (0, 1], of 31 bits."""
-    return (hashed & 0xFFFFFFFE).to(tl.float32) * 2.3283064365386963e-10 + 2.3283064365386963e-10
-
-
-@triton.jit
-def _gumbel(hashed):
-    unit = tl.minimum(_unit(hashed), 0.99999994)
-    left = 1.0 - unit
-    # log1p: the division puts back what was rounded away in 1 - unit.
-    exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
-    return -tl.log(exponential)
-
-
-@triton.jit
-def _rough_gumbel(hashed):
-    """At least `_gumbel` and seldom more than 0.1 above it where it is large: -log(u), with the float's own bits as its
-    logarithm to base 2. `_ROUGH_OFFSET` is still to be added."""
-    return _unit(hashed).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
-
-
-_ROUGH_OFFSET = tl.constexpr(88.02969193111305)
-
-
-@triton.jit
-def _uniform(low, high, positions):
-    first, second = _hash_place(low, high, positions, _STREAM_ACCEPT)
-    token_0 = tl.zeros_like(positions)
-    return (_hash_tokens(token_0, first, second) >> 8).to(tl.float32) * 5.960464477539063e-08
-
-
-# --- races ---
-
-
-@triton.jit
-def _values(row, law, tokens, vocab, from_residual, peak, scale):
-    """Logits, or the logarithms of what the target has more than the drafter's law."""
-    mask = tokens < vocab
-    values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
-    if from_residual:
-        drafted = tl.load(law + tokens, mask=mask, other=0.0)
-        values = tl.log(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0))
-    return values
-
-
-@triton.jit
-def _bound(values, tokens, random, first, second):
-    """No token of the chunk scores more."""
-    offset = 0.0
-    if random:
-        values += _rough_gumbel(_hash_tokens(tokens, first, second))
-        offset = _ROUGH_OFFSET
-    return tl.max(values, axis=0) + offset
-
-
-@triton.jit
-def _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
-    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
-    if random:
-        values += _gumbel(_hash_tokens(tokens, first, second))
-    return values
-
-
-@triton.jit
-def _first_best(scores, tokens, vocab):
-    """The best score, and the first token that has it."""
-    top = tl.max(scores, axis=0)
-    return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
-
-
-@triton.jit
-def _winner(
-    row,
-    law,
-    bounds,
-    num_chunks,
-    vocab,
-    random,
-    first,
-    second,
-    from_residual,
-    peak,
-    scale,
-    CHUNK: tl.constexpr,
-    PADDED_CHUNKS: tl.constexpr,
-):
-    """The token with the best score, and that score; token 0 and -inf where no token has one."""
-    places = tl.arange(0, PADDED_CHUNKS)
-    left = tl.load(bounds + places, mask=places < num_chunks, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.max(left, axis=0)
-    best = tl.full((), float("-inf"), tl.float32)
-    worth = best
-    winner = tl.zeros((), tl.int32)
-    while (highest > float("-inf")) & (highest >= worth):
-        chunk = tl.argmax(left, axis=0)
-        scores = tl.full((_PIECE,), float("-inf"), tl.float32)
-        found = tl.zeros((_PIECE,), tl.int32)
-        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, _PIECE):
-            tokens = start + tl.arange(0, _PIECE)
-            values = _scores(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
-            found = tl.where(values > scores, tokens, found)
-            scores = tl.maximum(values, scores)
-        top, token = _first_best(scores, found, vocab)
-        if (top > best) | ((top == best) & (token < winner)):
-            best = top
-            winner = token
-        # Both the bound and the score are rounded.
-        worth = best - (1e-3 + 1e-6 * tl.abs(best))
-        left = tl.where(places == chunk, float("-inf"), left)
-        highest = tl.max(left, axis=0)
-    return winner, best
 
 
 @triton.jit
@@ -234,24 +80,24 @@ def strict_kernel(
     own_bounds = bounds + place * num_chunks
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     end = tl.minimum(chunk * CHUNK + PARTS * CHUNK, vocab)
-    values = _values(row, row, tokens, end, False, 0.0, 0.0)
+    values = values_of(row, row, tokens, end, False, 0.0, 0.0)
     # Barriers keep the compiler from hashing first: logits are under way meanwhile.
     tl.debug_barrier()
     random, first, second = False, 0, 0
     if RANDOM:
         random = tl.load(temperature + b) > 0
-        low, high = _keys(keys, key_stride, b)
+        low, high = load_keys(keys, key_stride, b)
         position = tl.load(positions + b * position_stride + q)
-        first, second = _hash_place(low, high, position, STREAM)
+        first, second = hash_place(low, high, position, STREAM)
     for part in range(PARTS):
-        following = _values(row, row, tokens + CHUNK, end, False, 0.0, 0.0)
+        following = values_of(row, row, tokens + CHUNK, end, False, 0.0, 0.0)
         tl.debug_barrier()
-        bound = _bound(values, tokens, random, first, second)
+        bound = bound_of(values, tokens, random, first, second)
         tl.store(own_bounds + chunk + part, bound, mask=chunk + part < num_chunks)
         values = following
         tokens += CHUNK
     if _is_last(row_arrivals + place, tl.num_programs(0)):
-        token, _ = _winner(
+        token, _ = winner_of(
             row,
             row,
             own_bounds,
@@ -323,7 +169,7 @@ def weigh_kernel(
     own_peaks, own_masses = peaks + place * num_chunks, masses + place * num_chunks
     if is_real:
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        values = _values(row, row, tokens, vocab, False, 0.0, 0.0)
+        values = values_of(row, row, tokens, vocab, False, 0.0, 0.0)
         peak = tl.max(values, axis=0)
         tl.store(own_peaks + chunk, peak)
         if random:
@@ -349,7 +195,7 @@ def weigh_kernel(
                     if q > 0:
                         ratio = tl.minimum(p / q, _LARGEST)
             else:
-                token, _ = _winner(
+                token, _ = winner_of(
                     row,
                     row,
                     own_peaks,
@@ -379,9 +225,9 @@ def weigh_kernel(
                     weight = tl.minimum(weight * own_ratio, 1.0)
                     tl.store(weights + b * (max_drafts + 1) + before + 1, weight)
             else:
-                low, high = _keys(keys, key_stride, b)
+                low, high = load_keys(keys, key_stride, b)
                 position = tl.load(positions + b * position_stride + places, mask=is_draft, other=0)
-                accepted = _uniform(low, high, position) < all_ratios
+                accepted = uniform(low, high, position) < all_ratios
                 tl.store(num_accepted + b, tl.min(tl.where(accepted, max_drafts, places), axis=0))
 
 
@@ -445,10 +291,10 @@ def block_kernel(
         weight = tl.load(own_weights + lengths, mask=lengths <= max_drafts, other=0.0)
         accept = tl.where(surplus > 0, surplus / (surplus + (1.0 - weight)), 0.0)
         accept = tl.where(has_inner, accept, tl.where(lengths <= num, weight, 0.0))
-        low, high = _keys(keys, key_stride, b)
-        low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
+        low, high = load_keys(keys, key_stride, b)
+        low, high = keys_of_block(low, high, tl.load(positions + b * position_stride))
         position = tl.load(positions + b * position_stride + lengths - 1, mask=lengths <= max_drafts, other=0)
-        accepted = _uniform(low, high, position) < accept
+        accepted = uniform(low, high, position) < accept
         tl.store(num_accepted + b, tl.max(tl.where(accepted, lengths, 0), axis=0))
 
 
@@ -491,23 +337,23 @@ def behind_kernel(
     from_residual = (accepted < tl.load(num_drafts + b)) & random
     row = logits + b.to(tl.int64) * stride_b + accepted.to(tl.int64) * stride_q
     law = laws + b.to(tl.int64) * law_stride_b + tl.minimum(accepted, max_drafts - 1).to(tl.int64) * law_stride_k
-    low, high = _keys(keys, key_stride, b)
+    low, high = load_keys(keys, key_stride, b)
     position = tl.load(positions + b * position_stride + accepted)
-    first, second = _hash_place(low, high, position, _STREAM_TARGET)
+    first, second = hash_place(low, high, position, _STREAM_TARGET)
     peak, scale = 0.0, 0.0
     if from_residual:
         peak = tl.load(row_peaks + b * max_drafts + accepted)
         scale = 1.0 / tl.load(row_masses + b * max_drafts + accepted)
         if BLOCK_RULE:
             scale *= tl.load(weights + b * (max_drafts + 1) + accepted)
-            low, high = _keys_of_block(low, high, tl.load(positions + b * position_stride))
-        first, second = _hash_place(low, high, position, _STREAM_RESIDUAL)
+            low, high = keys_of_block(low, high, tl.load(positions + b * position_stride))
+        first, second = hash_place(low, high, position, _STREAM_RESIDUAL)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = _values(row, law, tokens, vocab, from_residual, peak, scale)
+    values = values_of(row, law, tokens, vocab, from_residual, peak, scale)
     own_bounds = bounds + b * num_chunks
-    tl.store(own_bounds + chunk, _bound(values, tokens, random, first, second))
+    tl.store(own_bounds + chunk, bound_of(values, tokens, random, first, second))
     if _is_last(arrivals + b, num_chunks):
-        token, best = _winner(
+        token, best = winner_of(
             row,
             law,
             own_bounds,
@@ -524,12 +370,12 @@ def behind_kernel(
         )
         if from_residual & (best == float("-inf")):
             # p = q, and only rounding can have led here: the target, read by this program alone.
-            low, high = _keys(keys, key_stride, b)
-            first, second = _hash_place(low, high, position, _STREAM_TARGET)
-            for start in range(0, vocab, _PIECE):
-                piece = start + tl.arange(0, _PIECE)
-                scores = _scores(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
-                top, candidate = _first_best(scores, piece, vocab)
+            low, high = load_keys(keys, key_stride, b)
+            first, second = hash_place(low, high, position, _STREAM_TARGET)
+            for start in range(0, vocab, PIECE):
+                piece = start + tl.arange(0, PIECE)
+                scores = scores_of(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
+                top, candidate = first_best(scores, piece, vocab)
                 if top > best:
                     best = top
                     token = candidate

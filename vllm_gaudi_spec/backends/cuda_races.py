@@ -1,0 +1,177 @@
+"""Noise and races in Triton: what `sample/noise.py` says, and the argmax of logits plus noise.
+
+A race needs two logarithms a token, too much for the speed of the memory. So the chunks of a row are ranked by an
+upper bound of their best score, which costs none, and the scores are computed of those chunks that can hold the winner:
+nearly always one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_STREAM_ACCEPT = tl.constexpr(1)
+# Tokens whose scores are computed at once: more would cost registers that the reading needs.
+PIECE = tl.constexpr(512)
+
+# --- noise: sample/noise.py in unsigned integers ---
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def load_keys(keys, key_stride, b):
+    low = tl.load(keys + b * key_stride).to(tl.uint32, bitcast=True)
+    high = tl.load(keys + b * key_stride + 1).to(tl.uint32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def keys_of_block(low, high, start):
+    low = _mix(low ^ _mix(start.to(tl.uint32, bitcast=True) * 0xC2B2AE3D))
+    return low, _mix(high + low)
+
+
+@triton.jit
+def hash_place(low, high, position, STREAM: tl.constexpr):
+    """What the hash of a token needs of everything else."""
+    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
+    first = _mix(place ^ low)
+    second = _mix(first + high)
+    # The last shift of one finaliser and the first of the next cancel, but for these bits.
+    return first, second ^ (second >> 16)
+
+
+@triton.jit
+def _hash_tokens(tokens, first, second):
+    x = tokens.to(tl.uint32, bitcast=True) * 0x9E3779B1 + first
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= second
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _unit(hashed):
+    """In (0, 1], of 31 bits."""
+    return (hashed & 0xFFFFFFFE).to(tl.float32) * 2.3283064365386963e-10 + 2.3283064365386963e-10
+
+
+@triton.jit
+def _gumbel(hashed):
+    unit = tl.minimum(_unit(hashed), 0.99999994)
+    left = 1.0 - unit
+    # log1p: the division puts back what was rounded away in 1 - unit.
+    exponential = tl.where(left == 1.0, unit, -tl.log(left) * (unit / (1.0 - left)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _rough_gumbel(hashed):
+    """At least `_gumbel` and seldom more than 0.1 above it where it is large: -log(u), with the float's own bits as its
+    logarithm to base 2. `_ROUGH_OFFSET` is still to be added."""
+    return _unit(hashed).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
+
+
+_ROUGH_OFFSET = tl.constexpr(88.02969193111305)
+
+
+@triton.jit
+def uniform(low, high, positions):
+    first, second = hash_place(low, high, positions, _STREAM_ACCEPT)
+    token_0 = tl.zeros_like(positions)
+    return (_hash_tokens(token_0, first, second) >> 8).to(tl.float32) * 5.960464477539063e-08
+
+
+# --- races ---
+
+
+@triton.jit
+def values_of(row, law, tokens, vocab, from_residual, peak, scale):
+    """Logits, or the logarithms of what the target has more than the drafter's law."""
+    mask = tokens < vocab
+    values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+    if from_residual:
+        drafted = tl.load(law + tokens, mask=mask, other=0.0)
+        values = tl.log(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0))
+    return values
+
+
+@triton.jit
+def bound_of(values, tokens, random, first, second):
+    """No token of the chunk scores more."""
+    offset = 0.0
+    if random:
+        values += _rough_gumbel(_hash_tokens(tokens, first, second))
+        offset = _ROUGH_OFFSET
+    return tl.max(values, axis=0) + offset
+
+
+@triton.jit
+def scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = values_of(row, law, tokens, vocab, from_residual, peak, scale)
+    if random:
+        values += _gumbel(_hash_tokens(tokens, first, second))
+    return values
+
+
+@triton.jit
+def first_best(scores, tokens, vocab):
+    """The best score, and the first token that has it."""
+    top = tl.max(scores, axis=0)
+    return top, tl.minimum(tl.min(tl.where(scores == top, tokens, vocab), axis=0), vocab - 1)
+
+
+@triton.jit
+def winner_of(
+    row,
+    law,
+    bounds,
+    num_chunks,
+    vocab,
+    random,
+    first,
+    second,
+    from_residual,
+    peak,
+    scale,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+):
+    """The token with the best score, and that score; token 0 and -inf where no token has one."""
+    places = tl.arange(0, PADDED_CHUNKS)
+    left = tl.load(bounds + places, mask=places < num_chunks, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.max(left, axis=0)
+    best = tl.full((), float("-inf"), tl.float32)
+    worth = best
+    winner = tl.zeros((), tl.int32)
+    while (highest > float("-inf")) & (highest >= worth):
+        chunk = tl.argmax(left, axis=0)
+        scores = tl.full((PIECE,), float("-inf"), tl.float32)
+        found = tl.zeros((PIECE,), tl.int32)
+        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, PIECE):
+            tokens = start + tl.arange(0, PIECE)
+            values = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            found = tl.where(values > scores, tokens, found)
+            scores = tl.maximum(values, scores)
+        top, token = first_best(scores, found, vocab)
+        if (top > best) | ((top == best) & (token < winner)):
+            best = top
+            winner = token
+        # Both the bound and the score are rounded.
+        worth = best - (1e-3 + 1e-6 * tl.abs(best))
+        left = tl.where(places == chunk, float("-inf"), left)
+        highest = tl.max(left, axis=0)
+    return winner, best
