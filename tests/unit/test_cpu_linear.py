@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from vllm import _custom_ops as vllm_ops
 from vllm.config import VllmConfig
 from vllm.config.vllm import set_current_vllm_config
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_gaudi_spec.backends import cpu_linear
-from vllm_gaudi_spec.backends.cpu_linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear
+from vllm_gaudi_spec.backends.cpu_linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear, OnFirstCall
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 
 ROWS = (1, 2, 3, 5, 8, 13, FEW_ROWS, FEW_ROWS + 1, 70)
@@ -129,6 +131,31 @@ def test_weights_are_freed_and_embedding_tables_kept(choice: str | None) -> None
     assert tied.cpu_linear is table.cpu_linear  # not a second copy
     x = torch.randn(3, 64)
     assert torch.allclose(apply(tied, x), F.linear(x, weight), atol=0.2 if choice == "int8" else 1e-4)
+
+
+@pytest.mark.parametrize("choice", [None, "float16"])
+def test_a_table_that_is_never_multiplied_with_has_no_copy(choice: str | None) -> None:
+    weight = weight_of((96, 64))
+    table, head = (cls.__new__(cls) for cls in (VocabParallelEmbedding, ParallelLMHead))
+    for layer in (table, head):
+        nn.Module.__init__(layer)
+        layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        pack(layer, choice, keep=True)
+    assert table.cpu_linear._linear is None
+    assert not isinstance(head.cpu_linear, OnFirstCall)
+    x = torch.randn(3, 64)
+    assert torch.equal(apply(table, x), apply(head, x))
+    assert table.cpu_linear._linear is not None
+
+
+def test_a_weight_that_vllm_does_not_pack_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_ops, "_supports_onednn", False)
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = weight_of((96, 64), dtype)
+        layer = layer_of(weight, None)
+        for rows in ROWS:
+            x = torch.randn(rows, 64)
+            assert torch.allclose(apply(layer, x), F.linear(x, weight), atol=1e-5)
 
 
 def test_other_shapes_and_views_of_inputs() -> None:

@@ -98,6 +98,9 @@ def test_a_size_that_comes_back_is_measured_anew() -> None:
     machine.run(400)
     assert machine.ways[-1]
     Machine(goodput, drafted_s=0.01, plain_s=0.02, tokens=1.0).run(200, rows=1)
+    goodput._at(4).wait = 0
+    goodput.observe(4, True, 0.25, 4, steady=True)
+    assert not goodput._at(4).on_trial, "a trial beside steps of long ago"
     later = Machine(goodput, drafted_s=0.25, plain_s=0.19, tokens=1.0)
     later.run(700)
     assert not later.ways[-1]
@@ -110,7 +113,7 @@ def test_a_pause_in_a_trial_is_not_the_ways_fault() -> None:
     size.wait = 1
     machine.run(3)
     assert size.on_trial
-    machine.goodput.observe(4, True, 60.0, 4, steady=False)
+    machine.goodput.observe(4, True, 600.0, 4, steady=False)
     machine.run(40)
     assert 0 < size.wait < 20000
 

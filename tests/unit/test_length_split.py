@@ -45,6 +45,16 @@ def test_context_and_drafts_never_pass_the_drafters_longest() -> None:
         assert count == max(0, min(K, 64 - length))
 
 
+def test_rows_that_are_paced_draft_less_for_now() -> None:
+    rows = split()
+    places = np.array([0, 1, 2, 3])
+    rows.pace([(1, 2), (2, 0)])
+    assert rows.paced(places, K).tolist() == [4, 2, 0, 4]
+    assert rows.paced(places, 1).tolist() == [1, 1, 0, 1]
+    rows.pace([])
+    assert rows.paced(places, K).tolist() == [4, 4, 4, 4]
+
+
 def test_a_verify_step_never_passes_the_models_longest() -> None:
     rows = split(max_model_len=100)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_gaudi_spec.pacing.lengths import Lengths
+from vllm_gaudi_spec.pacing.lengths import Lengths, _Count
 
 K = 5
 
@@ -39,6 +39,15 @@ def test_a_batch_with_little_to_gain_drafts_nothing_but_tries_again() -> None:
     drafting = [step for step in chosen if any(step.values())]
     assert 0 < len(drafting) < len(chosen) / 16
     assert max(max(step.values()) for step in drafting) == 1
+
+
+def test_one_draft_in_fifteen_is_too_little_for_a_batch() -> None:
+    """Each row by itself would draft one: it is right more often than 1 in 20."""
+    for rate, expected in ((0.065, 0), (0.15, 1)):
+        lengths = Lengths(K)
+        lengths._all = _Count(100 * rate, 100 * (1 - rate))
+        lengths._by_id = {name: _Count(10 * rate, 10 * (1 - rate)) for name in "ab"}
+        assert lengths.choose("ab") == {"a": expected, "b": expected}
 
 
 def test_a_row_that_gets_better_drafts_more() -> None:
