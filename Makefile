@@ -106,8 +106,8 @@ EMULATED := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@echo "[1/3] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
-	@echo "[2/3] full tests: real engines, one after the other"
-	@$(BIN)/pytest tests/full_tests -m "not slow and not emulated and not cuda" --durations=10 -v
+	@echo "[2/3] full tests: real engines, two at a time; the tests of a file share theirs"
+	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not cuda" --durations=10 -v
 	@echo "[3/3] the emulated Gaudi"
 	@$(EMULATED) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
 
