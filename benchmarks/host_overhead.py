@@ -42,8 +42,8 @@ class FreeModel:
     def forward(self, inputs: Any) -> Hidden:
         return Hidden(self._hidden[: inputs.token_ids_T.shape[0]])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits[: hidden.shape[0]]
+    def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
+        return self._logits[: hidden_NH.shape[0]]
 
 
 def parse_options() -> argparse.Namespace:

@@ -125,7 +125,7 @@ class Steps:
         ends = [request.num_computed + queries for request in members]
         shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
         batch = make_batch(runner.requests, shape, members, [queries] * len(members), [True] * len(members))
-        return partial(runner._run_forward, shape.phase, queries, batch.uploaded, batch.single_row_real)
+        return partial(runner._run_forward, shape.phase, queries, batch.uploaded)
 
     def finish(self, names: list[str], queries: int) -> Callable[[], Any]:
         runner = self._runner

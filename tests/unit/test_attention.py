@@ -1,7 +1,8 @@
-"""Paged attention, plain and by vLLM's CPU kernel, against dense attention in float64."""
+"""Paged attention, plain and by vLLM's CPU kernel, against dense attention in float64; with padding and without."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.unit.reference.attention import attend_one
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.packing import packed, spread
 from vllm_gaudi_spec.backends import load_backend, torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
@@ -76,26 +78,41 @@ def test_rectangle_equals_dense(
             assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
 
 
-def test_padding_of_a_single_chunk_is_left_finite(ops: Any) -> None:
-    """A prompt chunk of 5 in a bucket of 16: what padding computes is unused, but its keys are written."""
+def test_without_its_padding_a_rectangle_says_the_same(ops: Any) -> None:
+    """Some rows of it are short, one has no query at all."""
+    generator = torch.Generator().manual_seed(0)
     spec = AttentionLayerSpec(
-        num_heads=2,
+        num_heads=4,
         num_kv_heads=2,
         head_size=32,
-        scale=1.0,
+        scale=0.2,
         sliding_window=None,
         logits_soft_cap=0.0,
         dtype=torch.float32,
         block_size=32,
     )
-    cache = torch.zeros(3, 2, 32, 64)
-    call = AttentionCall(
-        num_rows=1,
-        num_queries=16,
-        starts_B=torch.tensor([0], dtype=torch.int32),
-        block_table_BW=torch.tensor([[1, 0]], dtype=torch.int32),
-        num_real_queries=5,
+    kv = torch.randn(2, 5 * 32, 2, 32, generator=generator)
+    cache = torch.zeros(5, 2, 32, 64)
+    ops.write_kv(*kv, cache, torch.arange(5 * 32), spec)
+    whole = AttentionCall(
+        num_rows=4,
+        num_queries=3,
+        starts_B=torch.tensor([40, 0, 17, 31], dtype=torch.int32),
+        block_table_BW=torch.tensor([[1, 2], [0, 0], [3, 0], [4, 2]], dtype=torch.int32),
     )
-    out = torch.full((16, 2, 32), torch.nan)
-    ops.attend(torch.randn(16, 2, 32), cache, call, spec, out)
-    assert torch.isfinite(out).all()
+    query = torch.randn(12, 4, 32, generator=generator)
+    expected, out = torch.empty(12, 4, 32), torch.full((6, 4, 32), torch.nan)
+    ops.attend(query, cache, whole, spec, expected)
+    counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    kept = packed(counts_B, 3)
+    assert kept is not None
+    assert kept.places_T.tolist() == [0, 1, 6, 7, 8, 9]
+    ops.attend(query[kept.places_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
+    assert torch.allclose(out, expected[kept.places_T], atol=1e-6)
+    assert torch.equal(spread(out, kept, 12)[kept.places_T], out)
+    assert not spread(out, kept, 12)[[2, 3, 4, 5, 10, 11]].any()
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
+def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
+    assert packed(torch.tensor(counts, dtype=torch.int32), 2) is None

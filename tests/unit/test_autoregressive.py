@@ -51,9 +51,8 @@ class Remembers:
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
         self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
         call = inputs.calls[0]
-        if call.num_real_queries is not None:
-            assert int((inputs.slots[0] >= BLOCK).sum()) <= call.num_real_queries, "what it reads is real"
-            assert int(call.starts_B[0]) + call.num_real_queries <= self.longest
+        assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
+        assert (call.starts_B + inputs.num_real_B <= self.longest).all()
         hidden = []
         for row in range(call.num_rows):
             blocks = call.block_table_BW[row].long()

@@ -56,9 +56,8 @@ class ReadsStates:
         kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
         self.kv[inputs.slots[0]] = kept
         call, said = inputs.calls[0], []
-        if call.num_real_queries is not None:
-            assert int((inputs.slots[0] >= BLOCK).sum()) <= call.num_real_queries, "what it reads is real"
-            assert int(call.starts_B[0]) + call.num_real_queries <= self.longest
+        assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
+        assert (call.starts_B + inputs.num_real_B <= self.longest).all()
         for row in range(call.num_rows):
             context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
             said += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]

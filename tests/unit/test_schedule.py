@@ -32,7 +32,7 @@ def located(batch: Batch, requests: Requests) -> Located:
 
 def inputs_of(batch: Batch, requests: Requests) -> Inputs:
     place = located(batch, requests)
-    return build_inputs(batch.shape.queries, batch.uploaded, place, requests, batch.single_row_real)
+    return build_inputs(batch.shape.queries, batch.uploaded, place, requests)
 
 
 def plan(

@@ -19,6 +19,8 @@ class Inputs:
     slots: tuple[torch.Tensor, ...]
     """int64 [T], one a KV cache group."""
     calls: tuple[AttentionCall, ...]
+    num_real_B: torch.Tensor
+    """int32: of each row, how many tokens are not padding."""
 
 
 class Blocks(NamedTuple):
@@ -37,13 +39,11 @@ def rectangle(
     starts_B: torch.Tensor,
     num_real_B: torch.Tensor,
     blocks: Blocks,
-    single_row_real: int | None = None,
 ) -> Inputs:
     """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
 
     Padding is token 0 at position 0, since behind a model's last position there is no rotary table to read, and writes
-    to the pad block, block 0, which nobody reads. `single_row_real`: the real length of a rectangle of one row, when
-    the host knows it.
+    to the pad block, block 0, which nobody reads.
     """
     rows, queries = tokens_BQ.shape
     place_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
@@ -59,9 +59,8 @@ def rectangle(
                 num_queries=queries,
                 starts_B=starts_B,
                 block_table_BW=table,
-                num_real_queries=single_row_real,
                 flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
             )
         )
     tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)
-    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls))
+    return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls), num_real_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,15 @@ class FlatBlocks:
     """int32: the entry's place in its row: its first key stands at place * block_size."""
 
 
+class Packed(NamedTuple):
+    """Of a rectangle, what is not padding."""
+
+    places_T: torch.Tensor
+    """int64: where in the flat rectangle each real token stands."""
+    num_real_B: torch.Tensor
+    """int32: how many each row has."""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
@@ -58,8 +67,8 @@ class AttentionCall:
     """int32: position of the first query of each row."""
     block_table_BW: torch.Tensor
     """int32: the row's blocks; block 0 is the pad block."""
-    num_real_queries: int | None = None
-    """Known on the host for a single row: how many of its queries are real."""
+    packed: Packed | None = None
+    """Where only real queries are given, one behind the other: which those are."""
     flat: FlatBlocks | None = None
     """The same blocks as a list, for backends that attend over one."""
     _plans: dict[Any, Any] = field(default_factory=dict)

@@ -28,7 +28,8 @@ class DeviceBackend(Protocol):
     torch_device: torch.device
     captures: bool
     """True when each shape of a step, and each branch of it, is a program of its own that warm-up has to make: then
-    branches are few, and a number that changes from step to step is a tensor."""
+    branches are few, and a number that changes from step to step is a tensor. False where shapes may follow values,
+    which are read without a wait: then models compute no padding."""
     block_size: int
     """Tokens in a KV block unless the user chose otherwise."""
     flat_decode: bool

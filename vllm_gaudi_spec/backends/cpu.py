@@ -99,18 +99,15 @@ class Backend:
         out_THD: torch.Tensor,
     ) -> None:
         keys, values = _kernel_views(kv_cache)
-        rows, real = self._ragged(call)
-        schedule = call.plan((spec, "schedule"), lambda: self._schedule(call, spec))
-        if real is not None and real < call.num_queries:
-            out_THD[real:].zero_()  # padding must stay finite: it is written to the pad block
-            query_THD, out_THD = query_THD[:real], out_THD[:real]
+        query_starts, key_ends = call.plan("rows", lambda: _ragged(call))
+        schedule = call.plan((spec, "schedule"), lambda: _schedule(query_starts, key_ends, spec))
         vllm_ops.cpu_attention_with_kv_cache(
             query=query_THD,
             key_cache=keys,
             value_cache=values,
             output=out_THD,
-            query_start_loc=rows[0],
-            seq_lens=rows[1],
+            query_start_loc=query_starts,
+            seq_lens=key_ends,
             scale=spec.scale,
             causal=True,
             alibi_slopes=None,
@@ -119,33 +116,6 @@ class Backend:
             softcap=spec.logits_soft_cap,
             scheduler_metadata=schedule,
             s_aux=None,
-        )
-
-    def _ragged(self, call: AttentionCall) -> tuple[tuple[torch.Tensor, torch.Tensor], int | None]:
-        """The rectangle as the kernel wants it: where each row's queries begin, and its keys' end."""
-        real = call.num_real_queries if call.num_rows == 1 else None
-        queries = call.num_queries if real is None else real
-
-        def build() -> tuple[torch.Tensor, torch.Tensor]:
-            query_starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * queries
-            return query_starts, call.starts_B + queries
-
-        return call.plan("rows", build), real
-
-    def _schedule(self, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
-        (query_starts, key_ends), _ = self._ragged(call)
-        return vllm_ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=call.num_rows,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_size,
-            seq_lens=key_ends,
-            dtype=spec.dtype,
-            query_start_loc=query_starts,
-            causal=True,
-            sliding_window_size=_window(spec),
-            isa=_instruction_set(spec),
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
@@ -181,6 +151,31 @@ def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     keys, values = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1).chunk(2, dim=2)
     return keys, values
+
+
+def _ragged(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as the kernel wants them: where each one's queries begin, and its keys' end. Some may have none."""
+    if call.packed is None:
+        starts = torch.arange(call.num_rows + 1, dtype=torch.int32) * call.num_queries
+        return starts, call.starts_B + call.num_queries
+    counts_B = call.packed.num_real_B
+    return torch.cat((counts_B.new_zeros(1), counts_B.cumsum(0, dtype=torch.int32))), call.starts_B + counts_B
+
+
+def _schedule(query_starts: torch.Tensor, key_ends: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+    return vllm_ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(key_ends),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        seq_lens=key_ends,
+        dtype=spec.dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=_window(spec),
+        isa=_instruction_set(spec),
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
 
 
 def _window(spec: AttentionLayerSpec) -> int:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_spec.attention import packing
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed
 
 
 def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +46,9 @@ def attend(
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
 ) -> None:
+    if call.packed is not None:
+        _attend_packed(call.packed, query_THD, kv_cache, call, spec, out_THD)
+        return
     keys, values = _keys_and_values(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
 
@@ -54,6 +58,22 @@ def attend(
 
     needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), as_wide_as_needed)
     attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, out_THD)
+
+
+def _attend_packed(
+    packed: Packed,
+    query_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    out_THD: torch.Tensor,
+) -> None:
+    """In the rectangle."""
+    whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
+    query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
+    out = query.new_empty(*query.shape[:-1], spec.output_size)
+    attend(query, kv_cache, whole, spec, out)
+    torch.index_select(out, 0, packed.places_T, out=out_THD)
 
 
 def _keys_and_values(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

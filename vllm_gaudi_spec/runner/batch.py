@@ -48,8 +48,6 @@ class Batch:
     counts: list[int]
     """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
     counts."""
-    single_row_real: int | None = None
-    """With one prompt chunk its real length, for devices that need not compute what is padding."""
 
     def finishing(self) -> list[tuple[Request, int]]:
         """Requests that sample, and the most tokens that each has then, its drafts included."""
@@ -91,13 +89,11 @@ def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
     return Located(starts_B, num_real_B)
 
 
-def build_inputs(
-    queries: int, uploaded: Rows, located: Located, requests: Requests, single_row_real: int | None = None
-) -> Inputs:
+def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Requests) -> Inputs:
     """Look up a rectangle's tokens on the device."""
     place_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + place_Q)
-    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks, single_row_real)
+    return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks)
 
 
 def sampled_places(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,14 +124,12 @@ def make_batch(
     else:
         blocks = requests.blocks(rows_np, shape.context)
     upload = requests.backend.upload
-    known = not decodes and size == 1 and counts and not requests.backend.captures
     return Batch(
         shape=shape,
         requests=members,
         finishes=finishes,
         uploaded=Rows(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(host_np)), blocks),
         counts=counts,
-        single_row_real=counts[0] if known else None,
     )
 
 

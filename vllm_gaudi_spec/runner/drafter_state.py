@@ -38,7 +38,6 @@ class Read(NamedTuple):
     host_2P: torch.Tensor
     """int32: where each row begins, as far as the host knows; a row of which less was read does not read now."""
     blocks: Blocks
-    single_row_real: int | None = None
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ class DrafterState(Reading):
 
     def _read_chunk(self, read: Read) -> None:
         self._recorder.saw(("draft", *read.shape))
-        self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries, read.single_row_real)
+        self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries)
 
     def _chunk(self, batch: Batch) -> Read | None:
         """What the drafter is to read of a batch: a prompt chunk, cut at its longest context."""
@@ -119,12 +118,9 @@ class DrafterState(Reading):
         self._note(
             [request for request, _ in following], [request.num_computed + count for request, count in following]
         )
-        known = batch.single_row_real
-        if known is not None:
-            known = min(known, longest - batch.requests[0].num_computed)
         rows_B, host_2B, blocks = batch.uploaded
         # A row with a gap before its chunk reads both when it catches up.
-        return Read(batch.shape, rows_B, host_2B, blocks, known)
+        return Read(batch.shape, rows_B, host_2B, blocks)
 
     def _welcome(self, requests: list[Request]) -> None:
         """Not at admission: a row may share blocks that are written in this very step, by one that came before it."""
@@ -190,9 +186,7 @@ class DrafterState(Reading):
 
     # --- what the device does ---
 
-    def _read_rows(
-        self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int, single_row_real: int | None
-    ) -> None:
+    def _read_rows(self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int) -> None:
         """The next tokens that the drafter has not read, of rows that it has read up to where the host says at least;
         all but the newest token."""
         reach_P = self._reach_R.index_select(0, rows_P)
@@ -202,7 +196,7 @@ class DrafterState(Reading):
         self._put(rows_P, reach_P + num_real_P)
         place_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
         tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + place_L)
-        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks, single_row_real))
+        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks))
 
     def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Once behind each verdict: beyond the newest token nothing counts that was written for drafts. They were

@@ -75,10 +75,7 @@ class HeadReading(Reading):
             return
         self._recorder.saw(("head chunk", *batch.shape))
         rows_P, host_2P, blocks = batch.uploaded
-        known = batch.single_row_real
-        if known is not None:
-            known = min(known, self._longest - starts[0])
-        self._run_chunk(batch.shape.queries, rows_P, host_2P, blocks, known)
+        self._run_chunk(batch.shape.queries, rows_P, host_2P, blocks)
 
     def before_round(self, batch: SampleBatch, lengths_B: torch.Tensor, able_np: np.ndarray, placed: Placed) -> None:
         """What this step sampled: decodes, and the ends of prompts."""
@@ -100,12 +97,11 @@ class HeadReading(Reading):
         rows_P: torch.Tensor,
         host_2P: torch.Tensor,
         blocks: Blocks,
-        single_row_real: int | None,
     ) -> None:
         """Of a prompt that ends here the last position is read as well, beside a token that is not there yet: it is
         read again once that is sampled."""
         starts_P, counts_P = host_2P.unbind(0)
-        inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks, single_row_real)
+        inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
         self._head.forward(inputs, self._landing.chunk(rows_P.shape[0] * queries))
 
     def _read_newest(self, queries: int, rows_B: torch.Tensor, lengths_B: torch.Tensor, blocks: Blocks) -> None:
@@ -127,14 +123,13 @@ class HeadReading(Reading):
         starts_B: torch.Tensor,
         counts_B: torch.Tensor,
         blocks: Blocks,
-        single_row_real: int | None = None,
     ) -> Inputs:
         """Positions from `starts_B` on, and beside each the token that follows it; no further than the head goes."""
         num_real_B = torch.minimum(counts_B, self._longest - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
         place_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
         tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + place_Q)
-        return rectangle(tokens_BQ, starts_B, num_real_B, blocks, single_row_real)
+        return rectangle(tokens_BQ, starts_B, num_real_B, blocks)
 
     # --- warm-up ---
 

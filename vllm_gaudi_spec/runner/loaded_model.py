@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from vllm_gaudi_spec.attention import latent  # noqa: F401  (puts its layer in place of vLLM's)
+from vllm_gaudi_spec.attention import latent, packing  # noqa: F401  (puts its layer in place of vLLM's)
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.proposers.base import Hidden
 
@@ -50,6 +50,7 @@ class LoadedModel:
         """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
         before it goes to the device."""
         self.vllm_config = vllm_config
+        self._packs = not backend.captures
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
         self.hand_out(_logits_only)
@@ -97,7 +98,16 @@ class LoadedModel:
         self._groups = layer_names
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """[T, H]; KV of all T tokens is written. A head wants what was carried to it."""
+        """[T, H]; KV of all real tokens is written. A head wants what was carried to it."""
+        num_tokens = inputs.token_ids_T.shape[0]
+        kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if self._packs else None
+        if kept is None:
+            return self._run(inputs, carried_TH)
+        carried = None if carried_TH is None else carried_TH.index_select(0, kept.places_T)
+        said = self._run(packing.pack(inputs, kept), carried)
+        return Hidden(*(None if states is None else packing.spread(states, kept, num_tokens) for states in said))
+
+    def _run(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Hidden:
         metadata, slots = {}, {}
         for names, call, group_slots in zip(self._groups, inputs.calls, inputs.slots, strict=True):
             metadata.update(dict.fromkeys(names, call))
@@ -106,6 +116,14 @@ class LoadedModel:
         with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
             carried = () if carried_TH is None else (carried_TH,)
             return self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried))
+
+    def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
+        """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are looked at."""
+        num_places = hidden_NH.shape[0]
+        kept = packing.packed(num_real_B, num_places // len(num_real_B)) if self._packs else None
+        if kept is None:
+            return self.logits(hidden_NH)
+        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T)), kept, num_places)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, V]."""

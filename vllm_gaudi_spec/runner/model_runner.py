@@ -231,7 +231,7 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
-        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded, batch.single_row_real)
+        self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded)
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
             self.drafting.follow(batch)
@@ -271,16 +271,16 @@ class ModelRunner:
 
     # --- what runs on the device: see `DeviceBackend.graph` ---
 
-    def _forward(self, phase: str, queries: int, rows: Rows, single_row_real: int | None) -> None:
+    def _forward(self, phase: str, queries: int, rows: Rows) -> None:
         located = locate(phase, rows, self.requests)
-        hidden = self.target.forward(build_inputs(queries, rows, located, self.requests, single_row_real))
+        hidden = self.target.forward(build_inputs(queries, rows, located, self.requests))
         self.landing.put(phase, queries, rows.rows_B, located, hidden)
         # What samples moves on in `_finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 
     def _finish(self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs) -> Finished:
         hidden, positions_BQ, num_drafts_B = self.landing.take(rows_B, num_queries)
-        logits_BQV = self.target.logits(hidden).view(*positions_BQ.shape, -1)
+        logits_BQV = self.target.logits_of_rows(hidden, 1 + num_drafts_B).view(*positions_BQ.shape, -1)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
         verified = verify(

@@ -212,8 +212,7 @@ class TextDrafting:
         self._recorder.saw(("read", num_rows, width, context))
         rows_np = self._padded([row for row, _ in members], num_rows)
         unread = self._upload_unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
-        known = members[0][1] if num_rows == 1 and members and not self._backend.captures else None
-        self._read_rows(unread, self._slab.blocks(rows_np, context), known)
+        self._read_rows(unread, self._slab.blocks(rows_np, context))
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
@@ -255,9 +254,9 @@ class TextDrafting:
 
     # --- what runs on the device ---
 
-    def _read(self, unread: torch.Tensor, blocks: Blocks, single_row_real: int | None) -> None:
+    def _read(self, unread: torch.Tensor, blocks: Blocks) -> None:
         cut = _unread(unread)
-        self._proposer.read(rectangle(cut.tokens_BN, cut.starts_B, cut.num_real_B, blocks, single_row_real))
+        self._proposer.read(rectangle(cut.tokens_BN, cut.starts_B, cut.num_real_B, blocks))
 
     def _draft_behind(
         self,
