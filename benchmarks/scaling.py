@@ -76,10 +76,10 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(lines: list[Line]) -> None:
-    tables: dict[tuple[str, str, str], list[Line]] = {}
+    tables: dict[tuple[str, ...], list[Line]] = {}
     for line in lines:
-        tables.setdefault((line.report, line.figure, line.axis), []).append(line)
-    for (report, figure, axis), members in tables.items():
+        tables.setdefault((line.report, line.figure, line.axis, *line.fixed), []).append(line)
+    for (report, figure, axis, *_), members in tables.items():
         places = sorted({x for line in members for x, _ in line.points})
         header = [*members[0].fixed, *(f"{axis} {x:g}" for x in places), "exponent"]
         body = []
