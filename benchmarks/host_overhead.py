@@ -3,9 +3,9 @@
 python benchmarks/host_overhead.py --json .bench/host_overhead.json
 
 The real runner, given the same step again and again; every row brings k drafts to it. On the CPU, where the host is the
-device too, the model costs nothing and no drafter is asked. On an accelerator (VGS_DEVICE=cuda) the model and its
-drafter are of the size that is asked for, and calls only hand them to the device: what the host waits for it is no
-overhead, and is left out of the sum.
+device too, models cost nothing: with ngram no drafter is asked, with draft_model a round of drafts is made of nothing.
+On an accelerator (VGS_DEVICE=cuda) the model and its drafter are of the size that is asked for, and calls only hand
+them to the device: what the host waits for it is no overhead, and is left out of the sum.
 """
 
 import argparse
@@ -22,8 +22,6 @@ from phases import PHASES, Phases
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_gaudi_spec.proposers.base import Hidden
-
 NUM_DRAFTS = 4
 CONTEXT = 512
 LIMIT_US = 1500.0
@@ -31,36 +29,41 @@ DRAFTERS = {"tiny": "tiny-draft", "8b": "0.5b"}
 
 
 class FreeModel:
-    """Stands in for the target: shapes are right, values are not looked at."""
+    """Stands in for vLLM's: shapes are right, values are not looked at."""
 
     HIDDEN, VOCAB = 8, 64
 
     def __init__(self, rows: int) -> None:
-        self._hidden = torch.zeros(rows * (1 + NUM_DRAFTS), self.HIDDEN)
-        self._logits = torch.zeros(rows * (1 + NUM_DRAFTS), self.VOCAB)
+        most = max(rows * (1 + NUM_DRAFTS), 2 * CONTEXT)
+        self._hidden = torch.zeros(most, self.HIDDEN)
+        self._logits = torch.zeros(most, self.VOCAB)
 
-    def forward(self, inputs: Any) -> Hidden:
-        return Hidden(self._hidden[: inputs.token_ids_T.shape[0]])
+    def __call__(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        return self._hidden[: len(token_ids_T)]
 
-    def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
-        return self._logits[: hidden_NH.shape[0]]
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: len(hidden)]
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], metavar="B")
+    parser.add_argument("--method", choices=("ngram", "draft_model"), help="default: ngram; accelerators: draft_model")
+    parser.add_argument("--overlap", action="store_true", help="asynchronous scheduling, for draft_model")
     parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="of the models, on an accelerator")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.method = options.method or ("draft_model" if dummy.on_accelerator() else "ngram")
+    return options
 
 
 def engine(options: argparse.Namespace) -> Any:
     rows, shape = max(options.batches), dummy.SIZES[options.size]
-    given: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 3}
-    drafter = None
-    if dummy.on_accelerator():
-        given, drafter = {"method": "draft_model"}, DRAFTERS[options.size]
+    given: dict[str, Any] = {"method": options.method}
+    drafter = DRAFTERS[options.size]
+    if options.method == "ngram":
+        given, drafter = given | {"prompt_lookup_max": 3}, None
     return dummy.engine(
         options.size,
         given | {"num_speculative_tokens": NUM_DRAFTS},
@@ -69,18 +72,21 @@ def engine(options: argparse.Namespace) -> Any:
         max_num_seqs=rows,
         max_num_batched_tokens=2 * CONTEXT,
         kv_cache_memory_bytes=4 * CONTEXT * dummy.kv_bytes(shape, dummy.DTYPES[options.size]),
-        async_scheduling=False,
+        async_scheduling=options.overlap,
         gaudi_spec={"batch_buckets": options.batches, "prefill_buckets": [2 * CONTEXT], "warmup_tokens": 0},
     )
 
 
 def free_of_models(runner: Any) -> None:
     """The device is the host: leave the models out."""
-    runner.target = FreeModel(runner.max_rows)
+    runner.target.model = FreeModel(runner.max_rows)
+    if runner.drafter is not None:
+        runner.drafter.model = FreeModel(runner.max_rows)
     runner.landing = type(runner.landing)(
         runner.max_rows + 1, 1 + NUM_DRAFTS, 1, FreeModel.HIDDEN, torch.float32, runner.backend.torch_device
     )
-    runner.drafting.propose_behind = lambda step, most: None
+    if runner.drafter is None:
+        runner.drafting.propose_behind = lambda step, most: None
 
 
 # ---- steps ---------------------------------------------------------------------------------------------
@@ -119,7 +125,9 @@ def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], draft
         num_spec_tokens_to_schedule=NUM_DRAFTS,
     )
     runner.execute_model(scheduled)
-    runner.sample_tokens(None)
+    answer = runner.sample_tokens(None)
+    if runner.async_scheduling:
+        answer.get_output()
 
 
 def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:
@@ -175,7 +183,13 @@ def main() -> int:
         machine = dummy.describe_machine()
         common.write_json(
             options.json,
-            {"k": NUM_DRAFTS, "context": CONTEXT, "size": options.size, "rows": rows, "machine": machine},
+            {
+                **{name: getattr(options, name) for name in ("method", "overlap", "size")},
+                "k": NUM_DRAFTS,
+                "context": CONTEXT,
+                "rows": rows,
+                "machine": machine,
+            },
         )
     return 0
 

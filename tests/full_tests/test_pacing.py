@@ -1,9 +1,12 @@
 """Pacing changes how much is drafted and never what is said."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.full_tests import heads
 from tests.full_tests.engines import SMALL_KV, counter, engine
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
@@ -17,17 +20,22 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(looping_llama: str, requests: list[Request]) -> list[list[Answer]]:
-    with engine(looping_llama) as llm:
-        return run_together(llm, requests)
+def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
+    """What a target says without drafts."""
+
+    @cache
+    def of(target: str) -> list[list[Answer]]:
+        with engine(target) as llm:
+            return run_together(llm, requests)
+
+    return of
 
 
-QUICK = [("ngram_gpu", True, SMALL_KV)]
-ALL = [
-    (method, overlap, small)
-    for method, overlap in (("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False))
-    for small in ({}, SMALL_KV)
-]
+# A draft model reads what it did not draft for when drafting is taken up again; a head reads all the time.
+WAYS = [("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False)]
+WAYS += [(method, overlap) for method in ("draft_model", "eagle") for overlap in (True, False)]
+ALL = [(method, overlap, small) for method, overlap in WAYS for small in (False, True)]
+QUICK = [("ngram_gpu", True, True), ("draft_model", True, False)]
 
 
 @pytest.mark.parametrize(
@@ -36,15 +44,25 @@ ALL = [
 def test_the_same_is_said(
     method: str,
     overlap: bool,
-    small: dict[str, int],
+    small: bool,
     looping_llama: str,
     requests: list[Request],
-    expected: list[list[Answer]],
+    plain: Callable[[str], list[list[Answer]]],
 ) -> None:
+    target, config = looping_llama, ngram(4) | dict(method=method)
+    if method == "draft_model":
+        config = dict(method=method, model=looping_llama, num_speculative_tokens=4)
+    if method == "eagle":
+        target, config = heads.target(method), heads.head(method, 4)
     options: dict[str, Any] = dict(
         async_scheduling=overlap, additional_config={"gaudi_spec": {"adaptive": True, "goodput": True}}
     )
-    with speculating(looping_llama, ngram(4) | dict(method=method), **options, **small) as llm:
+    if small:
+        # A model as large as the target has as much KV.
+        twice = 2 if method == "draft_model" else 1
+        options |= SMALL_KV | dict(kv_cache_memory_bytes=SMALL_KV["kv_cache_memory_bytes"] * twice)
+    expected = plain(target)
+    with speculating(target, config, **options) as llm:
         for _ in range(2):
             different = differences(requests, run_together(llm, requests), expected)
             assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
