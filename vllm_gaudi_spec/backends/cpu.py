@@ -18,8 +18,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.backends import cpu_linear, host_memory
 from vllm_gaudi_spec.backends.base import Function
+from vllm_gaudi_spec.backends.cpu_rules import RULES
 from vllm_gaudi_spec.config import MAX_DRAFTS
-from vllm_gaudi_spec.sample.rules import TORCH
 
 logger = init_logger(__name__)
 
@@ -38,7 +38,7 @@ class Backend:
     smallest_prefill = 16
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
-    rules = TORCH
+    rules = RULES
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
     warmup_tokens = 16
 
