@@ -31,7 +31,8 @@ def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
     return of
 
 
-# A draft model reads what it did not draft for when drafting is taken up again; a head reads all the time.
+# A draft model, here one that is nearly always wrong, reads what it missed when drafting is taken up again; a head
+# reads all the time.
 WAYS = [("ngram_gpu", True), ("ngram_gpu", False), ("ngram", False)]
 WAYS += [(method, overlap) for method in ("draft_model", "eagle") for overlap in (True, False)]
 ALL = [(method, overlap, small) for method, overlap in WAYS for small in (False, True)]
@@ -46,12 +47,13 @@ def test_the_same_is_said(
     overlap: bool,
     small: bool,
     looping_llama: str,
+    cousin: str,
     requests: list[Request],
     plain: Callable[[str], list[list[Answer]]],
 ) -> None:
     target, config = looping_llama, ngram(4) | dict(method=method)
     if method == "draft_model":
-        config = dict(method=method, model=looping_llama, num_speculative_tokens=4)
+        config = dict(method=method, model=cousin, num_speculative_tokens=4)
     if method == "eagle":
         target, config = heads.target(method), heads.head(method, 4)
     options: dict[str, Any] = dict(
@@ -66,6 +68,8 @@ def test_the_same_is_said(
         for _ in range(2):
             different = differences(requests, run_together(llm, requests), expected)
             assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
-        assert accepted(llm) > 0
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
+        if method != "draft_model":
+            assert accepted(llm) > 0
         assert counter(llm, SPARED) > 0, "trials at least go without drafts"
         assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
