@@ -25,7 +25,7 @@ import device_trace
 import dummy
 import speculation_common as shared
 from phases import Phases
-from serving import Served, Tape
+from serving import Counted, Served, Tape
 
 DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
 DEFAULTS = {
@@ -101,8 +101,13 @@ def turn(llm: Any, tape: Tape, options: argparse.Namespace, batch: int, num_draf
     """A batch served: its speed, its programs' own times, the host's work, and the device's gaps."""
     runner, vocab = dummy.runner_of(llm), dummy.SIZES[options.size]["vocab_size"]
     served = Served(llm, batch, options.prompt, num_drafts, vocab, longest(options) - options.prompt - options.k - 1)
-    found: dict[str, Any] = served.run(options.steps)
-    found["device_s"] = tape.seconds(options.repeats)
+    half = options.steps // 2
+    before = served.run(half)
+    # In the middle: contexts are as long as in the mean step.
+    device_s = tape.seconds(options.repeats)
+    served.settle()
+    found: dict[str, Any] = mean(before, served.run(options.steps - half))
+    found["device_s"] = device_s
     watched = max(options.steps // 4, 2)
     with Phases().watching(runner) as phases:
         served.run(watched)
@@ -111,6 +116,16 @@ def turn(llm: Any, tape: Tape, options: argparse.Namespace, batch: int, num_draf
         found["trace"] = device_trace.table_of(device_trace.record(lambda: served.run(watched)), watched)
     served.end()
     return found
+
+
+def mean(first: Counted, second: Counted) -> dict[str, float]:
+    """Of a request and a step."""
+    steps, seconds, tokens = (sum(pair) for pair in zip(first[:3], second[:3], strict=True))
+    return {
+        "step_s": seconds / steps,
+        "tok_s": tokens / seconds,
+        "tokens_per_step": tokens / steps / first.requests,
+    }
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -59,7 +59,8 @@ def measure(options: argparse.Namespace, method: str) -> list[dict[str, Any]]:
         for batch in options.batches:
             turns = {}
             for turn, drafts in (("plain", 0), ("drafted", options.k)):
-                shared.ask(llm, prompts[:batch], 0.0, 16, drafts)
+                # What is captured on first use is captured here.
+                in_groups(llm, prompts, batch, options.tokens, drafts)
                 turns[turn] = in_groups(llm, prompts, batch, options.tokens, drafts)
             rows.append({"method": method, "batch": batch, "k": options.k, **figures(turns, options.k)})
     return rows

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import dummy
 import speculation_common as shared
@@ -14,7 +14,17 @@ import torch
 
 _names = itertools.count()
 SETTLE = 8
-"""Steps behind the last prompt that are not counted: some make the programs that they need first."""
+"""Steps behind the last prompt, or behind a wait, that are not counted: some make the programs that they need first,
+and one that is done already would count as none."""
+
+
+class Counted(NamedTuple):
+    """Steps that were served."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    requests: int
 
 
 class Served:
@@ -33,6 +43,9 @@ class Served:
             self._engine.add_request(name, {"prompt_token_ids": ids}, params)
         while not all(self._lengths.values()):
             self._step()
+        self.settle()
+
+    def settle(self) -> None:
         for _ in range(SETTLE):
             self._step()
 
@@ -40,19 +53,13 @@ class Served:
         for output in self._engine.step():
             self._lengths[output.request_id] = len(output.outputs[0].token_ids)
 
-    def run(self, steps: int) -> dict[str, float]:
-        """So many steps: their seconds, and tokens of a request a step."""
+    def run(self, steps: int) -> Counted:
         tokens, done = sum(self._lengths.values()), self._runner.recorder.num_steps
         started = time.perf_counter()
         while self._runner.recorder.num_steps < done + steps:
             self._step()
         seconds = time.perf_counter() - started
-        new = sum(self._lengths.values()) - tokens
-        return {
-            "step_s": seconds / steps,
-            "tok_s": new / seconds,
-            "tokens_per_step": new / steps / len(self._lengths),
-        }
+        return Counted(steps, seconds, sum(self._lengths.values()) - tokens, len(self._lengths))
 
     def end(self) -> None:
         self._engine.abort_request(list(self._lengths))

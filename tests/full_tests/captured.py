@@ -22,9 +22,11 @@ class Reference:
         answers = run_together(llm, requests)
         return cls(answers, scores_of(llm, requests, answers))
 
-    def check(self, requests: list[Request], ours: list[list[Answer]]) -> None:
+    def check(self, requests: list[Request], ours: list[list[Answer]], only_greedy: bool = False) -> None:
         tally = Tally()
         for index, (request, own, base) in enumerate(zip(requests, ours, self.answers, strict=True)):
+            if only_greedy and request.params.temperature > 0:
+                continue
             for one, other in zip(own, base, strict=True):
                 table = self.scores.get(index)
                 scores_at = None if table is None else lambda i, table=table: table[i]

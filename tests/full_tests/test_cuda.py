@@ -17,6 +17,7 @@ from tests.full_tests import rule_models
 from tests.full_tests.captured import Reference, programs_are_the_manifest
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating
+from tests.full_tests.test_heads_rule import MAKE
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.backends import describe_device, load_backend
 
@@ -77,30 +78,54 @@ def test_drafts_without_a_model(
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+    "standard": dict(draft_sample_method="probabilistic", rejection_sample_method="standard"),
+    "block": dict(draft_sample_method="probabilistic", rejection_sample_method="block"),
 }
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("method", "mode", "overlapping"),
+    [
+        *(("draft_model", mode, overlapping) for mode in ("greedy", "coupled") for overlapping in (False, True)),
+        ("draft_model", "standard", True),
+        ("draft_model", "block", True),
+        ("universal_draft", "greedy", True),
+        ("universal_draft", "standard", False),
+    ],
+)
 def test_a_draft_model(
-    mode: str, overlapping: bool, looping_llama: str, requests: list[Request], alone: Reference
+    method: str,
+    mode: str,
+    overlapping: bool,
+    looping_llama: str,
+    requests: list[Request],
+    alone: Reference,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
-    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
+    """The target drafts for itself, or its twin of another vocabulary does: what it drafts for greedy requests, and
+    with the same noise or law, is right."""
+    drafter = looping_llama if method == "draft_model" else request.getfixturevalue("twin")
+    config = dict(method=method, model=drafter, num_speculative_tokens=3, **MODES[mode])
     before = captured()
     with speculating(looping_llama, config, **BOTH, async_scheduling=overlapping) as llm:
         programs_are_the_manifest(llm, captured() - before)
         with never_waiting():
-            alone.check(requests, run_together(llm, requests))
+            # With drafts that have a law, what is drawn follows the target's and is not the same token by token.
+            alone.check(requests, run_together(llm, requests), only_greedy=mode in ("standard", "block"))
         assert accepted(llm) > 0.4 * counter(llm, "vllm:spec_decode_num_draft_tokens")
         reads_once(llm)
 
 
-def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", MAKE)
+def test_a_head_that_is_never_wrong(method: str, tmp_path: Path) -> None:
     """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
     wrong, a draft would be."""
-    model = str(rule_models.make_target(tmp_path / "target"))
-    config = dict(method="eagle3", model=str(rule_models.make_eagle3(tmp_path / "head")), num_speculative_tokens=5)
+    head = str(MAKE[method](tmp_path / "head"))
+    config: dict[str, Any] = dict(method=method, num_speculative_tokens=5)
+    if method == "mtp":
+        model = head
+    else:
+        model, config["model"] = str(rule_models.make_target(tmp_path / "target")), head
     prompts = [*rule_models.prompts(3, length=112), *rule_models.prompts(2, length=30, seed=2)]
     sizes = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, skip_tokenizer_init=True)
     sizes["async_scheduling"] = False  # else the host allows for more than there is

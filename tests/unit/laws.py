@@ -14,6 +14,7 @@ from scipy import stats
 
 from vllm_gaudi_spec.sample.drafting import draft
 from vllm_gaudi_spec.sample.noise import fold_seed
+from vllm_gaudi_spec.sample.rules import TORCH
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 # All p-values of one whole run of the suite, about 300 of them, together reject a correct sampler once in 1000 runs.
@@ -108,6 +109,7 @@ def step(
     for place in range(num_places):
         positions_N = starts_N + place
         drafted = draft(
+            TORCH,
             drafter.logits_CV[context],
             "probabilistic",
             temperature_N,

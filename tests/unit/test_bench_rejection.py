@@ -55,7 +55,16 @@ def test_only_large_cells_count() -> None:
     assert strict == everything | {"rule": "strict"}
     assert (strict["cells"], strict["share_as_fast"], strict["least_ratio"]) == (2, 1.0, 2.0)
     assert strict["geometric_mean"] == pytest.approx(4)
-    assert strict["least_share_of_measured"] == 0.5
+    assert strict["least_share_must_read"] == 0.5
+    assert (strict["reach_70_must_read"], strict["reach_70_logits"]) == (0, 0)
+
+
+def test_nothing_behind_a_rejection_must_be_read() -> None:
+    """For the rules that decide place by place."""
+    all_of_it = 4 * 8 * 5 * 1000
+    assert rejection.must_read("strict", 8, 4, 1000, 4.0) == rejection.must_read("greedy", 8, 4, 1000, 4.0) == all_of_it
+    assert rejection.must_read("strict", 8, 4, 1000, 1.0) == all_of_it * 2 / 5
+    assert rejection.must_read("block", 8, 4, 1000, 1.0) == all_of_it + 4 * 8 * 4 * 1000
 
 
 def test_bytes_that_must_be_read() -> None:

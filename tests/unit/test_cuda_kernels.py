@@ -160,16 +160,17 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, expected, **close)
 
 
-@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (80, 32)])
+@pytest.mark.parametrize(("head_size", "rotary_dim", "apart"), [(64, 64, 0), (80, 32, 0), (64, 64, 16)])
 @pytest.mark.parametrize("with_key", [True, False])
-def test_rotary_embedding(head_size: int, rotary_dim: int, with_key: bool) -> None:
+def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key: bool) -> None:
+    """Heads may lie further apart than they are long."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     from vllm_gaudi_spec.backends import cuda_kernels
 
     table = torch.randn(50, rotary_dim, device=DEVICE)
     positions = torch.tensor([0, 7, 49], device=DEVICE)
-    projected = torch.randn(3, 9, head_size, device=DEVICE)
+    projected = torch.randn(3, 9, head_size + apart, device=DEVICE)[..., :head_size]
     query, key = projected[:, :6], projected[:, 6:8] if with_key else None
     expected = RotaryEmbedding.forward_static(
         positions, query.clone(), None if key is None else key.clone(), head_size, rotary_dim, table, True

@@ -95,6 +95,31 @@ def test_verdicts(cuda: Rules, rule: str, rows: int, places: int, vocab: int) ->
     assert counted(verify(cuda, rule, given)) == found
 
 
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
+def test_what_lies_behind_an_end_is_no_answer_and_leaves_nothing_behind(cuda: Rules, rule: str) -> None:
+    """Ends at every place: no drafts, a wrong one, all right. Whether places behind them are read is left open."""
+    rows, places, vocab = 12, 4, 3000
+    given = case_on_gpu(rows, places - 1, vocab, seed=4)
+    right = verify(TORCH, rule, given).tokens_BQ[:, : places - 1]
+    given["drafts_BK"].copy_(right)
+    given["num_drafts_B"].fill_(places - 1)
+    for row in range(rows):
+        if row % places < places - 1:
+            given["drafts_BK"][row, row % places] += 1
+    given["num_drafts_B"][:2] = 0
+    for _ in range(3):
+        found = verify(cuda, rule, given)
+        assert counted(found) == counted(verify(TORCH, rule, given))
+        assert [len(row) for row in counted(found)] == [1, 1, *(row % places + 1 for row in range(2, rows))]
+        assert int(found.tokens_BQ.min()) >= 0
+        assert int(found.tokens_BQ.max()) < vocab
+
+
+def test_more_rows_than_can_be_counted(cuda: Rules) -> None:
+    with pytest.raises(ValueError, match="at most 65535 rows"):
+        cuda.sample_greedy(torch.zeros(1, device=DEVICE).expand(40_000, 2, 1))
+
+
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_where_nothing_is_left_of_the_target_it_is_sampled(cuda: Rules, rule: str) -> None:
     """Drafts that are no tokens are rejected; the drafter's law is the target's, so there is no residual."""

@@ -15,6 +15,7 @@ from tests.unit.reference.rules import race
 from tests.unit.test_noise import reference_mix
 from vllm_gaudi_spec.sample.drafting import Mode, draft
 from vllm_gaudi_spec.sample.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sample.rules import TORCH
 from vllm_gaudi_spec.sample.strict import sample_random, verify
 
 ROWS, VOCAB = 200, 40
@@ -31,7 +32,7 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 def test_greedy_takes_the_argmax_and_has_no_law() -> None:
     logits, *rest = inputs()
-    drafted = draft(logits, "greedy", *rest)
+    drafted = draft(TORCH, logits, "greedy", *rest)
     assert drafted.tokens_B.dtype == torch.int32
     assert torch.equal(drafted.tokens_B, logits.argmax(-1).int())
     assert drafted.probs_BV is None
@@ -41,7 +42,7 @@ def test_greedy_takes_the_argmax_and_has_no_law() -> None:
 def test_temperature_0_takes_the_argmax_in_every_mode(mode: Mode) -> None:
     logits, temperature, *rest = inputs()
     temperature[::2] = 0
-    drafted = draft(logits, mode, temperature, *rest)
+    drafted = draft(TORCH, logits, mode, temperature, *rest)
     best = logits.argmax(-1)
     assert torch.equal(drafted.tokens_B[::2], best[::2].int())
     assert torch.equal(drafted.tokens_B[1::2], best[1::2].int()) == (mode == "greedy")
@@ -52,7 +53,7 @@ def test_temperature_0_takes_the_argmax_in_every_mode(mode: Mode) -> None:
 
 def test_probabilistic_equals_the_loop() -> None:
     logits, temperature, keys, positions, starts = inputs()
-    drafted = draft(logits, "probabilistic", temperature, keys, positions, starts)
+    drafted = draft(TORCH, logits, "probabilistic", temperature, keys, positions, starts)
     noise = gumbel(keys_of_block(keys, starts), positions[:, None], Stream.DRAFT, torch.arange(VOCAB).int())[:, 0]
     for row in range(ROWS):
         expected = race(logits[row].double().softmax(-1).tolist(), noise[row].tolist())
@@ -63,7 +64,7 @@ def test_probabilistic_follows_its_law() -> None:
     table, rows = random_table(VOCAB, 0, seed=3), 200_000
     place = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, VOCAB)
-    drafted = draft(logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - 1)
+    drafted = draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - 1)
     assert drafted.probs_BV is not None
     torch.testing.assert_close(drafted.probs_BV[0], table.logits_CV[0].softmax(-1))
     assert laws.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
@@ -75,7 +76,7 @@ def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
     place = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, 4)
     first, second = (
-        draft(logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - back).tokens_B
+        draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - back).tokens_B
         for back in (1, 2)
     )
     joint = np.outer(table.probs_CV[0], table.probs_CV[0]).ravel()
@@ -85,11 +86,11 @@ def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
 def test_coupled_is_the_targets_own_sampling() -> None:
     """Whatever the step: with the same logits the same token, at every position."""
     logits, temperature, keys, positions, starts = inputs()
-    drafted = draft(logits, "coupled", temperature, keys, positions, starts)
+    drafted = draft(TORCH, logits, "coupled", temperature, keys, positions, starts)
     own = sample_random(logits[:, None], temperature, keys, positions[:, None])[:, 0]
     assert drafted.probs_BV is None
     assert torch.equal(drafted.tokens_B, own)
-    assert torch.equal(draft(logits, "coupled", temperature, keys, positions, starts + 1).tokens_B, own)
+    assert torch.equal(draft(TORCH, logits, "coupled", temperature, keys, positions, starts + 1).tokens_B, own)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -100,7 +101,7 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
     target = random_table(8, 0, seed)
     drafter = Table(target.logits_CV + closeness * random_table(8, 0, 10 + seed).logits_CV)
     keys, place, ones = request_keys(0, rows), torch.full((rows,), 4, dtype=torch.int32), torch.ones(rows)
-    drafted = draft(drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, place, place)
+    drafted = draft(TORCH, drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, place, place)
     positions = place[:, None] + torch.arange(2, dtype=torch.int32)
     sampled = sample_random(target.logits_CV.expand(rows, 2, 8), ones, keys, positions)
     verdict = verify(sampled, drafted.tokens_B[:, None], torch.ones(rows, dtype=torch.int32))
@@ -113,9 +114,9 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
 @pytest.mark.parametrize("mode", ["greedy", "probabilistic", "coupled"])
 def test_rows_do_not_depend_on_their_batch(mode: Mode) -> None:
     logits, *rest = inputs(50)
-    together = draft(logits, mode, *rest)
+    together = draft(TORCH, logits, mode, *rest)
     for row in range(50):
-        alone = draft(logits[row : row + 1].clone(), mode, *(value[row : row + 1].clone() for value in rest))
+        alone = draft(TORCH, logits[row : row + 1].clone(), mode, *(value[row : row + 1].clone() for value in rest))
         assert torch.equal(alone.tokens_B[0], together.tokens_B[row])
         if alone.probs_BV is not None and together.probs_BV is not None:
             assert torch.equal(alone.probs_BV[0], together.probs_BV[row])

@@ -10,6 +10,7 @@ import torch
 from tests.unit.reference import rules as loops
 from tests.unit.verify_cases import Case, counted, loop_noise, random_case
 from vllm_gaudi_spec.sample import strict, synthetic
+from vllm_gaudi_spec.sample.rules import TORCH
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 RATES = [0.9, 0.6, 0.6, 0.1]
@@ -18,7 +19,7 @@ RATES = [0.9, 0.6, 0.6, 0.1]
 def verify(case: Case, rates: list[float]) -> Verdict:
     inputs = case.tensors()
     del inputs["draft_probs_BKV"]
-    return synthetic.verify(**inputs, rates_K=torch.tensor(rates))
+    return synthetic.verify(TORCH, **inputs, rates_K=torch.tensor(rates))
 
 
 def test_equals_the_loop() -> None:
@@ -63,6 +64,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     together = verify(case, RATES[:3])
     for row in range(50):
         alone = synthetic.verify(
+            TORCH,
             **{name: value for name, value in case.row(row).items() if name != "draft_probs_BKV"},
             rates_K=torch.tensor(RATES[:3]),
         )

@@ -20,6 +20,7 @@ from vllm_gaudi_spec.proposers.translation import MappedTokens
 from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
 from vllm_gaudi_spec.sample import strict
 from vllm_gaudi_spec.sample.drafting import draft
+from vllm_gaudi_spec.sample.rules import TORCH
 
 VOCAB = 100
 DRAFTERS_OWN = 30
@@ -177,7 +178,9 @@ def write_coupled(made: Pair, num_places: int, length: int, rows: int) -> tuple[
         for place in range(num_places):
             logits.append(made.target.logits_CV[context])
             positions_N = positions_NQ[:, place]
-            drafted = draft(made.seen.logits_CV[context], "coupled", temperature_N, keys_N2, positions_N, starts_N)
+            drafted = draft(
+                TORCH, made.seen.logits_CV[context], "coupled", temperature_N, keys_N2, positions_N, starts_N
+            )
             drafts = torch.cat((drafts, drafted.tokens_B[:, None]), dim=1)
             context = made.target.after(context, drafted.tokens_B.numpy())
         logits.append(made.target.logits_CV[context])

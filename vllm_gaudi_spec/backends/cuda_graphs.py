@@ -43,6 +43,7 @@ class Captures:
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`run` as a graph; nothing is computed."""
+        _give_back_what_is_kept()
         if self._keeper is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
@@ -57,6 +58,13 @@ class Captures:
             finally:
                 graph.capture_end()
         return graph
+
+
+def _give_back_what_is_kept() -> None:
+    """Programs can not use what torch keeps of the memory that the same work took uncaptured."""
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if kept > torch.cuda.mem_get_info()[0]:
+        torch.cuda.empty_cache()
 
 
 class Graphed:
@@ -92,6 +100,7 @@ class Graphed:
         first, form = flatten(self._function(*arguments))
         # Results lie outside of the memory that programs share: another program may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
+        del first
 
         def run() -> None:
             again, form_again = flatten(self._function(*arguments))

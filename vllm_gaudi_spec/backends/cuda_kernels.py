@@ -87,11 +87,10 @@ def rotate(
         query_THD,
         other,
         table,
-        query_THD.stride(0),
-        other.stride(0),
+        *query_THD.stride()[:2],
+        *other.stride()[:2],
         query_THD.shape[1],
         other.shape[1],
-        HEAD_SIZE=query_THD.shape[2],
         HALF=half,
         TILE_H=triton.next_power_of_2(heads),
         TILE_R=triton.next_power_of_2(half),
@@ -105,10 +104,11 @@ def _rotate(
     key_ptr,
     table_ptr,
     query_stride,
+    query_head_stride,
     key_stride,
+    key_head_stride,
     query_heads,
     key_heads,
-    HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -116,9 +116,11 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         heads_ptr = query_ptr + token * query_stride
+        head_stride = query_head_stride
         num_heads = query_heads
     else:
         heads_ptr = key_ptr + token * key_stride
+        head_stride = key_head_stride
         num_heads = key_heads
     position = tl.load(positions_ptr + token)
     head_H = tl.arange(0, TILE_H)
@@ -128,7 +130,7 @@ def _rotate(
     entry = table_ptr + position * (2 * HALF)
     cos_R = tl.load(entry + place_R, mask=used_R, other=0.0).to(tl.float32)
     sin_R = tl.load(entry + HALF + place_R, mask=used_R, other=0.0).to(tl.float32)
-    at_HR = heads_ptr + head_H[:, None] * HEAD_SIZE + place_R[None, :]
+    at_HR = heads_ptr + head_H[:, None] * head_stride + place_R[None, :]
     first_HR = tl.load(at_HR, mask=used_HR, other=0.0).to(tl.float32)
     second_HR = tl.load(at_HR + HALF, mask=used_HR, other=0.0).to(tl.float32)
     dtype = query_ptr.dtype.element_ty

@@ -1,7 +1,7 @@
 """Noise and races in Triton: what `sample/noise.py` says, and the argmax of logits plus noise.
 
-A race needs two logarithms a token, too much for the speed of the memory. So the chunks of a row are ranked by an
-upper bound of their best score, which costs none, and the scores are computed of those chunks that can hold the winner:
+A race needs two logarithms a token, too much for the speed of the memory. So groups of a row's tokens are ranked by an
+upper bound of their best score, which costs none, and the scores are computed of those groups that can hold the winner:
 nearly always one.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
 # Tokens whose scores are computed at once: more would cost registers that the reading needs.
-PIECE = tl.constexpr(512)
+PIECE = tl.constexpr(256)
 
 # --- noise: sample/noise.py in unsigned integers ---
 
@@ -50,6 +50,12 @@ def hash_place(low, high, position, STREAM: tl.constexpr):
 
 
 @triton.jit
+def hash_behind(first, number):
+    """`first` for tokens that are counted from this one."""
+    return first + number.to(tl.uint32, bitcast=True) * 0x9E3779B1
+
+
+@triton.jit
 def _hash_tokens(tokens, first, second):
     x = tokens.to(tl.uint32, bitcast=True) * 0x9E3779B1 + first
     x ^= x >> 16
@@ -81,11 +87,11 @@ def _gumbel(hashed):
 @triton.jit
 def _rough_gumbel(hashed):
     """At least `_gumbel` and seldom more than 0.1 above it where it is large: -log(u), with the float's own bits as its
-    logarithm to base 2. `_ROUGH_OFFSET` is still to be added."""
-    return _unit(hashed).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
+    logarithm to base 2, and u not rounded up. `_ROUGH_OFFSET` is still to be added."""
+    return hashed.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32) * -8.262958294867817e-08
 
 
-_ROUGH_OFFSET = tl.constexpr(88.02969193111305)
+_ROUGH_OFFSET = tl.constexpr(110.21040170884255)
 
 
 @triton.jit
@@ -111,7 +117,7 @@ def values_of(row, law, tokens, vocab, from_residual, peak, scale):
 
 @triton.jit
 def bound_of(values, tokens, random, first, second):
-    """No token of the chunk scores more."""
+    """No token of the first dimension scores more."""
     offset = 0.0
     if random:
         values += _rough_gumbel(_hash_tokens(tokens, first, second))
@@ -139,7 +145,7 @@ def winner_of(
     row,
     law,
     bounds,
-    num_chunks,
+    num_bounds,
     vocab,
     random,
     first,
@@ -147,31 +153,36 @@ def winner_of(
     from_residual,
     peak,
     scale,
-    CHUNK: tl.constexpr,
-    PADDED_CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED_BOUNDS: tl.constexpr,
 ):
-    """The token with the best score, and that score; token 0 and -inf where no token has one."""
-    places = tl.arange(0, PADDED_CHUNKS)
-    left = tl.load(bounds + places, mask=places < num_chunks, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.max(left, axis=0)
+    """The token with the best score, and that score; token 0 and -inf where no token has one.
+
+    A bound is of SPAN tokens: WIDTH next to each other in every STRIDE, which it shares with its neighbours' tokens.
+    """
+    places = tl.arange(0, PADDED_BOUNDS)
+    left = tl.load(bounds + places, mask=places < num_bounds, other=float("-inf"), cache_modifier=".cg")
+    highest, place = tl.max(left, axis=0, return_indices=True)
     best = tl.full((), float("-inf"), tl.float32)
     worth = best
     winner = tl.zeros((), tl.int32)
     while (highest > float("-inf")) & (highest >= worth):
-        chunk = tl.argmax(left, axis=0)
-        scores = tl.full((PIECE,), float("-inf"), tl.float32)
-        found = tl.zeros((PIECE,), tl.int32)
-        for start in range(chunk * CHUNK, (chunk + 1) * CHUNK, PIECE):
-            tokens = start + tl.arange(0, PIECE)
-            values = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
-            found = tl.where(values > scores, tokens, found)
-            scores = tl.maximum(values, scores)
-        top, token = first_best(scores, found, vocab)
-        if (top > best) | ((top == best) & (token < winner)):
-            best = top
-            winner = token
-        # Both the bound and the score are rounded.
-        worth = best - (1e-3 + 1e-6 * tl.abs(best))
-        left = tl.where(places == chunk, float("-inf"), left)
-        highest = tl.max(left, axis=0)
+        neighbours: tl.constexpr = STRIDE // WIDTH
+        start = place // neighbours * (neighbours * SPAN) + place % neighbours * WIDTH
+        for piece in range(0, SPAN, PIECE):
+            at = piece + tl.arange(0, PIECE)
+            tokens = start + at // WIDTH * STRIDE + at % WIDTH
+            scores = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            top, token = first_best(scores, tokens, vocab)
+            if (top > best) | ((top == best) & (token < winner)):
+                best = top
+                winner = token
+        worth = best
+        if random:
+            # Both the bound and the score are rounded.
+            worth = best - (1e-3 + 1e-6 * tl.abs(best))
+        left = tl.where(places == place, float("-inf"), left)
+        highest, place = tl.max(left, axis=0, return_indices=True)
     return winner, best

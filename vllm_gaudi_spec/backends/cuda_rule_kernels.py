@@ -18,6 +18,7 @@ from vllm_gaudi_spec.backends.cuda_races import (
     PIECE,
     bound_of,
     first_best,
+    hash_behind,
     hash_place,
     keys_of_block,
     load_keys,
@@ -29,6 +30,10 @@ from vllm_gaudi_spec.backends.cuda_races import (
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
+# What a program that read nothing adds to its row's arrivals.
+_UNREAD = tl.constexpr(1 << 16)
+# Of a request's arrivals, those in which places are counted.
+_END_BITS = tl.constexpr(8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -43,8 +48,8 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# One program for every number of drafts and every vocabulary.
-@triton.jit(do_not_specialize=["num_places", "num_chunks"])
+# One program for every number of requests and drafts, and every vocabulary.
+@triton.jit(do_not_specialize=["num_requests", "num_places", "num_programs"])
 def strict_kernel(
     logits,
     stride_b,
@@ -63,64 +68,100 @@ def strict_kernel(
     tokens_out,
     num_out,
     vocab,
-    num_chunks,
+    num_requests,
     num_places,
+    num_programs,
     STREAM: tl.constexpr,
-    PARTS: tl.constexpr,
     RANDOM: tl.constexpr,
     JUDGE: tl.constexpr,
-    PADDED_PLACES: tl.constexpr,
+    LOOK: tl.constexpr,
+    PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PADDED_CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    PADDED_BOUNDS: tl.constexpr,
 ):
-    """Sample every place; where it is to JUDGE, count the drafts that equal their samples."""
-    chunk, place = tl.program_id(0) * PARTS, tl.program_id(1)
-    b, q = place // num_places, place % num_places
+    """Sample every place; where it is to JUDGE, count the drafts that equal their samples.
+
+    First places come first. A place behind one that is known to end its request is left out: one behind the drafts that
+    there are, and behind a draft that was wrong, for which a program has to LOOK. `arrivals` has, above the number of
+    places that are done, a bit for each that ends the request.
+    """
+    bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
+    part, place = tl.program_id(0) % num_programs, tl.program_id(0) // num_programs
+    b, q = place % num_requests, place // num_requests
     row = logits + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
-    own_bounds = bounds + place * num_chunks
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    end = tl.minimum(chunk * CHUNK + PARTS * CHUNK, vocab)
-    values = values_of(row, row, tokens, end, False, 0.0, 0.0)
-    # Barriers keep the compiler from hashing first: logits are under way meanwhile.
-    tl.debug_barrier()
+    own_bounds = bounds + place * num_programs * bounds_each
     random, first, second = False, 0, 0
     if RANDOM:
         random = tl.load(temperature + b) > 0
         low, high = load_keys(keys, key_stride, b)
         position = tl.load(positions + b * position_stride + q)
         first, second = hash_place(low, high, position, STREAM)
-    for part in range(PARTS):
-        following = values_of(row, row, tokens + CHUNK, end, False, 0.0, 0.0)
+    is_needed = True
+    if JUDGE:
+        num = tl.load(num_drafts + b)
+        is_needed = q <= num
+        if LOOK:
+            # Others may change it meanwhile: an atomic says one thing to all threads.
+            ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") >> _END_BITS
+            is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
+    arrival = 1 + _UNREAD
+    if is_needed:
+        start = part * PARTS * CHUNK
+        length = tl.minimum(vocab - start, PARTS * CHUNK)
+        own_row = row + start
+        tokens = tl.arange(0, CHUNK // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+        values = values_of(own_row, own_row, tokens, length, False, 0.0, 0.0)
+        # Barriers keep the compiler from hashing first: logits are under way meanwhile.
         tl.debug_barrier()
-        bound = bound_of(values, tokens, random, first, second)
-        tl.store(own_bounds + chunk + part, bound, mask=chunk + part < num_chunks)
-        values = following
-        tokens += CHUNK
-    if _is_last(row_arrivals + place, tl.num_programs(0)):
-        token, _ = winner_of(
-            row,
-            row,
-            own_bounds,
-            num_chunks,
-            vocab,
-            random,
-            first,
-            second,
-            False,
-            0.0,
-            0.0,
-            CHUNK,
-            PADDED_CHUNKS,
-        )
-        tl.store(tokens_out + place, token)
+        bound = tl.full((SPAN,), float("-inf"), tl.float32)
+        for begin in range(0, length, CHUNK):
+            after = begin + CHUNK
+            following = values_of(own_row + after, own_row, tokens, length - after, False, 0.0, 0.0)
+            tl.debug_barrier()
+            own_first = first
+            if RANDOM:
+                own_first = hash_behind(first, start + begin)
+            bound = tl.maximum(bound, bound_of(values, tokens, random, own_first, second))
+            values = following
+        # Each of them is of SPAN tokens again.
+        bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
+        tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
+        arrival = 1
+    arrived = tl.atomic_add(row_arrivals + place, arrival, sem="acq_rel") + arrival
+    if arrived % _UNREAD == num_programs:
+        tl.store(row_arrivals + place, 0)
+        is_read = arrived == num_programs
+        token = tl.zeros((), tl.int32)
+        if is_read:
+            token, _ = winner_of(
+                row,
+                row,
+                own_bounds,
+                num_programs * bounds_each,
+                vocab,
+                random,
+                first,
+                second,
+                False,
+                0.0,
+                0.0,
+                SPAN,
+                SPAN,
+                SPAN // bounds_each,
+                PADDED_BOUNDS,
+            )
+        tl.store(tokens_out + b * num_places + q, token)
         if JUDGE:
-            if _is_last(arrivals + b, num_places):
-                places = tl.arange(0, PADDED_PLACES)
-                is_draft = places < num_places - 1
-                sampled = tl.load(tokens_out + b * num_places + places, mask=is_draft, other=-1, cache_modifier=".cg")
-                drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=-2)
-                equal = (sampled == drafted) & (places < tl.load(num_drafts + b))
-                tl.store(num_out + b, tl.min(tl.where(equal, num_places, places), axis=0) + 1)
+            drafted = tl.load(drafts + b * draft_stride + q, mask=q < num_places - 1, other=-1)
+            ends = is_read & ((q >= num) | (token != drafted))
+            done = 1 + (ends.to(tl.int32) << (_END_BITS + q))
+            done += tl.atomic_add(arrivals + b, done, sem="relaxed")
+            if done % (1 << _END_BITS) == num_places:
+                tl.store(arrivals + b, 0)
+                places = tl.arange(0, 32)
+                is_end = (done >> _END_BITS >> places) % 2 > 0
+                tl.store(num_out + b, tl.min(tl.where(is_end, places, num_places), axis=0) + 1)
 
 
 # --- standard and block ---
@@ -207,6 +248,8 @@ def weigh_kernel(
                     False,
                     0.0,
                     0.0,
+                    CHUNK,
+                    CHUNK,
                     CHUNK,
                     PADDED_CHUNKS,
                 )
@@ -365,6 +408,8 @@ def behind_kernel(
             from_residual,
             peak,
             scale,
+            CHUNK,
+            CHUNK,
             CHUNK,
             PADDED_CHUNKS,
         )

@@ -13,16 +13,22 @@ from vllm_gaudi_spec.sample.noise import Stream
 from vllm_gaudi_spec.sample.rules import Rules
 from vllm_gaudi_spec.sample.verdict import Verdict
 
-# Rows of one launch: no grid may be higher.
+# Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535
 # Tokens of a chunk: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
 _CHUNK, _LAW_CHUNK, _SMALL_CHUNK = 1024, 2048, 1024
 _FEW_PROGRAMS = 512
-# Chunks of a program that samples.
-_PARTS = 8
+# Chunks of a program that samples: as many as leave so many programs.
+_PARTS = (8, 4, 2, 1)
+_PROGRAMS = 1024
+# Tokens of a bound on scores.
+_SPAN = 256
 _WARPS = 2
-# Places and chunks that any kernel has lanes for: fewer kernels to compile.
-_PLACES, _CHUNKS = 8, 256
+# Of a thread of a program that samples: then 16 of them fit a multiprocessor, of which 132 are usual.
+_REGISTERS = 64
+_AT_ONCE = 16 * 132
+# Places, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
+_PLACES, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
 def _padded(number: int, least: int) -> int:
@@ -43,12 +49,19 @@ class _Chunks(NamedTuple):
 
 
 @cache
-def _arrivals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters of programs that arrived, by row and by request. Kernels of one stream share them: each leaves zeros."""
+def _zeros(device: torch.device) -> tuple[torch.Tensor, ...]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("sampling and acceptance have to run once before they are captured")
-    rows, requests = torch.zeros(2, _MOST_ROWS, dtype=torch.int32, device=device).unbind(0)
-    return rows, requests
+    return torch.zeros(2, _MOST_ROWS, dtype=torch.int32, device=device).unbind(0)
+
+
+def _arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
+    """Counters of programs that arrived, by row and by request. Kernels of one stream share them: each leaves zeros."""
+    if rows > _MOST_ROWS:
+        raise ValueError(
+            f"a step samples at most {_MOST_ROWS} rows of logits on a GPU, not {rows}: fewer requests or drafts"
+        )
+    return _zeros(device)
 
 
 def _strict(
@@ -62,12 +75,13 @@ def _strict(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
     rows, places, vocab = logits_BQV.shape
-    chunks = _Chunks.of(rows * places, vocab, _CHUNK)
-    bounds = logits_BQV.new_empty(rows * places, chunks.number, dtype=torch.float32)
+    parts = next(parts for parts in _PARTS if parts == 1 or rows * places * vocab >= _PROGRAMS * parts * _CHUNK)
+    num_programs = triton.cdiv(vocab, parts * _CHUNK)
+    num_bounds = num_programs * parts * _CHUNK // _SPAN
+    bounds = logits_BQV.new_empty(rows * places, num_bounds, dtype=torch.float32)
     sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
     num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
-    parts = _PARTS if rows * places * chunks.number >= _FEW_PROGRAMS * _PARTS else 1
-    kernels.strict_kernel[(triton.cdiv(chunks.number, parts), rows * places)](
+    kernels.strict_kernel[(num_programs * rows * places,)](
         logits_BQV,
         *logits_BQV.stride()[:2],
         temperature_B,
@@ -79,18 +93,23 @@ def _strict(
         0 if drafts_BK is None else drafts_BK.stride(0),
         num_drafts_B,
         bounds,
-        *_arrivals(logits_BQV.device),
+        *_arrivals(logits_BQV.device, rows * places),
         sampled_BQ,
         num_sampled_B,
         vocab,
-        chunks.number,
+        rows,
         places,
+        num_programs,
         STREAM=int(stream),
-        PARTS=parts,
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
-        PADDED_PLACES=_padded(places, _PLACES),
-        **chunks.settings(),
+        LOOK=num_programs * rows * places > _AT_ONCE,
+        PARTS=parts,
+        CHUNK=_CHUNK,
+        SPAN=_SPAN,
+        PADDED_BOUNDS=_padded(num_bounds, _BOUNDS),
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
     )
     return sampled_BQ, num_sampled_B
 
@@ -136,7 +155,7 @@ def _by_law(
 ) -> Verdict:
     rows, num_drafts = drafts_BK.shape
     vocab = logits_BQV.shape[2]
-    row_arrivals, arrivals = _arrivals(logits_BQV.device)
+    row_arrivals, arrivals = _arrivals(logits_BQV.device, rows * (num_drafts + 1))
     logits = logits_BQV, *logits_BQV.stride()[:2]
     laws = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
     drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B

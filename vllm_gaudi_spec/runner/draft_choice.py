@@ -46,7 +46,7 @@ class DraftChoice:
             if branch.random:
                 restrict(logits_BV[:, None], inputs, branch)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
-            drafted = draft(logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1, self._rules)
+            drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
             return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
 
         return choose

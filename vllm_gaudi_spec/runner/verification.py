@@ -124,6 +124,7 @@ def _synthetic(
     if not proposed.tokens_BK.shape[1]:
         return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return synthetic.verify(
+        rules,
         logits_BQV,
         proposed.tokens_BK,
         proposed.num_drafts_B,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from vllm_gaudi_spec.sample.noise import Stream, keys_of_block
-from vllm_gaudi_spec.sample.rules import TORCH, Rules
+from vllm_gaudi_spec.sample.rules import Rules
 
 Mode = Literal["greedy", "probabilistic", "coupled"]
 
@@ -20,13 +20,13 @@ class Drafted(NamedTuple):
 
 
 def draft(
+    rules: Rules,
     logits_BV: torch.Tensor,
     mode: Mode,
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
-    rules: Rules = TORCH,
 ) -> Drafted:
     """Choose the token behind `positions_B` from the drafter's logits, temperature and filters done.
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_spec.sample import stop
 from vllm_gaudi_spec.sample.noise import Stream, uniform
-from vllm_gaudi_spec.sample.strict import sample_random
+from vllm_gaudi_spec.sample.rules import Rules
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 
@@ -20,6 +20,7 @@ def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
 
 
 def verify(
+    rules: Rules,
     logits_BQV: torch.Tensor,
     drafts_BK: torch.Tensor,
     num_drafts_B: torch.Tensor,
@@ -35,5 +36,5 @@ def verify(
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
     logits_BV = stop.at_place(logits_BQV, num_accepted_B)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
-    token_B = sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
+    token_B = rules.sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
     return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)
