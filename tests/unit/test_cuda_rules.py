@@ -95,8 +95,23 @@ def test_verdicts(cuda: Rules, rule: str, rows: int, places: int, vocab: int) ->
     assert counted(verify(cuda, rule, given)) == found
 
 
+@pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
+def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs as there are where they run one behind the other, and look whether they are needed."""
+    from vllm_gaudi_spec.backends import cuda_rules
+
+    if request.param:
+        monkeypatch.setattr(cuda_rules._Work, "of", lambda rows, vocab: cuda_rules._Work(*request.param))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes minutes")
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
-def test_what_lies_behind_an_end_is_no_answer_and_leaves_nothing_behind(cuda: Rules, rule: str) -> None:
+def test_programs_that_run_one_behind_the_other(cuda: Rules, work: None, rule: str) -> None:
+    test_verdicts(cuda, rule, 280, 4, 32_000)
+
+
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
+def test_what_lies_behind_an_end_is_no_answer_and_leaves_nothing_behind(cuda: Rules, work: None, rule: str) -> None:
     """Ends at every place: no drafts, a wrong one, all right. Whether places behind them are read is left open."""
     rows, places, vocab = 12, 4, 3000
     given = case_on_gpu(rows, places - 1, vocab, seed=4)

@@ -32,8 +32,8 @@ _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
 # What a program that read nothing adds to its row's arrivals.
 _UNREAD = tl.constexpr(1 << 16)
-# Of a request's arrivals, those in which places are counted.
-_END_BITS = tl.constexpr(8)
+# What place 0 adds to its request's arrivals where it is the end, place 1 twice as much, and so on.
+_END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -103,7 +103,7 @@ def strict_kernel(
         is_needed = q <= num
         if LOOK:
             # Others may change it meanwhile: an atomic says one thing to all threads.
-            ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") >> _END_BITS
+            ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") // _END
             is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
     arrival = 1 + _UNREAD
     if is_needed:
@@ -111,19 +111,13 @@ def strict_kernel(
         length = tl.minimum(vocab - start, PARTS * CHUNK)
         own_row = row + start
         tokens = tl.arange(0, CHUNK // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        values = values_of(own_row, own_row, tokens, length, False, 0.0, 0.0)
-        # Barriers keep the compiler from hashing first: logits are under way meanwhile.
-        tl.debug_barrier()
         bound = tl.full((SPAN,), float("-inf"), tl.float32)
         for begin in range(0, length, CHUNK):
-            after = begin + CHUNK
-            following = values_of(own_row + after, own_row, tokens, length - after, False, 0.0, 0.0)
-            tl.debug_barrier()
+            values = values_of(own_row + begin, own_row, tokens, length - begin, False, 0.0, 0.0)
             own_first = first
             if RANDOM:
                 own_first = hash_behind(first, start + begin)
             bound = tl.maximum(bound, bound_of(values, tokens, random, own_first, second))
-            values = following
         # Each of them is of SPAN tokens again.
         bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
         tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
@@ -155,12 +149,12 @@ def strict_kernel(
         if JUDGE:
             drafted = tl.load(drafts + b * draft_stride + q, mask=q < num_places - 1, other=-1)
             ends = is_read & ((q >= num) | (token != drafted))
-            done = 1 + (ends.to(tl.int32) << (_END_BITS + q))
+            done = 1 + (ends.to(tl.int32) * _END << q)
             done += tl.atomic_add(arrivals + b, done, sem="relaxed")
-            if done % (1 << _END_BITS) == num_places:
+            if done % _END == num_places:
                 tl.store(arrivals + b, 0)
                 places = tl.arange(0, 32)
-                is_end = (done >> _END_BITS >> places) % 2 > 0
+                is_end = (done // _END >> places) % 2 > 0
                 tl.store(num_out + b, tl.min(tl.where(is_end, places, num_places), axis=0) + 1)
 
 

@@ -15,18 +15,13 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 
 # Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535
-# Tokens of a chunk: as many as keep its loads in flight, fewer where they would leave multiprocessors idle.
-_CHUNK, _LAW_CHUNK, _SMALL_CHUNK = 1024, 2048, 1024
+# Tokens of a chunk of the rules with laws: as many as keep its loads in flight, fewer where they would leave
+# multiprocessors idle.
+_LAW_CHUNK, _SMALL_CHUNK = 2048, 1024
 _FEW_PROGRAMS = 512
-# Chunks of a program that samples: as many as leave so many programs.
-_PARTS = (8, 4, 2, 1)
-_PROGRAMS = 1024
 # Tokens of a bound on scores.
 _SPAN = 256
 _WARPS = 2
-# Of a thread of a program that samples: then 16 of them fit a multiprocessor, of which 132 are usual.
-_REGISTERS = 64
-_AT_ONCE = 16 * 132
 # Places, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
 _PLACES, _CHUNKS, _BOUNDS = 8, 256, 256
 
@@ -46,6 +41,28 @@ class _Chunks(NamedTuple):
 
     def settings(self) -> dict[str, int]:
         return {"CHUNK": self.size, "PADDED_CHUNKS": _padded(self.number, _CHUNKS), "num_warps": _WARPS}
+
+
+class _Work(NamedTuple):
+    """What a program that samples does: so many chunks, in so many registers a thread."""
+
+    chunk: int
+    parts: int
+    registers: int
+    waves: bool
+    """Not all programs run at once, so that a later one can know what an earlier one found."""
+
+    @classmethod
+    def of(cls, rows: int, vocab: int) -> _Work:
+        # In 48 registers 21 programs fit each of 132 multiprocessors. A second wave of few would take as long as the
+        # first, so the largest programs are for one wave or for many, and at least some are for every multiprocessor.
+        programs = rows * triton.cdiv(vocab, 8192)
+        if programs > 8192:
+            return cls(1024, 8, 64, True)
+        if programs > 21 * 132:
+            return cls(512, 8, 48, True)
+        parts = next(parts for parts in (16, 8, 4, 2, 1) if parts == 1 or programs * 16 >= 8 * 132 * parts)
+        return cls(512, parts, 48, False)
 
 
 @cache
@@ -75,9 +92,9 @@ def _strict(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
     rows, places, vocab = logits_BQV.shape
-    parts = next(parts for parts in _PARTS if parts == 1 or rows * places * vocab >= _PROGRAMS * parts * _CHUNK)
-    num_programs = triton.cdiv(vocab, parts * _CHUNK)
-    num_bounds = num_programs * parts * _CHUNK // _SPAN
+    work = _Work.of(rows * places, vocab)
+    num_programs = triton.cdiv(vocab, work.parts * work.chunk)
+    num_bounds = num_programs * work.parts * work.chunk // _SPAN
     bounds = logits_BQV.new_empty(rows * places, num_bounds, dtype=torch.float32)
     sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
     num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
@@ -103,13 +120,13 @@ def _strict(
         STREAM=int(stream),
         RANDOM=temperature_B is not None,
         JUDGE=drafts_BK is not None,
-        LOOK=num_programs * rows * places > _AT_ONCE,
-        PARTS=parts,
-        CHUNK=_CHUNK,
+        LOOK=work.waves,
+        PARTS=work.parts,
+        CHUNK=work.chunk,
         SPAN=_SPAN,
         PADDED_BOUNDS=_padded(num_bounds, _BOUNDS),
         num_warps=_WARPS,
-        maxnreg=_REGISTERS,
+        maxnreg=work.registers,
     )
     return sampled_BQ, num_sampled_B
 
