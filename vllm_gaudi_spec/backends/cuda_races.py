@@ -12,7 +12,7 @@ import triton.language as tl
 
 _STREAM_ACCEPT = tl.constexpr(1)
 # Tokens whose scores are computed at once: more would cost registers that the reading needs.
-PIECE = tl.constexpr(256)
+PIECE = tl.constexpr(512)
 
 # --- noise: sample/noise.py in unsigned integers ---
 
@@ -171,14 +171,19 @@ def winner_of(
     while (highest > float("-inf")) & (highest >= worth):
         neighbours: tl.constexpr = STRIDE // WIDTH
         start = place // neighbours * (neighbours * SPAN) + place % neighbours * WIDTH
-        for piece in range(0, SPAN, PIECE):
-            at = piece + tl.arange(0, PIECE)
+        size: tl.constexpr = min(SPAN, PIECE)
+        scores = tl.full((size,), float("-inf"), tl.float32)
+        found = tl.zeros((size,), tl.int32)
+        for piece in range(0, SPAN, size):
+            at = piece + tl.arange(0, size)
             tokens = start + at // WIDTH * STRIDE + at % WIDTH
-            scores = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
-            top, token = first_best(scores, tokens, vocab)
-            if (top > best) | ((top == best) & (token < winner)):
-                best = top
-                winner = token
+            values = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            found = tl.where(values > scores, tokens, found)
+            scores = tl.maximum(values, scores)
+        top, token = first_best(scores, found, vocab)
+        if (top > best) | ((top == best) & (token < winner)):
+            best = top
+            winner = token
         worth = best
         if random:
             # Both the bound and the score are rounded.
