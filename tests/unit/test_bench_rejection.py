@@ -59,16 +59,10 @@ def test_only_large_cells_count() -> None:
     assert (strict["reach_70_must_read"], strict["reach_70_logits"]) == (0, 0)
 
 
-def test_nothing_behind_a_rejection_must_be_read() -> None:
-    """For the rules that decide place by place."""
-    all_of_it = 4 * 8 * 5 * 1000
-    assert rejection.must_read("strict", 8, 4, 1000, 4.0) == rejection.must_read("greedy", 8, 4, 1000, 4.0) == all_of_it
-    assert rejection.must_read("strict", 8, 4, 1000, 1.0) == all_of_it * 2 / 5
-    assert rejection.must_read("block", 8, 4, 1000, 1.0) == all_of_it + 4 * 8 * 4 * 1000
-
-
 def test_bytes_that_must_be_read() -> None:
+    """For the rules that decide place by place nothing behind a rejection."""
     logits = 4 * 8 * 5 * 1000
-    assert rejection.must_read("strict", 8, 4, 1000) == logits
-    assert rejection.must_read("standard", 8, 4, 1000) == logits + 4 * 8 * 1000
-    assert rejection.must_read("block", 8, 4, 1000) == logits + 4 * 8 * 4 * 1000
+    assert rejection.must_read("strict", 8, 4, 1000, 4.0) == rejection.must_read("greedy", 8, 4, 1000, 4.0) == logits
+    assert rejection.must_read("strict", 8, 4, 1000, 1.0) == logits * 2 / 5
+    assert rejection.must_read("standard", 8, 4, 1000, 1.0) == logits + 4 * 8 * 1000
+    assert rejection.must_read("block", 8, 4, 1000, 1.0) == logits + 4 * 8 * 4 * 1000

@@ -32,7 +32,8 @@ _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
 # What a program that read nothing adds to its row's arrivals.
 _UNREAD = tl.constexpr(1 << 16)
-# What place 0 adds to its request's arrivals where it is the end, place 1 twice as much, and so on.
+# What place 0 adds to its request's arrivals where it is the end, place 1 twice as much, and so on: room for 22, of
+# which 16 drafts need 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
