@@ -103,7 +103,7 @@ def turn(llm: Any, tape: Tape, options: argparse.Namespace, batch: int, num_draf
     served = Served(llm, batch, options.prompt, num_drafts, vocab, longest(options) - options.prompt - options.k - 1)
     half = options.steps // 2
     before = served.run(half)
-    # In the middle: contexts are as long as in the mean step.
+    # In the middle: contexts are about as long as in the mean step.
     device_s = tape.seconds(options.repeats)
     served.settle()
     found: dict[str, Any] = mean(before, served.run(options.steps - half))

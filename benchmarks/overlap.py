@@ -66,7 +66,8 @@ def measure_all(options: argparse.Namespace) -> None:
     model = options.model or demo_model_path()
     rows = [row for method in options.methods for row in measure(method, model, options)]
     lines = [[row["method"], str(row["batch"]), interval(row["ratio"])] for row in rows]
-    common.say(f"\nk = {options.drafts}, float32\n\n{shared.markdown(['method', 'batch', 'overlapping'], lines)}")
+    header = ["method", "batch", "overlapping / one by one"]
+    common.say(f"\nk = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
     common.say(f"\n{common.NOISE_NOTE}")
     settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns", "texts")}
     common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})

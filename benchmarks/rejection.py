@@ -345,6 +345,7 @@ def summary(cells: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
             {
                 "rule": rule,
                 "cells": len(counted),
+                "compared": len(ratios),
                 "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else "-",
                 "least_ratio": min(ratios, default="-"),
                 "share_as_fast": sum(ratio >= 1 for ratio in ratios) / len(ratios) if ratios else "-",

@@ -463,3 +463,6 @@ def save(folder: Path, weights: Weights, config: dict[str, object]) -> Path:
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+HEADS = {"eagle": make_eagle, "eagle3": make_eagle3, "mtp": make_mimo, "medusa": make_medusa}

@@ -17,7 +17,6 @@ from tests.full_tests import rule_models
 from tests.full_tests.captured import Reference, programs_are_the_manifest
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating
-from tests.full_tests.test_heads_rule import MAKE
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.backends import describe_device, load_backend
 
@@ -116,11 +115,11 @@ def test_a_draft_model(
         reads_once(llm)
 
 
-@pytest.mark.parametrize("method", MAKE)
+@pytest.mark.parametrize("method", rule_models.HEADS)
 def test_a_head_that_is_never_wrong(method: str, tmp_path: Path) -> None:
     """Over blocks of all numbers, past its own limit, and through blocks that the prefix cache shares: were one slot
     wrong, a draft would be."""
-    head = str(MAKE[method](tmp_path / "head"))
+    head = str(rule_models.HEADS[method](tmp_path / "head"))
     config: dict[str, Any] = dict(method=method, num_speculative_tokens=5)
     if method == "mtp":
         model = head

@@ -28,12 +28,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "preempted": SMALL | dict(enable_prefix_caching=False),
     "chunked, cached, preempted": SMALL | dict(max_num_batched_tokens=32),
 }
-MAKE = {
-    "eagle": rule_models.make_eagle,
-    "eagle3": rule_models.make_eagle3,
-    "mtp": rule_models.make_mimo,
-    "medusa": rule_models.make_medusa,
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str,
 
     @cache
     def made(method: str) -> tuple[str, dict[str, Any]]:
-        head = str(MAKE[method](folder / method))
+        head = str(rule_models.HEADS[method](folder / method))
         if method == "mtp":
             return head, dict(method=method)
         return str(target(folder)), dict(method=method, model=head)

@@ -1,15 +1,14 @@
 """Pacing changes how much is drafted and never what is said."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.full_tests import heads
-from tests.full_tests.engines import SMALL_KV, counter, engine
+from tests.full_tests.engines import SMALL_KV, counter
 from tests.full_tests.speculation import accepted, ngram, speculating
-from tests.full_tests.workload import Answer, Request, differences, mixed_requests, run_together
+from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
 
 SPARED = "vllm:gaudi_spec_spared_steps"
 
@@ -21,14 +20,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
-    """What a target says without drafts."""
-
-    @cache
-    def of(target: str) -> list[list[Answer]]:
-        with engine(target) as llm:
-            return run_together(llm, requests)
-
-    return of
+    return without_drafts(requests)
 
 
 # A draft model, here one that is nearly always wrong, reads what it missed when drafting is taken up again; a head
@@ -66,8 +58,7 @@ def test_the_same_is_said(
     expected = plain(target)
     with speculating(target, config, **options) as llm:
         for _ in range(2):
-            different = differences(requests, run_together(llm, requests), expected)
-            assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
+            check_same(requests, run_together(llm, requests), expected)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 0
         if method != "draft_model":
             assert accepted(llm) > 0

@@ -3,7 +3,6 @@ none with drafts, under both of vLLM's runner contracts, and a place that was sc
 leaves no trace."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from tests.full_tests.speculation import accepted, accounts, ngram, speculating
 from tests.full_tests.structured import NUMBER
 from tests.full_tests.test_draft_model import COUPLED, name
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, answers, differences, mixed_requests, run_together
+from tests.full_tests.workload import Answer, Request, answers, check_same, mixed_requests, run_together, without_drafts
 
 
 class Drafter(NamedTuple):
@@ -84,19 +83,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
-    """What a target says without drafts."""
-
-    @cache
-    def of(target: str) -> list[list[Answer]]:
-        with engine(target) as llm:
-            return run_together(llm, requests)
-
-    return of
-
-
-def check(requests: list[Request], ours: list[list[Answer]], expected: list[list[Answer]]) -> None:
-    different = differences(requests, ours, expected)
-    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
+    return without_drafts(requests)
 
 
 def quick_and_slow(cases: list[Any], quick: list[Any]) -> list[Any]:
@@ -137,7 +124,7 @@ def test_equal(
     ) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == overlap
         for _ in range(2):
-            check(requests, run_together(llm, requests), expected)
+            check_same(requests, run_together(llm, requests), expected)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 200
         if drafter.model not in ("cousin", "stranger"):
             assert accepted(llm) > 50
@@ -162,7 +149,7 @@ def test_lengths_that_follow_the_load(
         for load in LOADS:
             chosen = slice(begin, begin + load)
             outputs = generate(llm, [r.prompt for r in requests[chosen]], [r.params for r in requests[chosen]])
-            check(requests[chosen], answers(outputs), expected[chosen])
+            check_same(requests[chosen], answers(outputs), expected[chosen])
             drafted |= {count for steps in accounts(outputs) for count in steps.drafted}
             begin += load
     assert {2, 4} <= drafted
@@ -189,7 +176,7 @@ def test_grammars(drafter: Drafter, pair: Pair) -> None:
     with engine(pair.target) as llm:
         expected = run_together(llm, requests)
     with speculating(pair.target, pair.config(4), async_scheduling=True) as llm:
-        check(requests, run_together(llm, requests), expected)
+        check_same(requests, run_together(llm, requests), expected)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
 
 
@@ -258,7 +245,7 @@ def test_no_trace(
             flight.add(index)
         while llm.llm_engine.has_unfinished_requests():
             flight.step()
-        check([requests[i] for i in single], [[flight.done[i]] for i in single], [expected[i] for i in single])
+        check_same([requests[i] for i in single], [[flight.done[i]] for i in single], [expected[i] for i in single])
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > accepted(llm)
         assert flight.free_blocks() == free
 

@@ -1,12 +1,14 @@
 """64 requests of mixed lengths and sampling parameters, all seeded: what a busy server has in flight at one time."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from vllm import LLM, RequestOutput, SamplingParams
 
-from tests.full_tests.engines import generate
+from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.tiny_models import VOCAB
 
@@ -86,3 +88,19 @@ def differences(requests: list[Request], ours: list[list[Answer]], reference: li
         for request, one, other in zip(requests, ours, reference, strict=False)
         if one != other
     ]
+
+
+def without_drafts(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
+    """What a target says to them together, asked once."""
+
+    @cache
+    def answers_of(target: str) -> list[list[Answer]]:
+        with engine(target) as llm:
+            return run_together(llm, requests)
+
+    return answers_of
+
+
+def check_same(requests: list[Request], ours: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    different = differences(requests, ours, expected)
+    assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])

@@ -49,7 +49,7 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# One program for every number of requests and drafts, and every vocabulary.
+# One program for every number of requests and drafts.
 @triton.jit(do_not_specialize=["num_requests", "num_places", "num_programs"])
 def strict_kernel(
     logits,

@@ -54,8 +54,9 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, vocab: int) -> _Work:
-        # In 48 registers 21 programs fit each of 132 multiprocessors. A second wave of few would take as long as the
-        # first, so the largest programs are for one wave or for many, and at least some are for every multiprocessor.
+        # In 48 registers 21 programs fit each of an H200's 132 multiprocessors; on others this is merely slower. A
+        # second wave of few would take as long as the first, so the largest programs are for one wave or for many, and
+        # at least some are for every multiprocessor.
         programs = rows * triton.cdiv(vocab, 8192)
         if programs > 8192:
             return cls(1024, 8, 64, True)

@@ -104,8 +104,11 @@ class LoadedModel:
         if kept is None:
             return self._run(inputs, carried_TH)
         carried = None if carried_TH is None else carried_TH.index_select(0, kept.places_T)
-        said = self._run(packing.pack(inputs, kept), carried)
-        return Hidden(*(None if states is None else packing.spread(states, kept, num_tokens) for states in said))
+        packed = self._run(packing.pack(inputs, kept), carried)
+        last = packing.spread(packed.last, kept, num_tokens)
+        if packed.carried is None or packed.carried is packed.last:
+            return Hidden(last, None if packed.carried is None else last)
+        return Hidden(last, packing.spread(packed.carried, kept, num_tokens))
 
     def _run(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Hidden:
         metadata, slots = {}, {}

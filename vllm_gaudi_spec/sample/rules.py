@@ -1,7 +1,8 @@
 """The functions that pass over whole vocabularies, as one device runs them.
 
 Those of this folder are the reference. A device whose launches or passes over memory cost too much in them brings its
-own, with the same arguments and the same tokens; scores within 1e-4 of each other may change places.
+own, with the same arguments and the same tokens; scores within 1e-4 of each other may change places. Of a row with NaN
+only that is promised that its token is one of the vocabulary.
 """
 
 from __future__ import annotations
