@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.backends import load_backend, torch_ops
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
@@ -47,9 +50,14 @@ class RectangleAttentionBackend(AttentionBackend):
         return True
 
 
-class RectangleAttentionImpl(AttentionImpl):
+class RectangleAttentionImpl(AttentionImpl, nn.Module):
     value_size: int | None = None
     """As in `AttentionLayerSpec`."""
+    own_operations = False
+    kv_dtype: torch.dtype | None = None
+    """What its caches hold, where that is not the model's dtype."""
+    only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Where the layer is measured: makes the queries of padding zero."""
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class RectangleAttentionImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        nn.Module.__init__(self)
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention of type {attn_type} is not supported; use a decoder-only model.")
         if alibi_slopes is not None or sinks is not None:
@@ -80,6 +89,16 @@ class RectangleAttentionImpl(AttentionImpl):
         self._spec: AttentionLayerSpec | None = None
         self._ops: Any = None
 
+    def own(self) -> None:
+        """Have matmuls, softmax and caches as modules of this layer, to be replaced by others."""
+        self.own_operations = True
+        self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
+        self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
+
+    @property
+    def _operations(self) -> Operations:
+        return self if self.own_operations else PLAIN
+
     def _resolve(self, query: torch.Tensor, kv_cache: Any) -> AttentionLayerSpec:
         """Once the KV cache is bound, block size and dtype are known and the kernel can be chosen."""
         if self._spec is None:
@@ -94,6 +113,7 @@ class RectangleAttentionImpl(AttentionImpl):
                 dtype=query.dtype,
                 block_size=backend.kv_block_size(kv_cache),
                 value_size=self.value_size,
+                own_operations=self.own_operations,
             )
             self._ops = backend if backend.supports_attention(self._spec) else torch_ops
         return self._spec
@@ -107,7 +127,7 @@ class RectangleAttentionImpl(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         spec = self._resolve(key, kv_cache)
-        self._ops.write_kv(key, value, kv_cache, slot_mapping, spec)
+        self._ops.write_kv(key, value, kv_cache, slot_mapping, spec, self._operations)
 
     def forward(
         self,
@@ -124,5 +144,7 @@ class RectangleAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         spec = self._resolve(query, kv_cache)
-        self._ops.attend(query, kv_cache, attn_metadata, spec, output)
+        if self.only_real is not None:
+            query = self.only_real(query)
+        self._ops.attend(query, kv_cache, attn_metadata, spec, output, self._operations)
         return output

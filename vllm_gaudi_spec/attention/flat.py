@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
     group_queries,
@@ -51,6 +52,7 @@ def attend(
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
     block_softmax: BlockSoftmax | None = None,
+    operations: Operations = PLAIN,
 ) -> None:
     """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
 
@@ -60,10 +62,12 @@ def attend(
     assert flat is not None, "the call lists no blocks"
     plan = call.plan(("flat", spec.sliding_window, spec.block_size), lambda: _plan(call, spec))
     # [N, S, K, D] -> [N, K, S, D]
-    keys = keys_NSKD.index_select(0, flat.ids_N).transpose(1, 2)
-    values = keys if values_NSKD is None else values_NSKD.index_select(0, flat.ids_N).transpose(1, 2)
+    keys = operations.k_cache.fetch_from_cache(keys_NSKD, flat.ids_N).transpose(1, 2)
+    values = keys
+    if values_NSKD is not None:
+        values = operations.v_cache.fetch_from_cache(values_NSKD, flat.ids_N).transpose(1, 2)
     query = group_queries(query_THD, call, spec).index_select(0, plan.readers_N)
-    scores = score(query, keys, call, spec)
+    scores = score(query, keys, call, spec, operations.matmul_qk)
     softmax = block_softmax or torch_block_softmax
     exp, max_NL, sums_NL = softmax(scores, plan.bias, plan.owners_N)
 
@@ -77,7 +81,7 @@ def attend(
     row_max = row_max.index_reduce_(0, flat.rows_N, max_NL, "amax")
     rescale_NL = torch.exp(max_NL - row_max.index_select(0, flat.rows_N))
 
-    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec).flatten(1)
+    parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, operations.matmul_av).flatten(1)
     total = _one_hot(call, parts.dtype) @ parts
     sums_BL = _one_hot(call, torch.float32) @ (sums_NL * rescale_NL)
     shape = (call.num_rows, *scores.shape[1:-1])

@@ -22,6 +22,14 @@ class Inputs:
     num_real_B: torch.Tensor
     """int32: of each row, how many tokens are not padding."""
 
+    def real_T(self) -> torch.Tensor:
+        """bool [T]: which tokens are not padding."""
+        call = self.calls[0]
+        if call.packed is not None:
+            return torch.ones_like(self.token_ids_T, dtype=torch.bool)
+        place_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)
+        return (place_Q < self.num_real_B[:, None]).flatten()
+
 
 class Blocks(NamedTuple):
     """The KV blocks of a batch's rows, for each KV cache group."""

@@ -23,6 +23,8 @@ class AttentionLayerSpec:
     block_size: int
     value_size: int | None = None
     """Of a layer that keeps no values: how many of a key's first numbers are its value."""
+    own_operations: bool = False
+    """Its matmuls, softmax and caches are modules of its own, which no fused kernel would call."""
 
     @property
     def output_size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, VLLMKVCache
 
 # The score of a key that a query may not read. Finite, since inf - inf is nan where a query sees no key at all.
 LOWEST = torch.finfo(torch.float32).min
@@ -21,6 +22,7 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
+    operations: Operations = PLAIN,
 ) -> None:
     """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
 
@@ -32,18 +34,21 @@ def attend(
         return seen_BQ[:, None, None], seen_BQ.any(-1)[:, None, None, :, None]
 
     seen, sees_any = call.plan(("padded", spec.sliding_window, spec.block_size), build)
-    keys = gather_rows(keys_NSKD, call.block_table_BW)
-    values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW)
-    scores = score(group_queries(query_THD, call, spec), keys, call, spec)
-    result = weigh(torch.where(seen, scores, LOWEST).softmax(-1), values, spec)
+    keys = gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
+    values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
+    scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
+    scores = torch.where(seen, scores, LOWEST)
+    if operations is not PLAIN:
+        scores = scores.to(spec.dtype)  # what replaces the softmax takes and gives the model's own
+    result = weigh(operations.softmax(scores, -1), values, spec, operations.matmul_av)
     write_out(torch.where(sees_any, result, 0), out_THD)
 
 
-def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor) -> torch.Tensor:
+def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKVCache = PLAIN.k_cache) -> torch.Tensor:
     """The rows' blocks side by side: a view [B, K, W * S, D] of gathered memory."""
     rows, width = table_BW.shape
     _, block_size, num_kv_heads, head_size = blocks_NSKD.shape
-    gathered = blocks_NSKD.index_select(0, table_BW.flatten())
+    gathered = cache.fetch_from_cache(blocks_NSKD, table_BW.flatten())
     return gathered.view(rows, width * block_size, num_kv_heads, head_size).transpose(1, 2)
 
 
@@ -79,9 +84,15 @@ def group_queries(query_THD: torch.Tensor, call: AttentionCall, spec: AttentionL
     return query.permute(0, 2, 3, 1, 4).reshape(shape)
 
 
-def score(query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+def score(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    matmul: Matmul = PLAIN.matmul_qk,
+) -> torch.Tensor:
     """float32 [..., K, G, Q, keys] of queries [..., K, G * Q, D] and keys [..., K, keys, D]."""
-    products = (matmul_form(query) @ matmul_form(keys).transpose(-1, -2)).float()
+    products = matmul(matmul_form(query), matmul_form(keys).transpose(-1, -2)).float()
     # Scaled behind the matmul: before it, bfloat16 would round each query once more.
     if spec.logits_soft_cap:
         products = torch.tanh(products * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap
@@ -91,10 +102,12 @@ def score(query: torch.Tensor, keys: torch.Tensor, call: AttentionCall, spec: At
     return products.view(*products.shape[:-2], group, call.num_queries, keys.shape[-2])
 
 
-def weigh(weights: torch.Tensor, values: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+def weigh(
+    weights: torch.Tensor, values: torch.Tensor, spec: AttentionLayerSpec, matmul: Matmul = PLAIN.matmul_av
+) -> torch.Tensor:
     """[..., K, G, Q, output size] of weights [..., K, G, Q, keys] and values [..., K, keys, D]."""
     values = matmul_form(values)
-    summed = weights.to(values.dtype).flatten(-3, -2) @ values
+    summed = matmul(weights.to(values.dtype).flatten(-3, -2), values)
     # Whole keys are multiplied where they hold the values: to take a part of each out would copy them all.
     return summed[..., : spec.output_size].unflatten(-2, weights.shape[-3:-1])
 
