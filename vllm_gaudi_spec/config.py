@@ -107,6 +107,11 @@ def emulated_generation() -> str:
     return generation
 
 
+def quant_config_path() -> str | None:
+    """The target's quantisation file, under the name that Gaudi users know."""
+    return os.environ.get("QUANT_CONFIG") or None
+
+
 def kv_cache_space_gib() -> int | None:
     """Upstream's older way to size the KV cache on a CPU."""
     value = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
@@ -148,6 +153,10 @@ class Options:
     cpu_weights: str | None = None
     """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
     for small steps a float16 copy of each matrix that is the same in both."""
+    draft_quant_config: str | None = None
+    """For the drafter, what the environment's QUANT_CONFIG is for the target: a quantisation file."""
+    fp8_range: str | None = None
+    """Where FP8 is simulated, whose e4m3 numbers: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
 
     @property
     def paces(self) -> bool:
@@ -219,6 +228,7 @@ EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
+GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -230,6 +240,8 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "adaptive": _switch,
     "goodput": _switch,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
+    "draft_quant_config": _text,
+    "fp8_range": _one_of(GAUDI2, GAUDI3),
 }
 
 MAX_DRAFTS = 16

@@ -27,10 +27,13 @@ from vllm_gaudi_spec.config import (
     Speculation,
     UnsupportedConfigError,
 )
+from vllm_gaudi_spec.quantization.config import drafter_config, missing_scales, target_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_spec.quantization.config import QuantConfig
 
 
 def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
@@ -40,8 +43,9 @@ def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
     for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
-    for reason in _weight_refusals(vllm_config, device):
-        raise UnsupportedConfigError(reason)
+    for of_device in (_weight_refusals, _quantization_refusals):
+        for reason in of_device(vllm_config, device):
+            raise UnsupportedConfigError(reason)
 
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -75,7 +79,7 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     if model.enable_prompt_embeds:
         yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
     if vllm_config.cache_config.cache_dtype != "auto":
-        yield "The KV cache has the model's dtype; use --kv-cache-dtype auto."
+        yield "The KV cache has the model's dtype, or that of QUANT_CONFIG; use --kv-cache-dtype auto."
     if vllm_config.attention_config.backend is not None:
         yield "The platform brings its own attention; leave out --attention-backend."
     if vllm_config.cache_config.kv_sharing_fast_prefill:
@@ -106,6 +110,42 @@ def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
         yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
     if model.quantization is not None:
         yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
+
+
+def _quantization_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+    options, given, model = Options.from_vllm(vllm_config), vllm_config.speculative_config, vllm_config.model_config
+    if given is not None and model is not given.target_model_config:
+        return  # the drafter's part of a configuration that was looked at as a whole
+    quantized = [] if (target := target_config()) is None else [(target, model)]
+    if (drafter := drafter_config(options)) is not None:
+        if given is None or given.method in WEIGHTLESS_METHODS:
+            yield f"{drafter.option} is for drafters that are models; leave it out."
+            return
+        quantized.append((drafter, given.draft_model_config))
+    if not quantized and options.fp8_range is not None:
+        yield f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range is for QUANT_CONFIG; leave it out."
+    if target is not None and options.cpu_weights is not None:
+        name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
+        yield f"QUANT_CONFIG brings a format of its own; leave {name} out."
+    for config, of_model in quantized:
+        yield from _quantized_model_refusals(config, of_model, device)
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
+        if not config.measures and device != "hpu":
+            yield from missing_scales(config, vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, device: str) -> Iterator[str]:
+    if device == "cuda":
+        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is cuda; unset it."
+    elif device != "hpu":
+        yield from config.not_simulated()
+    if model.use_mla:
+        yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."
+    if model.is_moe:
+        yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
+    if model.quantization is not None:
+        yield f"{model.model} has weights in a format of its own ({model.quantization}); unset {config.option}."
 
 
 # What nothing here listens to, whatever the method.

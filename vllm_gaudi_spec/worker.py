@@ -120,6 +120,11 @@ class Worker(WorkerBase):
         """Step signatures and host reads so far; reachable through `collective_rpc`."""
         return self.runner.step_report()
 
+    def save_measurements(self) -> None:
+        """Where QUANT_CONFIG or draft_quant_config measures: write what was seen so far. Through `collective_rpc`, as
+        often as one likes, and once more at the end."""
+        self.runner.save_measurements()
+
     def get_model(self) -> nn.Module:
         return self.runner.target.model
 
@@ -131,6 +136,8 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         if getattr(self, "runner", None) is not None:
+            if getattr(self.runner, "target", None) is not None:
+                self.runner.save_measurements()
             clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
             del self.runner
             gc.collect()

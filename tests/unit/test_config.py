@@ -331,6 +331,38 @@ def test_weight_formats_that_would_not_work_are_refused(
         refusals.refuse_unsupported(made, device)
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("cpu", {}, None),
+        ("hpu", {}, None),
+        ("cuda", {}, "QUANT_CONFIG is for a Gaudi, the emulated one, and the CPU, and this is cuda; unset it"),
+        ("cpu", {"cpu_weights": "float16"}, "leave additional_config.gaudi_spec.cpu_weights out"),
+        ("cpu", {"draft_quant_config": "FILE"}, "draft_quant_config is for drafters that are models; leave it out"),
+        ("cpu", {"fp8_range": "gaudi1"}, "fp8_range must be gaudi2 or gaudi3, got 'gaudi1'"),
+    ],
+    ids=str,
+)
+def test_quantisation_that_would_not_work_is_refused(
+    device: str, options: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "quant.json"
+    path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
+    made = engine_config(tmp_path, None)
+    made.additional_config = {"gaudi_spec": {k: v.replace("FILE", str(path)) for k, v in options.items()}}
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    if message is None:
+        refusals.refuse_unsupported(made, device)
+        return
+    with pytest.raises(UnsupportedConfigError, match=message):
+        refusals.refuse_unsupported(made, device)
+
+
+def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG; leave it out"):
+        engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
+
+
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
     with pytest.raises(UnsupportedConfigError, match=r"leave out --logits-processors .* or leave out --speculative"):

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm_gaudi_spec.backends.hpu_fp8 import GaudiArithmetic
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
+
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
@@ -104,6 +107,21 @@ def test_fp8_round_trip_and_product(card: Any) -> None:
     out = torch.ops.hpu.fp8_gemm_v2(packed, False, weight, True, None, torch.bfloat16, scale.to("hpu"), None, None)
     expected = back.cpu() @ weight.cpu().float().t()
     torch.testing.assert_close(out.cpu().float(), expected, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_has_the_bits_of_the_cpus_simulation(card: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(5, 96) * 40).to(dtype), to_e4m3(torch.randn(96, 30) * 50, 240.0)
+    x_scale, y_scales = torch.tensor(0.013), torch.rand(30) + 0.1
+    host, ours = HostArithmetic(240.0), GaudiArithmetic(240.0)
+    values = ours.cast(x.to("hpu"), (1 / x_scale).to("hpu"))
+    expected = host.cast(x, 1 / x_scale)
+    assert torch.equal(values.cpu().double(), expected)
+    back = ours.uncast(values, x_scale.to("hpu"), dtype)
+    assert torch.equal(back.cpu(), host.uncast(expected, x_scale, dtype))
+    product = ours.multiply(values, ours.keep(weight.to("hpu")), x_scale.to("hpu"), y_scales.to("hpu"), dtype)
+    assert torch.equal(product.cpu(), host.multiply(expected, host.keep(weight), x_scale, y_scales, dtype))
 
 
 def test_streams_events_and_memory(card: Any) -> None:

@@ -225,7 +225,7 @@ def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> No
 class SaysMultiples:
     """Head i says (i + 1) times the state."""
 
-    def logits_of_heads(self, hidden_BH: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits_of_heads(self, hidden_BH: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
         said_B = hidden_BH[:, 0].long()
         return (torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
 
@@ -333,8 +333,8 @@ def test_a_target_may_write_with_its_embeddings() -> None:
 
 def test_a_head_with_two_answers_carries_the_second() -> None:
     first, second = torch.zeros(1), torch.ones(1)
-    assert carried_too((first, second)) == Hidden(first, second)
-    assert carried_too(first) == Hidden(first, first)
+    assert carried_too((first, second), None) == Hidden(first, second)
+    assert carried_too(first, None) == Hidden(first, first)
 
 
 def test_the_layers_that_a_head_reads() -> None:

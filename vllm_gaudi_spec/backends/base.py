@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.attention.operations import Operations
+    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.place import Measuring, Place
     from vllm_gaudi_spec.sample.rules import Rules
 
 
@@ -64,6 +67,19 @@ class DeviceBackend(Protocol):
         """For warm-up: programs are made in here and compute nothing, where the device knows such a mode."""
         ...
 
+    @property
+    def fp8_range(self) -> str | None:
+        """Whose e4m3 numbers it computes with, gaudi2's or gaudi3's; None where that is the user's choice."""
+        ...
+
+    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+        """Around the loading of a model that is going to be measured or quantised."""
+        ...
+
+    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+        """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
+        ...
+
     def prepare_model(self, model: nn.Module) -> None:
         """Bring weights to the device and lay them out as it likes them, after loading."""
         ...
@@ -91,9 +107,10 @@ class DeviceBackend(Protocol):
         kv_cache: Any,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
+        operations: Operations = ...,
     ) -> None:
         """Store keys and values at their slots; values are None where they are a part of the keys. Duplicated slots may
-        only be pad slots."""
+        only be pad slots. `operations`: the layer's, to be called where `spec` says that they are its own."""
         ...
 
     def attend(
@@ -103,6 +120,7 @@ class DeviceBackend(Protocol):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
+        operations: Operations = ...,
     ) -> None:
         """Causal attention of Q queries a row over the row's blocks; each block is read once."""
         ...

@@ -16,10 +16,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.backends import cpu_linear, host_memory
 from vllm_gaudi_spec.backends.base import Function
 from vllm_gaudi_spec.backends.cpu_rules import RULES
 from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.quantization import simulation
+from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
+from vllm_gaudi_spec.quantization.place import Measuring, Place
 
 logger = init_logger(__name__)
 
@@ -39,6 +44,7 @@ class Backend:
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
     rules = RULES
+    fp8_range = None
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
     warmup_tokens = 16
 
@@ -52,6 +58,12 @@ class Backend:
 
     def compiling_only(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+        return cpu_linear.unpacked()
+
+    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+        return simulation.apply(model, given, place, HostArithmetic)
 
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were packed one by one while they were loaded (see platform.py)."""
@@ -74,6 +86,8 @@ class Backend:
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
             return False  # the kernel for latent KV takes one query a row
+        if spec.own_operations:
+            return False
         supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
@@ -86,6 +100,7 @@ class Backend:
         kv_cache: torch.Tensor,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
+        operations: Operations = PLAIN,
     ) -> None:
         keys, values = _kernel_views(kv_cache)
         vllm_ops.cpu_attn_reshape_and_cache(key_TKD, value_TKD, keys, values, slots_T, _instruction_set(spec))
@@ -97,6 +112,7 @@ class Backend:
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
+        operations: Operations = PLAIN,
     ) -> None:
         keys, values = _kernel_views(kv_cache)
         query_starts, key_ends = call.plan("rows", lambda: _ragged(call))

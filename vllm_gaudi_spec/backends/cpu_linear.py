@@ -8,7 +8,8 @@ those of many are bound by arithmetic, where oneDNN's float32 kernel is ahead. b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,12 +160,29 @@ class OnFirstCall:
         return self._linear(x, weight, bias)
 
 
+class _State:
+    keeps_weights = False
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Models that are loaded in here keep their weights as they are, for what is made of them later."""
+    _State.keeps_weights = True
+    try:
+        yield
+    finally:
+        _State.keeps_weights = False
+
+
 def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
     """In place of vLLM's choice of a kernel for a layer that was just loaded, which is `original`.
 
     `remove_weight`: nobody else reads it. Embedding tables keep theirs, as tokens are looked up in them.
     """
     weight = layer.weight
+    if _State.keeps_weights:
+        layer.cpu_linear = torch.nn.functional.linear
+        return
     wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or wanted == FLOAT32:
         original(layer, remove_weight)

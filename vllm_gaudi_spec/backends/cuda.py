@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.backends import kv_pair
 from vllm_gaudi_spec.backends.cuda_graphs import Captures, Graphed
 from vllm_gaudi_spec.backends.kv_pair import KVPair
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.place import Measuring, Place
     from vllm_gaudi_spec.sample.rules import Rules
 
 logger = init_logger(__name__)
@@ -42,6 +45,7 @@ class Backend:
     prefill_rows: tuple[int, ...] = (1,)
     smallest_prefill = 32
     prefill_growth = 2.0
+    fp8_range = None
     max_drafts = MAX_DRAFTS
     warmup_tokens = -1
 
@@ -69,6 +73,12 @@ class Backend:
         return nullcontext()
 
     # --- models and memory ---
+
+    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+        raise NotImplementedError("refused at start-up")
+
+    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+        raise NotImplementedError("refused at start-up")
 
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
@@ -101,6 +111,7 @@ class Backend:
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
+        operations: Operations = PLAIN,
     ) -> None:
         if value_TKD is None:
             kv_cache.write(key_TKD, None, slots_T)
@@ -114,6 +125,7 @@ class Backend:
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
+        operations: Operations = PLAIN,
     ) -> None:
         if kv_cache.values is None:
             # Latent keys are too long for the kernel's tiles.

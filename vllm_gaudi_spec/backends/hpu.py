@@ -18,10 +18,18 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends import kv_pair
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.backends import hpu_fp8, kv_pair
 from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
 from vllm_gaudi_spec.backends.kv_pair import KVPair
-from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError, gaudi_is_lazy, gaudi_memory_reserve
+from vllm_gaudi_spec.config import (
+    GAUDI2,
+    GAUDI3,
+    MAX_DRAFTS,
+    UnsupportedConfigError,
+    gaudi_is_lazy,
+    gaudi_memory_reserve,
+)
 from vllm_gaudi_spec.emulator import cost
 from vllm_gaudi_spec.sample.rules import TORCH
 
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.place import Measuring, Place
 
 logger = init_logger(__name__)
 
@@ -92,6 +102,17 @@ class Backend:
 
     # --- models and memory ---
 
+    @property
+    def fp8_range(self) -> str | None:
+        name = str(self._habana.hpu.get_device_name()).lower()
+        return name if name in (GAUDI2, GAUDI3) else None
+
+    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+        return hpu_fp8.loading()
+
+    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+        return hpu_fp8.apply(model, given, place)
+
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
             model.to(self.torch_device)
@@ -135,8 +156,9 @@ class Backend:
         kv_cache: KVPair,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
+        operations: Operations = PLAIN,
     ) -> None:
-        kv_cache.write(key_TKD, value_TKD, slots_T)
+        kv_cache.write(key_TKD, value_TKD, slots_T, operations)
 
     def attend(
         self,
@@ -145,13 +167,14 @@ class Backend:
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
+        operations: Operations = PLAIN,
     ) -> None:
         keys, values = kv_cache.blocks()
         if call.flat is not None:
-            flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax)
-        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None:
+            flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax, operations)
+        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.own_operations:
             # No size of a latent key is among those that the fused kernel is documented for.
-            padded.attend(query_THD, keys, values, call, spec, out_THD)
+            padded.attend(query_THD, keys, values, call, spec, out_THD, operations)
         else:
             self._attend_fused(query_THD, keys, values, call, spec, out_THD)
 

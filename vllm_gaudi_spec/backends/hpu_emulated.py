@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import emulator
@@ -21,14 +22,30 @@ emulator.install(generation=emulated_generation(), lazy=True)
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 
 from vllm_gaudi_spec.backends import host_memory, hpu  # noqa: E402
+from vllm_gaudi_spec.backends.hpu_fp8 import GaudiArithmetic  # noqa: E402
+from vllm_gaudi_spec.quantization import simulation  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
+    from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.place import Measuring, Place
+
 
 class Backend(hpu.Backend):
     name = "hpu-emulated"
+
+    @property
+    def fp8_range(self) -> str | None:
+        return emulated_generation()
+
+    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+        # What Intel Neural Compressor does on the card needs the card.
+        return simulation.apply(model, given, place, GaudiArithmetic)
 
     def prepare_model(self, model: nn.Module) -> None:
         emulator.device().sealed = False  # another engine of this process warms up anew

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -33,10 +35,17 @@ class KVPair(NamedTuple):
         keys, *values = (tensor.unflatten(0, (-1, self.block_size)) for tensor in self.tensors())
         return keys, values[0] if values else None
 
-    def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor | None, slots_T: torch.Tensor) -> None:
-        self.keys.index_copy_(0, slots_T, key_TKD)
+    def write(
+        self,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
+        slots_T: torch.Tensor,
+        operations: Operations = PLAIN,
+    ) -> None:
+        operations.k_cache(key_TKD, self.keys, slots_T)
         if self.values is not None:
-            self.values.index_copy_(0, slots_T, value_TKD)
+            assert value_TKD is not None
+            operations.v_cache(value_TKD, self.values, slots_T)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:

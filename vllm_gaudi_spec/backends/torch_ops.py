@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention import packing
+from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed
+    from vllm_gaudi_spec.attention.operations import Operations
 
 
 def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,12 +33,13 @@ def write_kv(
     kv_cache: torch.Tensor,
     slots_T: torch.Tensor,
     spec: AttentionLayerSpec,
+    operations: Operations = PLAIN,
 ) -> None:
     keys, values = _keys_and_values(kv_cache, spec)
-    block, offset = slots_T // spec.block_size, slots_T % spec.block_size
-    keys[block, :, offset] = key_TKD
+    operations.k_cache(key_TKD, _Slots(keys), slots_T)
     if values is not None:
-        values[block, :, offset] = value_TKD
+        assert value_TKD is not None
+        operations.v_cache(value_TKD, _Slots(values), slots_T)
 
 
 def attend(
@@ -45,9 +48,10 @@ def attend(
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
+    operations: Operations = PLAIN,
 ) -> None:
     if call.packed is not None:
-        _attend_packed(call.packed, query_THD, kv_cache, call, spec, out_THD)
+        _attend_packed(call.packed, query_THD, kv_cache, call, spec, out_THD, operations)
         return
     keys, values = _keys_and_values(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
@@ -57,7 +61,18 @@ def attend(
         return replace(call, block_table_BW=call.block_table_BW[:, :num_blocks], _plans={})
 
     needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), as_wide_as_needed)
-    attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, out_THD)
+    attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, out_THD, operations)
+
+
+class _Slots:
+    """Blocks [blocks, K, block_size, D] as one line of slots."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self._blocks = blocks
+
+    def index_copy_(self, dim: int, index: torch.Tensor, source: torch.Tensor) -> None:
+        size = self._blocks.shape[2]
+        self._blocks[index // size, :, index % size] = source
 
 
 def _attend_packed(
@@ -67,12 +82,13 @@ def _attend_packed(
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
+    operations: Operations,
 ) -> None:
     """In the rectangle."""
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
     query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
     out = query.new_empty(*query.shape[:-1], spec.output_size)
-    attend(query, kv_cache, whole, spec, out)
+    attend(query, kv_cache, whole, spec, out, operations)
     torch.index_select(out, 0, packed.places_T, out=out_THD)
 
 

@@ -189,18 +189,21 @@ def fp8_gemm_v2(
     accumulate: bool = False,
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The scales multiply the product."""
-    left = A.float().transpose(-1, -2) if trans_A else A.float()
-    right = B.float().transpose(-1, -2) if trans_B else B.float()
+    """The scales multiply the product. In float64, whose sums of such products are exact in any order: a row comes out
+    the same however many rows there are."""
+    left = A.double().transpose(-1, -2) if trans_A else A.double()
+    right = B.double().transpose(-1, -2) if trans_B else B.double()
     out = left @ right
-    if A_scale_inv is not None:
-        out = out * A_scale_inv.float()
-    if B_scale_inv is not None:
-        out = out * _shaped(B_scale_inv, B_scale_shape)
+    if A_scale_inv is not None and B_scale_inv is not None:
+        out = out * (A_scale_inv.double() * _shaped(B_scale_inv, B_scale_shape).double())
+    elif A_scale_inv is not None:
+        out = out * A_scale_inv.double()
+    elif B_scale_inv is not None:
+        out = out * _shaped(B_scale_inv, B_scale_shape).double()
     if bias is not None:
-        out = out + bias.float()
+        out = out + bias.double()
     if accumulate and D is not None:
-        out = out + D.float()
+        out = out + D.double()
     return out.to(out_dtype)
 
 

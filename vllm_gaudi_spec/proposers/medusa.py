@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Heads(Protocol):
-    def logits_of_heads(self, hidden_BH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """float32 [B, U], head after head."""
+    def logits_of_heads(self, hidden_BH: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
+        """float32 [B, U], head after head; rows that want no drafts are padding."""
         ...
 
 
@@ -27,7 +27,7 @@ class MedusaProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        said = self._heads.logits_of_heads(request.hidden.last)
+        said = self._heads.logits_of_heads(request.hidden.last, request.num_wanted_B)
         drafted = [
             request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + place)
             for place, logits_BU in zip(range(request.num_drafts), said, strict=False)

@@ -28,6 +28,7 @@ from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
 from vllm_gaudi_spec.runner.heads import load_head
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.quantization import Quantization
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.reading import Reading
 from vllm_gaudi_spec.runner.slab import Slab
@@ -115,7 +116,8 @@ def load_drafter(
         return None
     if speculation.reads_states:
         return load_head(speculation.method, vllm_config, backend, target)
-    return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model")
+    quantization = Quantization.of_drafter(vllm_config, target.model)
+    return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization)
 
 
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,12 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm_gaudi_spec.config import EAGLE3, MEDUSA, UnsupportedConfigError
 from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.quantization import Quantization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
 
@@ -24,12 +27,15 @@ def load_head(method: str, vllm_config: VllmConfig, backend: DeviceBackend, targ
     """vLLM's classes of heads want the target's configuration, and take the rest from its speculative part."""
     given = vllm_config.speculative_config
     assert given is not None
-    configs = dict(model_config=given.draft_model_config, load_config=given.draft_load_config)
+    quantization = Quantization.of_drafter(vllm_config, target.model)
+    configs = dict(
+        model_config=given.draft_model_config, load_config=given.draft_load_config, quantization=quantization
+    )
     if method == MEDUSA:
         return LoadedMedusa(vllm_config, backend, **configs)
     head = LoadedHead(vllm_config, backend, **configs, adapt=partial(share, target.model))
     if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
-        _read_layers(target, head.model, given.draft_model_config.get_hidden_size())
+        _read_layers(target, head, given.draft_model_config.get_hidden_size())
     else:
         _refuse_special_states(target.model)
         target.hand_out(carried_too)
@@ -56,13 +62,14 @@ class LoadedMedusa(LoadedModel):
         super().__init__(*args, **named)
         self.said = self.model.token_map
 
-    def logits_of_heads(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits_of_heads(self, hidden: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """float32 [rows, U], head after head."""
-        for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
-            yield self.model.logits_processor(lm_head, states).float()
+        with nullcontext() if self.measuring is None else self.measuring.counting(num_wanted_B > 0):
+            for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
+                yield self.model.logits_processor(lm_head, states).float()
 
 
-def carried_too(output: Any) -> Hidden:
+def carried_too(output: Any, inputs: Inputs) -> Hidden:
     """Some heads say one thing to the output matrix and carry another to their next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
@@ -117,7 +124,7 @@ def _refuse_special_states(target: nn.Module) -> None:
 # --- EAGLE-3 ---
 
 
-def _read_layers(target: LoadedModel, head: nn.Module, size: int) -> None:
+def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
     """Let the target's forward hand out what the head reads of early, middle and late layers, made one."""
     untold = UnsupportedConfigError(
         f"{type(target.model).__name__} does not give out the states of its layers, which an EAGLE-3 head reads; use "
@@ -125,14 +132,15 @@ def _read_layers(target: LoadedModel, head: nn.Module, size: int) -> None:
     )
     if not supports_eagle3(target.model):
         raise untold
-    layers = layers_of(head.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
+    layers = layers_of(head.model.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
-    def combined(output: Any) -> Hidden:
+    def combined(output: Any, inputs: Inputs) -> Hidden:
         if not isinstance(output, tuple):  # a class may inherit the promise and not keep it
             raise untold
         last, of_layers = output
-        return Hidden(last, head.combine_hidden_states(torch.cat(of_layers, dim=-1)))
+        with head.counting(inputs):
+            return Hidden(last, head.model.combine_hidden_states(torch.cat(of_layers, dim=-1)))
 
     target.hand_out(combined, size)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.quantization.place import Measuring
+    from vllm_gaudi_spec.runner.quantization import Quantization
+
+
+# Rows of logits at a time, where all are asked for.
+_MEASURED_LOGITS = 64
 
 
 def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
@@ -33,7 +40,7 @@ def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
 
 
-def _logits_only(output: torch.Tensor) -> Hidden:
+def _logits_only(output: torch.Tensor, inputs: Inputs) -> Hidden:
     return Hidden(output)
 
 
@@ -46,28 +53,31 @@ class LoadedModel:
         model_config: ModelConfig | None = None,
         load_config: LoadConfig | None = None,
         adapt: Callable[[nn.Module], None] | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
-        before it goes to the device."""
+        before it goes to the device. `quantization`: behind that."""
         self.vllm_config = vllm_config
         self._packs = not backend.captures
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
         self.hand_out(_logits_only)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
-        self.model = get_model(
-            vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
-        )
+        with backend.loading(quantization.given) if quantization else nullcontext():
+            self.model = get_model(
+                vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
+            )
         if adapt is not None:
             adapt(self.model)
+        self.measuring = quantization.apply(self.model, backend) if quantization else None
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
 
-    def hand_out(self, hidden_of: Callable[[Any], Hidden], carried_size: int | None = None) -> None:
-        """Make `hidden_of` what the model's class returns. `carried_size`: of the states that a head reads, where they
-        are not those that logits are made of."""
+    def hand_out(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
+        """Make `hidden_of` what the model's class returns for a forward's inputs. `carried_size`: of the states that a
+        head reads, where they are not those that logits are made of."""
         self._hidden_of = hidden_of
         self.carried_size = carried_size
 
@@ -80,6 +90,8 @@ class LoadedModel:
                 raise UnsupportedConfigError(
                     f"{name} keeps no KV of its own; use a model whose layers do not share KV."
                 )
+            if (kv_dtype := getattr(layer.impl, "kv_dtype", None)) is not None:
+                spec = replace(spec, dtype=kv_dtype)
             specs[name] = layer.get_attn_backend().customize_spec(spec)
         return specs
 
@@ -118,7 +130,21 @@ class LoadedModel:
         num_tokens = inputs.token_ids_T.shape[0]
         with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
             carried = () if carried_TH is None else (carried_TH,)
-            return self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried))
+            with self.counting(inputs):
+                hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
+            if self.measuring is not None and self.measuring.reads_logits:
+                self._measure_logits(self.measuring, hidden.last, inputs.real_T())
+            return hidden
+
+    def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
+        """Where the model is measured, around work on a forward's tokens, of which those count that are real."""
+        return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
+
+    def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
+        """Of every real token: those that a run asks for are few."""
+        for states, real in zip(hidden_TH.split(_MEASURED_LOGITS), real_T.split(_MEASURED_LOGITS), strict=True):
+            with measuring.counting(real):
+                self.logits(states)
 
     def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
         """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are looked at."""

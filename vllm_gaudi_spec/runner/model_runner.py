@@ -21,6 +21,7 @@ from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
+from vllm_gaudi_spec.runner.quantization import Quantization
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Report, Reports, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
@@ -72,10 +73,17 @@ class ModelRunner:
     # --- start-up ---
 
     def load_model(self) -> None:
-        self.target = LoadedModel(self.vllm_config, self.backend)
         self.drafter: LoadedModel | None = None
+        quantization = Quantization.of_target(self.vllm_config)
+        self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
         if self.speculation is not None:
             self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
+
+    def save_measurements(self) -> None:
+        """Of models that are measured, all that was seen so far."""
+        for loaded in (self.target, self.drafter):
+            if loaded is not None and loaded.measuring is not None:
+                loaded.measuring.write()
 
     def drafting_bytes(self) -> dict[str, int]:
         """Memory that drafting takes besides weights and the KV cache, and what for."""

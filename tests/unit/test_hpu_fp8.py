@@ -1,0 +1,124 @@
+"""What is asked of Intel Neural Compressor on a Gaudi: of a stand-in, since nobody here has either."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_gaudi_spec.attention.operations import VLLMKVCache
+from vllm_gaudi_spec.backends import hpu_fp8
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.place import Place
+
+
+class Impl(nn.Module):
+    kv_dtype = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_cache = VLLMKVCache()
+
+
+class PatchedCache(nn.Module):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.lm_head = Impl(), Impl(), nn.Linear(2, 2)
+        self.log = log
+
+    def to(self, *where: Any) -> "Model":  # type: ignore[override]
+        self.log.append(where)
+        return self
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was called, in its order."""
+    calls: list[Any] = []
+
+    def patch(mode: str, model: Model, path: str) -> None:
+        calls.append((mode, json.loads(Path(path).read_text())))
+        if mode == "convert":
+            model.first.k_cache = PatchedCache()
+
+    inc = SimpleNamespace(
+        FP8Config=SimpleNamespace(from_json_file=lambda path: path),
+        prepare=lambda model, path: patch("prepare", model, path),
+        convert=lambda model, path: patch("convert", model, path),
+        finalize_calibration=lambda model: calls.append("finalize"),
+    )
+    core = SimpleNamespace(
+        hpu_inference_set_env=lambda: calls.append("set_env"),
+        hpu_initialize=lambda model, mark_only_scales_as_const: calls.append(("initialize", mark_only_scales_as_const)),
+    )
+    modules = {"neural_compressor.torch.quantization": inc, "habana_frameworks.torch.core": core}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    return calls
+
+
+def given(folder: Path, mode: str) -> QuantConfig:
+    path = folder / "quant.json"
+    path.write_text(
+        json.dumps(
+            {"mode": mode, "dump_stats_path": str(folder / "inc"), "blacklist": {"names": ["gate"], "types": ["T"]}}
+        )
+    )
+    return QuantConfig.read(str(path), "QUANT_CONFIG")
+
+
+def place(*apart: nn.Module) -> Place:
+    return Place(model="", rank=0, world=1, fp8_range=None, apart=apart)
+
+
+def test_measuring(log: list[Any], tmp_path: Path) -> None:
+    config = given(tmp_path, "MEASURE")
+    with hpu_fp8.loading():
+        model = Model(log)
+    measured = hpu_fp8.apply(model, config, place())
+    assert measured is not None
+    with measured.counting(torch.ones(1, dtype=torch.bool)):
+        measured.write()
+    assert log == ["set_env", ("prepare", config.given), ("hpu",), ("initialize", True), "finalize"]
+
+
+def test_a_measured_model_lists_its_own_modules(log: list[Any], tmp_path: Path) -> None:
+    """Where a drafter is measured beside its target, INC lists the modules of both for each."""
+    model = Model(log)
+    measured = hpu_fp8.apply(model, given(tmp_path, "MEASURE"), place())
+    assert measured is not None
+    model.first.k_cache._mod_extra_config = model.lm_head._mod_extra_config = object()
+    model.second.k_cache._mod_extra_config = None  # INC leaves that in modules that it does not measure
+    listed = tmp_path / "inc_hooks_maxabs_0_1_mod_list.json"
+    listed.write_text(json.dumps(["first.k_cache", "lm_head", "model.layers.29.mlp.down_proj"]))
+    measured.write()
+    assert json.loads(listed.read_text()) == ["first.k_cache", "lm_head"]
+
+
+def test_quantising_leaves_alone_what_is_another_models(log: list[Any], tmp_path: Path) -> None:
+    model = Model(log)
+    assert hpu_fp8.apply(model, given(tmp_path, "QUANTIZE"), place(model.lm_head)) is None
+    (mode, content), *_ = log
+    assert mode == "convert"
+    assert "blacklist" not in content
+    assert content["blocklist"]["types"] == ["T"]
+    blocked = content["blocklist"]["names"]
+    taken = [name for name, _ in model.named_modules() if name and not any(re.search(p, name) for p in blocked)]
+    assert "lm_head" not in taken
+    assert "first.k_cache" in taken
+    # Caches that were replaced hold 8 bits.
+    assert (model.first.kv_dtype, model.second.kv_dtype) == (torch.float8_e4m3fn, None)
+
+
+def test_without_inc_it_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: QUANTIZE on a Gaudi needs .*neural-compressor-pt"):
+        hpu_fp8._import(given(tmp_path, "QUANTIZE"))

@@ -1,0 +1,160 @@
+"""Which modules of a model are measured or quantised, and scales that are not its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vllm_gaudi_spec.attention.operations import Matmul, Softmax, VLLMKVCache
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization import files, simulation
+from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.files import Node, Record
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
+from vllm_gaudi_spec.quantization.place import Place
+
+METHOD = "maxabs_pow2"
+
+
+class Impl(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
+        self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.impl, self.first, self.norm, self.last = Impl(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+
+
+LINEARS = ["first", "last"]
+ALL = ["impl.k_cache", "impl.v_cache", "impl.matmul_qk", "impl.softmax", "impl.matmul_av", *LINEARS]
+
+
+def scales(**changes: Any) -> Record:
+    one = np.float32(0.5)
+    per_channel = {0: np.full(6, one), 1: np.ones(8, np.float32)}
+    nodes = {
+        "impl.k_cache": Node([one]),
+        "impl.v_cache": Node([one]),
+        "impl.matmul_qk": Node([one, one]),
+        "impl.softmax": Node([], [one]),
+        "impl.matmul_av": Node([one, one]),
+        "first": Node([one], params={"weight": per_channel}),
+        "last": Node([one], params={"weight": one}),
+    }
+    given = {"rank": 0, "world": 1, "mode": files.SCALED, "nodes": nodes}
+    return Record(**(given | changes))
+
+
+def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (), **fields: Any) -> Model:
+    prefix = str(folder / "inc")
+    if record is not None:
+        files.write(prefix, record, METHOD)
+    path = folder / "quant.json"
+    path.write_text(json.dumps({"mode": "QUANTIZE", "dump_stats_path": prefix, "scale_method": METHOD, **fields}))
+    model = Model()
+    place = Place(model="", rank=0, world=1, fp8_range=None, apart=[model.get_submodule(name) for name in apart])
+    simulation.apply(model, QuantConfig.read(str(path), "QUANT_CONFIG"), place, HostArithmetic)
+    return model
+
+
+def replaced(model: Model) -> list[str]:
+    plain = {name: type(module).__name__ for name, module in Model().named_modules()}
+    parts = {name: type(model.get_submodule(name)).__name__ for name in ALL}
+    served = [name for name in LINEARS if hasattr(model.get_submodule(name), "served_by")]
+    return [name for name in ALL if parts[name] != plain[name] or name in served]
+
+
+def test_all_that_has_scales(tmp_path: Path) -> None:
+    model = apply(tmp_path, scales())
+    assert replaced(model) == ALL
+    assert model.first(torch.randn(3, 8)).shape == (3, 6)
+
+
+def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
+    blocked = {"names": ["^last$"], "types": ["Softmax"]}
+    model = apply(tmp_path, scales(), apart=("impl.k_cache",), blocklist=blocked)
+    assert replaced(model) == [n for n in ALL if n not in ("last", "impl.softmax", "impl.k_cache")]
+
+
+def test_modules_without_scales(tmp_path: Path) -> None:
+    record = scales()
+    del record.nodes["last"], record.nodes["impl.softmax"]
+    with pytest.raises(UnsupportedConfigError, match=r"2 of 7 modules have no scales .* the first is impl\.softmax"):
+        apply(tmp_path, record)
+    model = apply(tmp_path, record, ignore_modules_wo_measures="true")
+    assert replaced(model) == [name for name in ALL if name not in ("last", "impl.softmax")]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node([np.float32(1)], params={"weight": {0: np.ones(5, np.float32), 1: np.ones(8, np.float32)}}),
+        Node([np.float32(1)], params={"weight": {0: np.ones(6, np.float32), 1: np.full(8, 2, np.float32)}}),
+        Node([np.float32(1)], params={"weight": np.ones(6, np.float32)}),
+        Node([np.float32(0)], params={"weight": np.float32(1)}),
+        Node([], params={"weight": np.float32(1)}),
+        Node([np.float32(1)]),
+    ],
+    ids=["rows", "columns", "not by axis", "zero", "no input", "no weight"],
+)
+def test_scales_of_another_module(node: Node, tmp_path: Path) -> None:
+    record = scales()
+    record.nodes["first"] = node
+    with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: the scales of first at .* do not fit"):
+        apply(tmp_path, record)
+
+
+def test_files_that_are_missing_or_for_others(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="QUANT_CONFIG: no scale files"):
+        apply(tmp_path)
+    (two := tmp_path / "two").mkdir()
+    with pytest.raises(UnsupportedConfigError, match="world size 2, not 1"):
+        apply(two, scales(rank=1, world=2))
+    with pytest.raises(UnsupportedConfigError, match="QUANT_CONFIG: no scale files"):
+        apply(tmp_path / "two", scale_method="maxabs_hw")
+
+
+def test_scales_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are known by their weights."""
+    monkeypatch.setattr(simulation, "fingerprint", lambda model: "mine")
+    apply(tmp_path, scales(model="mine"))
+    apply(tmp_path, scales(model=""))
+    with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: the scales at .* are of another model than"):
+        apply(tmp_path, scales(model="another"))
+    monkeypatch.setattr(simulation, "fingerprint", lambda model: "")
+    apply(tmp_path, scales(model="another"))
+
+
+def test_the_range_is_that_of_the_scales(tmp_path: Path) -> None:
+    """Unless the device has one."""
+    for card, largest in (("gaudi2", 240.0), ("gaudi3", 448.0), ("", 240.0)):
+        model = apply(tmp_path, scales(device=card))
+        assert model.impl.softmax.output(torch.tensor([1e4])).item() == largest
+
+
+def test_measurements_are_written_when_there_are_some(tmp_path: Path) -> None:
+    path = tmp_path / "quant.json"
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    model = Model()
+    given = QuantConfig.read(str(path), "QUANT_CONFIG")
+    measured = simulation.apply(model, given, Place(model="", rank=0, world=1, fp8_range=None), HostArithmetic)
+    assert measured is not None
+    measured.write()
+    assert not list(tmp_path.glob("inc*"))  # what an earlier run wrote stays
+    x = torch.randn(3, 8)
+    with measured.counting(torch.tensor([True, True, False])):
+        model.first(x)
+    measured.write()
+    (record,) = files.read_world(tmp_path / "inc")
+    assert record.looked_at == ALL
+    assert list(record.nodes) == ["first"]
+    assert record.nodes["first"].inputs[0].item() == x[:2].abs().amax().item()

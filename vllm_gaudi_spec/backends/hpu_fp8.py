@@ -1,0 +1,127 @@
+"""FP8 on a Gaudi: its arithmetic, and Intel Neural Compressor (INC), which quantises models there.
+
+INC's part is written from its sources and vllm-gaudi's use of them, and has not been run anywhere. On the emulated card
+the arithmetic serves the simulation of INC.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.attention.operations import VLLMKVCache
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.place import Place
+
+logger = init_logger(__name__)
+
+
+class GaudiArithmetic:
+    """As `quantization.fp8.Arithmetic`, by the bridge's own operations."""
+
+    def __init__(self, largest: float) -> None:
+        """The card knows its own range."""
+
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = torch.ops.hpu.cast_to_fp8_v2(x, inverse, False, False, torch.float8_e4m3fn)[0]
+        return values
+
+    def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
+        return weight_KN
+
+    def multiply(
+        self, x: torch.Tensor, y: torch.Tensor, x_scale: torch.Tensor, y_scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.hpu.fp8_gemm_v2(x, False, y, False, None, dtype, x_scale, y_scale)
+        return out
+
+    def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.hpu.cast_from_fp8(x, scale, dtype)
+        return out
+
+
+# --- INC ---
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """The bridge wants to know before weights are loaded that a model will be quantised."""
+    importlib.import_module("habana_frameworks.torch.core").hpu_inference_set_env()
+    yield
+
+
+class Measured:
+    """A model that INC measures; see `Measuring`. INC sees padding as well."""
+
+    reads_logits = False
+
+    def __init__(self, inc: Any, model: nn.Module, stem: Path) -> None:
+        """`stem`: of the files that INC writes."""
+        self._inc, self._model, self._stem = inc, model, stem
+
+    def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def write(self) -> None:
+        self._inc.finalize_calibration(self._model)
+        # INC keeps one list for all models of a process; what it measures carries this.
+        own = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
+        files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in own])
+
+
+def apply(model: nn.Module, given: QuantConfig, place: Place) -> Measured | None:
+    """As `DeviceBackend.quantize`."""
+    inc = _import(given)
+    with _without_shared(model, given, place) as path:
+        (inc.prepare if given.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
+    model.to("hpu")
+    core = importlib.import_module("habana_frameworks.torch.core")
+    core.hpu_initialize(model, mark_only_scales_as_const=True)
+    if given.measures:
+        return Measured(inc, model, files.stem(given.dump_stats_path, place.rank, place.world))
+    for module in model.modules():
+        cache = getattr(module, "k_cache", None)
+        if cache is not None and type(cache) is not VLLMKVCache:
+            module.kv_dtype = torch.float8_e4m3fn
+    logger.info("%s: quantised by Intel Neural Compressor.", given.option)
+    return None
+
+
+def _import(given: QuantConfig) -> Any:
+    try:
+        return importlib.import_module("neural_compressor.torch.quantization")
+    except ImportError as error:
+        raise UnsupportedConfigError(
+            f"{given.option}: {given.mode} on a Gaudi needs Intel Neural Compressor ({error}); install "
+            "neural-compressor-pt, or leave the option out."
+        ) from error
+
+
+@contextmanager
+def _without_shared(model: nn.Module, given: QuantConfig, place: Place) -> Iterator[str]:
+    """A file that says what the user's does, and blocks what belongs to another model."""
+    shared = [name for name, module in model.named_modules() if name and module in place.apart]
+    if not shared:
+        yield given.path
+        return
+    blocked = {
+        "names": [*given.blocked_names, *(f"^{re.escape(name)}$" for name in shared)],
+        "types": list(given.blocked_types),
+    }
+    rest = {name: value for name, value in given.given.items() if name != "blacklist"}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(rest | {"blocklist": blocked}, file)
+        file.flush()
+        yield file.name

@@ -1,0 +1,166 @@
+"""What a QUANT_CONFIG file says, as Intel Neural Compressor (INC) reads it.
+
+The file is INC's. On a Gaudi INC itself reads it; elsewhere, what it asks for is simulated (`simulation.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError, quant_config_path
+from vllm_gaudi_spec.quantization import files
+
+MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
+
+# Fields that change nothing of what a simulation computes, or that `QuantConfig` has.
+_FOLLOWED = frozenset(
+    [
+        "mode",
+        "method",
+        "observer",
+        "scale_method",
+        "scale_format",
+        "scale_params",
+        "dump_stats_path",
+        "allowlist",
+        "blocklist",
+        "whitelist",
+        "blacklist",
+        "measure_exclude",
+        "measure_on_hpu",
+        "fp8_config",
+        "hp_dtype",
+        "device_for_scales",
+        "ignore_modules_wo_measures",
+        "recalc_scales",
+        "seperate_measure_files",
+        "mod_dict",
+        "calibration_sample_interval",
+    ]
+)
+# Fields that a simulation knows with one value only.
+_ONLY = {
+    "observer": "maxabs",
+    "fp8_config": "e4m3",
+    "dynamic_quantization": "false",
+    "use_qdq": "false",
+    "fake_quant": "false",
+    "row_parallel_linear_allreduce_quantization": "false",
+    "seperate_measure_files": "true",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    option: str
+    """What named the file, for messages."""
+    path: str
+    mode: str
+    dump_stats_path: str
+    """What the names of measurement and scale files begin with."""
+    scale_method: str
+    measures_outputs: bool
+    skips_unknown: bool
+    """Modules without scales stay as they are; else they are refused."""
+    allowed_names: tuple[str, ...]
+    allowed_types: tuple[str, ...]
+    blocked_names: tuple[str, ...]
+    blocked_types: tuple[str, ...]
+    given: dict[str, Any]
+    """All of the file."""
+
+    @classmethod
+    def read(cls, path: str, option: str) -> QuantConfig:
+        try:
+            given = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise UnsupportedConfigError(f"{option}: {path} can not be read: {error.strerror}.") from None
+        except ValueError as error:
+            raise UnsupportedConfigError(f"{option}: {path} is no JSON file: {error}.") from None
+        if not isinstance(given, dict):
+            raise UnsupportedConfigError(f"{option}: {path} must hold one JSON object.")
+        mode = str(given.get("mode", "")).upper()
+        if mode not in (MEASURE, QUANTIZE):
+            raise UnsupportedConfigError(f"{option}: mode in {path} must be MEASURE or QUANTIZE, got {mode or 'none'}.")
+        if not isinstance(given.get("dump_stats_path"), str):
+            raise UnsupportedConfigError(
+                f"{option}: {path} does not say in dump_stats_path what the names of its files begin with."
+            )
+        allowed, blocked = (_names_and_types(given, *names) for names in (_ALLOW, _BLOCK))
+        return cls(
+            option=option,
+            path=path,
+            mode=mode,
+            dump_stats_path=given["dump_stats_path"],
+            scale_method=str(given.get("scale_method", "maxabs_hw")),
+            measures_outputs=str(given.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
+            skips_unknown=_truth(given.get("ignore_modules_wo_measures", False)),
+            allowed_names=allowed[0],
+            allowed_types=allowed[1],
+            blocked_names=blocked[0],
+            blocked_types=blocked[1],
+            given=given,
+        )
+
+    @property
+    def measures(self) -> bool:
+        return self.mode == MEASURE
+
+    def takes(self, name: str, kind: str) -> bool:
+        """Whether a module is measured or quantised, by its name in the model and the name of its class."""
+        if kind in self.blocked_types or _found(self.blocked_names, name):
+            return False
+        if not self.allowed_names and not self.allowed_types:
+            return True
+        return kind in self.allowed_types or _found(self.allowed_names, name)
+
+    def not_simulated(self) -> Iterator[str]:
+        """What the file asks for and only INC can do."""
+        for name, value in self.given.items():
+            wanted = _ONLY.get(name)
+            if wanted is not None and str(value).lower() != wanted:
+                yield f"{self.option}: {name} {value} in {self.path} is not simulated; use {wanted} without a Gaudi."
+            elif wanted is None and name not in _FOLLOWED:
+                yield f"{self.option}: {self.path} has the field {name}, which is not simulated; leave it out."
+        if isinstance(self.given.get("scale_method"), dict):
+            yield f"{self.option}: scale_method in {self.path} must be one name for all modules without a Gaudi."
+
+
+_ALLOW, _BLOCK = ("allowlist", "whitelist"), ("blocklist", "blacklist")
+
+
+def _names_and_types(given: dict[str, Any], name: str, old_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    lists = given.get(name, given.get(old_name)) or {}
+    return tuple(lists.get("names", ())), tuple(lists.get("types", ()))
+
+
+def _found(patterns: tuple[str, ...], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _truth(value: Any) -> bool:
+    return str(value).lower() == "true"
+
+
+def target_config() -> QuantConfig | None:
+    path = quant_config_path()
+    return None if path is None else QuantConfig.read(path, "QUANT_CONFIG")
+
+
+def drafter_config(options: Options) -> QuantConfig | None:
+    path = options.draft_quant_config
+    name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.draft_quant_config"
+    return None if path is None else QuantConfig.read(path, name)
+
+
+def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
+    """Why a model can not be quantised by its files, as far as they tell without the model."""
+    try:
+        files.read_world(config.dump_stats_path, world, config.scale_method)
+    except files.QuantFilesError as error:
+        yield f"{config.option}: {error}."

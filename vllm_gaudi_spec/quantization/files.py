@@ -1,0 +1,290 @@
+"""Measurement and scale files in the layout of Intel Neural Compressor (INC).
+
+A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
+
+    P_hooks_maxabs_r_W.json, .npz            what was measured: for each module the largest |x| of its tensors
+    P_hooks_maxabs_r_W_mod_list.json         the names of all modules that were looked at
+    P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD makes of it
+
+The .json and the .npz hold the same values. INC reads the .npz, which is a pickle; here the .json is read, and the .npz
+is only checked to be whole, since unpickling a file means to run it. INC looks at `Nodes` alone, so more keys say what
+it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales the `Device`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+MEASURED = "DynamicRange"
+SCALED = "Scale"
+_LOOKED_AT = "_mod_list.json"
+
+
+class QuantFilesError(ValueError):
+    """Measurement or scale files can not be used; the message says which, and why, in one line."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring rows of a linear's whole weight that ranks share out among themselves: q, k, v, gate or up."""
+
+    rows: int
+    heads: int = 0
+    """More ranks than heads keep copies of a head; 0 where rows may be cut anywhere."""
+
+    def owners(self, world: int) -> int:
+        """How many ranks hold different rows."""
+        return min(world, self.heads) if self.heads else world
+
+    def local_rows(self, world: int) -> int:
+        rows, rest = divmod(self.rows, self.owners(world))
+        if rest or world % self.owners(world) or (self.heads and self.heads % self.owners(world)):
+            raise QuantFilesError(
+                f"{self.rows} output channels in {self.heads or 1} heads do not spread over {world} ranks"
+            )
+        return rows
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """How a linear's weight, [rows, columns], is spread over tensor-parallel ranks; sizes are the whole model's."""
+
+    axis: Literal["rows", "columns", "whole"]
+    parts: tuple[Part, ...]
+    columns: int
+
+    def local_parts(self, world: int) -> list[int]:
+        return [part.local_rows(world) if self.axis == "rows" else part.rows for part in self.parts]
+
+    def local_columns(self, world: int) -> int:
+        if self.axis != "columns":
+            return self.columns
+        columns, rest = divmod(self.columns, world)
+        if rest:
+            raise QuantFilesError(f"{self.columns} input channels do not spread over {world} ranks")
+        return columns
+
+
+@dataclass
+class Node:
+    """What is known of one module: [1, 1] a tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
+
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray] = field(default_factory=list)
+    params: dict[str, Any] = field(default_factory=dict)
+    """`weight`: an array, or for scales per channel {0: those of outputs, 1: those of inputs}."""
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        yield from self.inputs
+        yield from self.outputs
+        for value in self.params.values():
+            yield from value.values() if isinstance(value, dict) else [value]
+
+
+@dataclass
+class Record:
+    """One rank's file."""
+
+    rank: int
+    world: int
+    mode: str
+    nodes: dict[str, Node]
+    looked_at: list[str] = field(default_factory=list)
+    """Modules that would be measured, or were; nodes has those that saw something."""
+    model: str = ""
+    linears: dict[str, LinearShape] = field(default_factory=dict)
+    device: str = ""
+    """Scales: the card whose FP8 range they fill, gaudi2 or gaudi3."""
+
+
+# ---- names -------------------------------------------------------------------------------------------
+
+
+def stem(prefix: str | Path, rank: int, world: int, method: str = "") -> Path:
+    """A file's path without its ending: measurements, or the scales of `method`."""
+    return Path(f"{prefix}_hooks_maxabs{'_' + method.upper() if method else ''}_{rank}_{world}")
+
+
+def worlds(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
+    """World size -> ranks that have a file."""
+    prefix = Path(prefix)
+    named = re.escape(stem(prefix.name, 0, 1, method).name.removesuffix("_0_1"))
+    found: dict[int, set[int]] = {}
+    for path in prefix.parent.glob("*.json") if prefix.parent.is_dir() else []:
+        if match := re.fullmatch(rf"{named}_(\d+)_(\d+)\.json", path.name):
+            found.setdefault(int(match[2]), set()).add(int(match[1]))
+    return found
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
+    """The files of all ranks, which have to be of one model; `world` may be left out where only one is there."""
+    what = "scale" if method else "measurement"
+    found = worlds(prefix, method)
+    if not found:
+        raise QuantFilesError(f"no {what} files: {stem(prefix, 0, world or 1, method)}.json is missing")
+    if world is None and len(found) > 1:
+        raise QuantFilesError(f"{what} files of several world sizes at {prefix}: say which of {sorted(found)}")
+    world = world or next(iter(found))
+    if world not in found:
+        raise QuantFilesError(f"{what} files at {prefix} are for world size {sorted(found)[0]}, not {world}")
+    records = [read(stem(prefix, rank, world, method)) for rank in range(world)]
+    for record in records[1:]:
+        check_same_model(records[0], record, f"rank {record.rank} at {prefix}")
+    return records
+
+
+def read(path: Path) -> Record:
+    """One rank's file, by its stem."""
+    written = Path(f"{path}.json")
+    try:
+        stored = json.loads(written.read_text())
+        record = _decode(stored, path)
+    except FileNotFoundError:
+        raise QuantFilesError(f"{written} is missing") from None
+    except OSError as error:
+        raise QuantFilesError(f"{written} can not be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, QuantFilesError):
+            raise
+        raise QuantFilesError(f"{written} is truncated or no such file ({type(error).__name__}: {error})") from None
+    _check_whole(Path(f"{path}.npz"))
+    return record
+
+
+def check_same_model(known: Record, other: Record, what: str) -> None:
+    """Refuses files that belong together but were measured on different models."""
+    if known.model and other.model and known.model != other.model:
+        raise QuantFilesError(f"{what} was measured on another model ({other.model}, not {known.model})")
+    missing = sorted(set(known.looked_at) ^ set(other.looked_at))
+    if missing:
+        raise QuantFilesError(f"{what} was measured on another model: {missing[0]} is in one of the two only")
+
+
+def _decode(stored: Mapping[str, Any], path: Path) -> Record:
+    rank, world = (int(word) for word in path.name.rsplit("_", 2)[1:])
+    if stored["LocalRank"] not in (None, -1, rank):
+        raise QuantFilesError(f"{path}.json is of rank {stored['LocalRank']}: the file was renamed")
+    nodes = {name: _decode_node(node) for name, node in stored["Nodes"].items()}
+    for name, node in nodes.items():
+        if not all(np.isfinite(values).all() and (values >= 0).all() for values in node.arrays()):
+            raise QuantFilesError(f"{path}.json has values that are no maxima: {name}")
+    listed = Path(f"{path}{_LOOKED_AT}")
+    return Record(
+        rank=rank,
+        world=world,
+        mode=stored["Mode"],
+        nodes=nodes,
+        looked_at=json.loads(listed.read_text()) if listed.exists() else list(nodes),
+        model=stored.get("Model", ""),
+        linears={name: _decode_shape(shape) for name, shape in stored.get("Linears", {}).items()},
+        device=stored.get("Device", ""),
+    )
+
+
+def _decode_node(node: Mapping[str, Any]) -> Node:
+    params = {}
+    for name, value in (node.get("params") or {}).items():
+        by_axis = isinstance(value, dict)
+        params[name] = {int(axis): _array(v) for axis, v in value.items()} if by_axis else _array(value)
+    return Node(
+        inputs=[_array(value) for value in node.get("inputs") or []],
+        outputs=[_array(value) for value in node.get("outputs") or []],
+        params=params,
+    )
+
+
+def _decode_shape(shape: Mapping[str, Any]) -> LinearShape:
+    parts = tuple(Part(rows, heads) for rows, heads in shape["parts"])
+    return LinearShape(shape["axis"], parts, shape["columns"])
+
+
+def _array(values: Any) -> np.ndarray:
+    return np.asarray(values, dtype=np.float32)
+
+
+def _check_whole(path: Path) -> None:
+    """The .npz is a zip archive with checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError:
+        raise QuantFilesError(f"{path} is missing") from None
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise QuantFilesError(f"{path} is truncated or damaged ({error})") from None
+    if damaged:
+        raise QuantFilesError(f"{path} is damaged")
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def write(prefix: str | Path, record: Record, method: str = "") -> Path:
+    """Both files of one rank, each whole or not at all; returns their stem."""
+    path = stem(prefix, record.rank, record.world, method)
+    common = {"GlobalRank": None, "LocalRank": record.rank, "Mode": record.mode}
+    extra = {
+        "Model": record.model,
+        "Device": record.device,
+        "Linears": {
+            name: {"axis": s.axis, "parts": [[p.rows, p.heads] for p in s.parts], "columns": s.columns}
+            for name, s in record.linears.items()
+        },
+    }
+    archive = io.BytesIO()
+    np.savez(archive, np.array({**common, "Nodes": {k: _encode(v, np.asarray) for k, v in record.nodes.items()}}))
+    nodes = {name: _encode(node, lambda values: values.tolist()) for name, node in record.nodes.items()}
+    if record.mode == MEASURED:
+        write_looked_at(path, record.looked_at)
+    replace(Path(f"{path}.npz"), archive.getvalue())
+    replace(Path(f"{path}.json"), json.dumps({**common, "Nodes": nodes, **extra}).encode())
+    return path
+
+
+def write_looked_at(path: Path, names: Sequence[str]) -> None:
+    """The list of modules beside the measurements of a rank, which are named by their stem."""
+    replace(Path(f"{path}{_LOOKED_AT}"), json.dumps(list(names), indent=4).encode())
+
+
+def _encode(node: Node, encode: Any) -> dict[str, Any]:
+    stored: dict[str, Any] = {"inputs": [encode(values) for values in node.inputs]}
+    if node.outputs:
+        stored["outputs"] = [encode(values) for values in node.outputs]
+    if node.params:
+        stored["params"] = {
+            name: {axis: encode(v) for axis, v in value.items()} if isinstance(value, dict) else encode(value)
+            for name, value in node.params.items()
+        }
+    return stored
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a file beside its name and renames it, so that nobody ever sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(scratch, 0o644)
+            os.replace(scratch, path)
+        except BaseException:
+            os.unlink(scratch)
+            raise
+    except OSError as error:
+        raise QuantFilesError(f"{path} can not be written: {error.strerror}") from None

@@ -1,0 +1,88 @@
+"""A layer's parts in FP8, with the scales of a file: linears, the matmuls and the softmax of attention, caches.
+
+As Intel Neural Compressor's on a Gaudi: operands are cast, products are scaled back in the dtype of the model, and a
+bias is added behind that. What a cache keeps is cast and scaled back before it is written, since a simulation has
+nothing to save by keeping 8 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm_gaudi_spec.attention.operations import Matmul, Rows, Softmax, VLLMKVCache
+from vllm_gaudi_spec.quantization.fp8 import Arithmetic
+
+
+class Cast(nn.Module):
+    """To e4m3 by a scale, and back."""
+
+    scale: torch.Tensor
+    inverse: torch.Tensor
+
+    def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+        self.register_buffer("scale", scale.float(), persistent=False)
+        self.register_buffer("inverse", 1 / self.scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._arithmetic.cast(x, self.inverse)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """x as it comes back from e4m3."""
+        return self._arithmetic.uncast(self(x), self.scale, x.dtype)
+
+
+class Fp8Linear(nn.Module):
+    """In the place of a layer's `quant_method`; the layer gives up its weight."""
+
+    weight_scale: torch.Tensor
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        weight_KN: torch.Tensor,
+        input_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        arithmetic: Arithmetic,
+    ) -> None:
+        """`weight_KN`: e4m3 already, by `weight_scale`, which is [] or [N]."""
+        super().__init__()
+        self._arithmetic = arithmetic
+        self.input = Cast(input_scale, arithmetic)
+        self.weight_KN = nn.Parameter(arithmetic.keep(weight_KN), requires_grad=False)
+        self.register_buffer("weight_scale", weight_scale.float(), persistent=False)
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self._arithmetic.multiply(self.input(x), self.weight_KN, self.input.scale, self.weight_scale, x.dtype)
+        return out if bias is None else out + bias
+
+
+class Fp8Matmul(Matmul):
+    def __init__(self, x_scale: torch.Tensor, y_scale: torch.Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+        self.x, self.y = Cast(x_scale, arithmetic), Cast(y_scale, arithmetic)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self._arithmetic.multiply(self.x(x), self.y(y), self.x.scale, self.y.scale, x.dtype)
+
+
+class Fp8Softmax(Softmax):
+    def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.output = Cast(scale, arithmetic)
+
+    def forward(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.output.rounded(super().forward(x, dim))
+
+
+class Fp8Cache(VLLMKVCache):
+    def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.input = Cast(scale, arithmetic)
+
+    def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
+        return super().forward(self.input.rounded(input), cache, slot_mapping)

@@ -1,0 +1,254 @@
+"""Measuring and FP8 without Intel Neural Compressor (INC): on the CPU and the emulated Gaudi.
+
+The modules are those that INC would take, by name and class, and so are the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import GAUDI2, UnsupportedConfigError
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.quantization.fp8 import LARGEST, Arithmetic, to_e4m3
+from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
+from vllm_gaudi_spec.quantization.linear_shape import linear_shape
+from vllm_gaudi_spec.quantization.observers import (
+    MaxAbs,
+    MeasuredCache,
+    MeasuredLinear,
+    MeasuredMatmul,
+    MeasuredSoftmax,
+    RealTokens,
+    serve_linear,
+)
+from vllm_gaudi_spec.quantization.place import Measuring, Place
+
+logger = init_logger(__name__)
+
+_SUMS, _LOGITS = "RowParallelLinear", "ParallelLMHead"
+_LINEARS = (
+    "Linear",
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
+    _SUMS,
+    _LOGITS,
+)
+MATMUL, SOFTMAX, CACHE = "Matmul", "Softmax", "VLLMKVCache"
+# Which cache a matmul's second operand comes out of.
+_CACHE_OF = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+
+
+class Found(NamedTuple):
+    name: str
+    kind: str
+    module: nn.Module
+    parent: nn.Module
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def modules_of(model: nn.Module, given: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
+    """What of a model INC would take. `apart`: what is another model's too."""
+    for name, module in list(model.named_modules()):
+        kind = type(module).__name__
+        if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and given.takes(name, kind) and module not in apart:
+            yield Found(name, kind, module, model.get_submodule(name.rpartition(".")[0]))
+
+
+def apply(
+    model: nn.Module, given: QuantConfig, place: Place, arithmetic: Callable[[float], Arithmetic]
+) -> Measuring | None:
+    """As `DeviceBackend.quantize`. `arithmetic`: of numbers up to a largest."""
+    try:
+        if given.measures:
+            return Measured(model, given, place)
+        quantize(model, given, place, arithmetic)
+    except files.QuantFilesError as error:
+        raise UnsupportedConfigError(f"{given.option}: {error}.") from None
+    return None
+
+
+class Measured:
+    """What a model's modules have seen so far; see `Measuring`."""
+
+    reads_logits = False
+
+    def __init__(self, model: nn.Module, given: QuantConfig, place: Place) -> None:
+        self._tokens = RealTokens()
+        self._given, self._place = given, place
+        self._measured: dict[str, nn.Module] = {}
+        self._linears: dict[str, files.LinearShape] = {}
+        for found in modules_of(model, given, place.apart):
+            if found.kind in _LINEARS:
+                self._linears[found.name] = linear_shape(found.module)
+            self._measured[found.name] = self._measure(found)
+            self.reads_logits |= found.kind == _LOGITS
+        for module in model.modules():
+            if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
+                module.only_real = self._tokens.only
+        logger.info("%s: %d modules are measured.", given.option, len(self._measured))
+
+    def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
+        return self._tokens.counting(real_T)
+
+    def _measure(self, found: Found) -> nn.Module:
+        if found.kind in _LINEARS:
+            sums = found.kind == _SUMS
+            linear = MeasuredLinear(
+                found.module, self._tokens, measures_outputs=sums or self._given.measures_outputs, measures_sums=sums
+            )
+            serve_linear(found.module, linear)
+            return linear
+        measured: nn.Module = {
+            MATMUL: MeasuredMatmul,
+            SOFTMAX: MeasuredSoftmax,
+            CACHE: lambda: MeasuredCache(self._tokens),
+        }[found.kind]()
+        setattr(found.parent, found.last, measured)
+        return measured
+
+    def write(self) -> None:
+        """All that was seen since the model was loaded, in place of what was written before."""
+        seen = {name: self._node(name, measured) for name, measured in self._measured.items()}
+        if not any(map(_saw_something, seen.values())):
+            logger.warning("%s: no request was served, so nothing is written.", self._given.option)
+            return
+        record = files.Record(
+            rank=self._place.rank,
+            world=self._place.world,
+            mode=files.MEASURED,
+            nodes={name: node for name, node in seen.items() if _saw_something(node)},
+            looked_at=list(self._measured),
+            linears=self._linears,
+        )
+        try:
+            path = files.write(self._given.dump_stats_path, record)
+        except files.QuantFilesError as error:
+            raise UnsupportedConfigError(f"{self._given.option}: {error}.") from None
+        logger.info("%s: %d of %d modules were measured: %s.", self._given.option, len(record.nodes), len(seen), path)
+
+    def _node(self, name: str, measured: nn.Module) -> files.Node:
+        if isinstance(measured, MeasuredLinear):
+            weight = {"weight": measured.weight_N1.cpu().numpy()}
+            return files.Node([_value(measured.input)], [_value(part) for part in measured.outputs()], weight)
+        if isinstance(measured, MeasuredMatmul):
+            prefix, _, last = name.rpartition(".")
+            cache = self._measured.get(f"{prefix}.{_CACHE_OF[last]}")
+            seconds = [_value(cache.input)] if isinstance(cache, MeasuredCache) else []
+            return files.Node([_value(measured.input), *seconds])
+        if isinstance(measured, MeasuredSoftmax):
+            return files.Node([], [_value(measured.output)])
+        assert isinstance(measured, MeasuredCache)
+        return files.Node([_value(measured.input)])
+
+
+def _value(part: MaxAbs) -> np.ndarray:
+    return part.largest.cpu().numpy().copy()
+
+
+def _saw_something(node: files.Node) -> bool:
+    return any((values > 0).any() for values in (*node.inputs, *node.outputs))
+
+
+# --- FP8 ---
+
+
+def quantize(
+    model: nn.Module,
+    given: QuantConfig,
+    place: Place,
+    arithmetic: Callable[[float], Arithmetic],
+) -> None:
+    """Put FP8 in place of a model's modules, with the scales of its files."""
+    record = files.read_world(given.dump_stats_path, place.world, given.scale_method)[place.rank]
+    known = fingerprint(place.model) if record.model else ""
+    if known and known != record.model:
+        raise files.QuantFilesError(f"the scales at {given.dump_stats_path} are of another model than {place.model}")
+    fp8_range = place.fp8_range or record.device or GAUDI2
+    if record.device and record.device != fp8_range:
+        raise files.QuantFilesError(
+            f"the scales at {given.dump_stats_path} were made for {record.device}, and this computes as a {fp8_range}"
+        )
+    scales, largest = record.nodes, LARGEST[fp8_range]
+    chosen = list(modules_of(model, given, place.apart))
+    _refuse_another_model(given, chosen, scales)
+    served = [found for found in chosen if found.name in scales]
+    for found in served:
+        node = scales[found.name]
+        try:
+            _replace(found, node, largest, arithmetic(largest))
+        except (IndexError, KeyError, _WrongScales):
+            raise files.QuantFilesError(
+                f"the scales of {found.name} at {given.dump_stats_path} do not fit the module; they are of another "
+                "model, or of another number of ranks"
+            ) from None
+    logger.info(
+        "%s: %d modules run in FP8 (e4m3 up to %d, %s) with scales by %s.",
+        given.option,
+        len(served),
+        largest,
+        fp8_range,
+        given.scale_method,
+    )
+
+
+class _WrongScales(Exception):
+    pass
+
+
+def _refuse_another_model(given: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
+    unknown = [found.name for found in chosen if found.name not in scales]
+    if unknown and (not given.skips_unknown or len(unknown) == len(chosen)):
+        raise files.QuantFilesError(
+            f"{len(unknown)} of {len(chosen)} modules have no scales at {given.dump_stats_path}, the first is "
+            f"{unknown[0]}; calibrate this model, or name them in the blocklist of {given.path}"
+        )
+    if unknown:
+        logger.warning("%s: %d modules without scales stay as they are.", given.option, len(unknown))
+
+
+def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithmetic) -> None:
+    if found.kind in _LINEARS:
+        weight_NK, scale = found.module.weight.detach(), _weight_scale(node, found.module.weight.shape[0])
+        weight_KN = to_e4m3(weight_NK.float().t() * (1 / scale), largest).contiguous()
+        serve_linear(found.module, Fp8Linear(found.module, weight_KN, _tensor(node.inputs[0]), scale, arithmetic))
+        return
+    replaced: nn.Module
+    if found.kind == MATMUL:
+        replaced = Fp8Matmul(_tensor(node.inputs[0]), _tensor(node.inputs[1]), arithmetic)
+    elif found.kind == SOFTMAX:
+        replaced = Fp8Softmax(_tensor(node.outputs[0]), arithmetic)
+    else:
+        replaced = Fp8Cache(_tensor(node.inputs[0]), arithmetic)
+    setattr(found.parent, found.last, replaced)
+
+
+def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
+    """[] or [N]"""
+    given = node.params["weight"]
+    if not isinstance(given, dict):
+        return _tensor(given)
+    by_output = torch.from_numpy(np.asarray(given[0], dtype=np.float32)).flatten()
+    if by_output.numel() != num_outputs or not (by_output > 0).all() or not (np.asarray(given[1]) == 1).all():
+        raise _WrongScales
+    return by_output
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    """A scale of a whole tensor."""
+    if values.size != 1 or not (values > 0).all():
+        raise _WrongScales
+    return torch.tensor(float(values.reshape(-1)[0]), dtype=torch.float32)
