@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# All steps of a calibration, one after the other. Run again with the same options it repeats nothing that was measured.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: calibrate_model.sh MODEL --out FOLDER [options]
+
+FP8 scales for MODEL, a folder or a name on the Hugging Face hub, and for its drafter. Runs with the Python that
+`make setup` made, with python3 where there is none, or with the one that PYTHON names.
+
+  --out FOLDER              where everything goes; the same folder goes on with an interrupted calibration
+  --draft DRAFT             the drafter; without one only MODEL is calibrated
+  --method NAME             how it drafts, in vLLM's words (default: draft_model)
+  --num-drafts K            tokens it drafts (default: 3)
+  --prompts SOURCE          a .jsonl or .txt file, or a data set of Hugging Face (default: a built-in set)
+  --limit N                 take the first N prompts
+  --chat                    ask each prompt in the chat template of MODEL
+  --card gaudi2|gaudi3      which card the scales are for (default: the one that is there; without a Gaudi gaudi2)
+  --tensor-parallel-size N  ranks to measure with (default: 1)
+  --world-size N            ranks that will serve (default: as many as measured)
+  --scale-method NAME       one way of making scales; may be repeated (default: all)
+  --exclude REGEX           modules that stay in high precision; may be repeated
+  --allow-unseen            leave modules that saw no value in high precision
+  --engine JSON             more options for vllm.LLM while measuring
+  --fresh                   forget what was measured into FOLDER before
+END
+}
+
+fail() {
+    echo "calibrate_model.sh: error: $1" >&2
+    exit 2
+}
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+[ -x "$python" ] || python=python3
+
+model= out= draft= chat=
+prompts=() measure=() card=() unseen=() world=() scales=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --fresh) measure+=("$1"); shift; continue ;;
+        --allow-unseen) unseen+=("$1"); shift; continue ;;
+        --chat) chat=1; shift; continue ;;
+        -*) [ $# -gt 1 ] || fail "$1 needs a value" ;;
+        *) [ -z "$model" ] || fail "one model, not also $1"; model=$1; shift; continue ;;
+    esac
+    case $1 in
+        --out) out=$2 ;;
+        --draft) draft=$2; measure+=("$1" "$2") ;;
+        --method | --num-drafts | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
+        --prompts | --limit) prompts+=("$1" "$2") ;;
+        --card) card+=("$1" "$2") ;;
+        --world-size) world+=("$1" "$2") ;;
+        --scale-method | --exclude) scales+=("$1" "$2") ;;
+        *) fail "unknown option $1 (--help lists them)" ;;
+    esac
+    shift 2
+done
+[ -n "$model" ] || fail "which model? (--help)"
+[ -n "$out" ] || fail "--out is missing"
+[ -z "$chat" ] || prompts+=(--chat "$model")
+drafter=()
+[ -z "$draft" ] || drafter=(--draft "$draft")
+
+step() {
+    echo "[$1/6] $2"
+    shift 2
+    "$python" "$here/$1" --out "$out" "${@:2}"
+}
+
+step 1 "device" step_1_detect_device.py "${card[@]}"
+step 2 "prompts" step_2_prepare_prompts.py "${prompts[@]}"
+step 3 "measuring" step_3_measure.py "$model" "${measure[@]}"
+step 4 "checks of what was measured" step_4_postprocess.py --model "$model" "${drafter[@]}" "${unseen[@]}"
+step 5 "ranks" step_5_unify_ranks.py --model "$model" "${world[@]}"
+step 6 "scales" step_6_make_scales.py --model "$model" "${drafter[@]}" "${scales[@]}"

@@ -1,0 +1,25 @@
+"""Step 1: note the device, and which card the scales are for.
+
+Gaudi 2 and Gaudi 3 hold different ranges in FP8, so scales are made for one of them. On a machine without a Gaudi the
+card is the one that is named; without a name it is a Gaudi 2, whose range is the smaller one.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from vllm_gaudi_spec.tuning.folder import Folder
+from vllm_gaudi_spec.tuning.scales import CARDS
+from vllm_gaudi_spec.tuning.steps import detect_device, exit_status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
+    parser.add_argument("--card", choices=CARDS, help="make scales for this card (default: the one that is there)")
+    options = parser.parse_args()
+    return exit_status("step 1", lambda: detect_device(Folder(options.out), options.card))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Step 3: run the prompts, and measure the largest value of every layer of the target and its drafter.
+
+It starts the engine that will serve the models, with QUANT_CONFIG in its environment, in mode MEASURE. Interrupted, it
+goes on behind the last chunk of prompts when it is run again with the same options.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from vllm_gaudi_spec.tuning.folder import TARGET, Folder
+from vllm_gaudi_spec.tuning.measure import Run, measure
+from vllm_gaudi_spec.tuning.options import json_object, positive
+from vllm_gaudi_spec.tuning.steps import exit_status
+
+HEADS_OF_THE_TARGET = ("mtp",)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the target: a folder, or a name on the Hugging Face hub")
+    add("--out", type=Path, required=True, help="the folder of this calibration")
+    add("--draft", metavar="DRAFT", help="the drafter; without one only the target is measured")
+    add("--method", help="how it drafts, in vLLM's words (default with --draft: draft_model); mtp needs no --draft")
+    add("--num-drafts", type=positive, default=3, metavar="K", help="tokens it drafts (default: %(default)s)")
+    add("--tensor-parallel-size", type=positive, default=1, metavar="N", help="ranks (default: %(default)s)")
+    add("--batch-size", type=positive, default=8, metavar="N", help="prompts in a chunk (default: %(default)s)")
+    add("--max-tokens", type=positive, default=32, metavar="N", help="length of answers (default: %(default)s)")
+    add(
+        "--max-prompt-tokens",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="prompts are cut there (default: %(default)s)",
+    )
+    add("--engine", type=json_object, default={}, metavar="JSON", help="more options for vllm.LLM")
+    add("--fresh", action="store_true", help="forget what was measured into this folder before")
+    add("--verbose", action="store_true", help="show where an error comes from")
+    options = parser.parse_args()
+    method = options.method or ("draft_model" if options.draft else None)
+    if method and not options.draft and method not in HEADS_OF_THE_TARGET:
+        parser.error(f"--method {method} needs --draft")
+    folder = Folder(options.out.absolute())
+    run = Run(
+        model=options.model,
+        draft=options.draft,
+        method=method,
+        num_drafts=options.num_drafts,
+        world=options.tensor_parallel_size,
+        batch_size=options.batch_size,
+        max_tokens=options.max_tokens,
+        max_prompt_tokens=options.max_prompt_tokens,
+        engine=options.engine,
+    )
+
+    def step() -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["QUANT_CONFIG"] = str(folder.role(TARGET).measure_config)
+        print(f"{measure(folder, run, fresh=options.fresh)} prompts measured")
+
+    return exit_status("step 3", step, verbose=options.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

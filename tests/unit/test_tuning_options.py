@@ -1,0 +1,34 @@
+"""Options that the scripts of calibration/ share."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from vllm_gaudi_spec.tuning.options import engine_options, json_object, positive
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_a_number_that_is_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="a whole number of 1 or more was expected"):
+        positive(text)
+
+
+def test_an_object() -> None:
+    assert positive("12") == 12
+    assert json_object('{"dtype": "float32"}') == {"dtype": "float32"}
+    for text in ("[1]", "3", "{"):
+        with pytest.raises(argparse.ArgumentTypeError, match="JSON object"):
+            json_object(text)
+
+
+def test_the_user_wins_and_our_own_additions_stay() -> None:
+    own = {"max_num_seqs": 8, "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": True}}}
+    given = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"goodput": False}, "other": 1}}
+    assert engine_options(own, given) == {
+        "max_num_seqs": 4,
+        "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": False}, "other": 1},
+    }
+    assert engine_options(own, {}) == own
+    assert engine_options({}, given) == given
