@@ -1,0 +1,60 @@
+"""On the emulated Gaudi: measured and in FP8 as on the CPU, with all programs made in warm-up."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.full_tests.engines import engine
+from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
+from tests.full_tests.speculation import accepted
+from tests.full_tests.test_refusals import refusal
+from vllm_gaudi_spec.config import REQUEST_OPTION
+from vllm_gaudi_spec.quantization import files
+
+pytestmark = pytest.mark.emulated
+
+# Few shapes: each is a program, for every branch of sampling.
+SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=128, max_num_batched_tokens=128)
+
+
+def drafting(model: str) -> dict[str, Any]:
+    return dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
+
+
+@pytest.fixture(scope="module")
+def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    """`engine` sees to it that nothing was compiled behind warm-up."""
+    return calibrate(tmp_path_factory.mktemp("scales"), looping_llama, drafting(looping_llama), **SIZES)
+
+
+def test_what_is_measured(calibrated: Calibrated) -> None:
+    for role in calibrated.roles:
+        (record,) = files.read_world(calibrated.prefix(role))
+        assert len(record.looked_at) == len(record.nodes) == 19
+        for node in record.nodes.values():
+            assert all((values > 0).all() and np.isfinite(values).all() for values in (*node.inputs, *node.outputs))
+
+
+@pytest.mark.parametrize(
+    "method", [METHODS[1], *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != METHODS[1])]
+)
+def test_drafts_change_nothing(method: str, looping_llama: str, calibrated: Calibrated) -> None:
+    """Decodes over lists of blocks, prompt chunks over tables, a verify rectangle of four queries."""
+    draft = drafter(calibrated.serving("draft", method))
+    with (
+        quantizing(calibrated.serving("target", method)),
+        engine(looping_llama, speculative_config=drafting(looping_llama), **draft, **SIZES) as llm,
+    ):
+        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0})
+        before = accepted(llm)
+        assert ask(llm, 4) == plain
+        assert accepted(llm) > before + 20
+
+
+def test_another_cards_numbers_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
+    serving = calibrated.serving("target", METHODS[0])
+    with quantizing(serving):
+        options = {"additional_config": {"gaudi_spec": {"fp8_range": "gaudi3"}}}
+        assert "is not that of this gaudi2" in refusal(looping_llama, **options)

@@ -1,0 +1,150 @@
+"""FP8 on the CPU: a target in FP8 says with drafts what it says without, and files that do not fit are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.full_tests import heads
+from tests.full_tests.engines import counter, engine
+from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
+from tests.full_tests.speculation import accepted, ngram
+from tests.full_tests.test_refusals import refusal
+from vllm_gaudi_spec.quantization import files
+
+STRICT = dict(rejection_sample_method="strict")
+SIZES: dict[str, Any] = dict(max_num_seqs=8, max_num_batched_tokens=128)
+
+
+def drafting(model: str, **options: Any) -> dict[str, Any]:
+    return dict(method="draft_model", model=model, num_speculative_tokens=3, **STRICT, **options)
+
+
+@pytest.fixture(scope="module")
+def calibrated(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    return calibrate(tmp_path_factory.mktemp("scales"), looping_llama, drafting(looping_llama), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def alone(looping_llama: str, calibrated: Calibrated) -> Callable[[str], list[list[int]]]:
+    """What the target says in FP8 without drafts."""
+    known: dict[str, list[list[int]]] = {}
+
+    def answers(method: str) -> list[list[int]]:
+        if method not in known:
+            with quantizing(calibrated.serving("target", method)), engine(looping_llama, **SIZES) as llm:
+                known[method] = ask(llm, 8)
+        return known[method]
+
+    return answers
+
+
+def test_what_is_measured(calibrated: Calibrated) -> None:
+    for role in calibrated.roles:
+        (record,) = files.read_world(calibrated.prefix(role))
+        assert set(record.looked_at) == set(record.nodes)
+        layers = [name for name in record.nodes if ".layers.0." in name]
+        assert sorted(name.rpartition("layers.0.")[2] for name in layers) == [
+            "mlp.down_proj",
+            "mlp.gate_up_proj",
+            "self_attn.attn.impl.k_cache",
+            "self_attn.attn.impl.matmul_av",
+            "self_attn.attn.impl.matmul_qk",
+            "self_attn.attn.impl.softmax",
+            "self_attn.attn.impl.v_cache",
+            "self_attn.o_proj",
+            "self_attn.qkv_proj",
+        ]
+        attention = "model.layers.1.self_attn.attn.impl."
+        keys, values = (record.nodes[f"{attention}{name}"].inputs[0] for name in ("k_cache", "v_cache"))
+        assert np.array_equal(record.nodes[f"{attention}matmul_qk"].inputs[1], keys)
+        assert np.array_equal(record.nodes[f"{attention}matmul_av"].inputs[1], values)
+        assert record.nodes[f"{attention}softmax"].outputs[0].item() == 1
+        assert record.nodes["lm_head"].params["weight"].shape == (448, 1)  # a padded vocabulary
+
+
+CASES = [("maxabs_pow2", "model"), (METHODS[1], "ngram")]
+ALL = [(method, kind) for method in METHODS for kind in ("ngram", "model", "model of float32")]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in CASES)],
+)
+def test_drafts_change_nothing(
+    method: str,
+    kind: str,
+    looping_llama: str,
+    calibrated: Calibrated,
+    alone: Callable[[str], list[list[int]]],
+) -> None:
+    speculative = ngram(5, **STRICT) if kind == "ngram" else drafting(looping_llama)
+    draft = drafter(calibrated.serving("draft", method) if kind == "model" else None)
+    without_drafts = alone(method)
+    with (
+        quantizing(calibrated.serving("target", method)),
+        engine(looping_llama, speculative_config=speculative, **draft, **SIZES) as llm,
+    ):
+        assert ask(llm, 8) == without_drafts
+        assert accepted(llm) > (5 if kind == "ngram" else 50)
+
+
+@pytest.mark.slow
+def test_a_drafter_in_fp8_leaves_the_target_alone(looping_llama: str, calibrated: Calibrated) -> None:
+    """What its drafts are worth differs, and what is said does not."""
+    said, taken = [], []
+    for config in (None, calibrated.serving("draft", "maxabs_arbitrary")):
+        with engine(looping_llama, speculative_config=drafting(looping_llama), **drafter(config), **SIZES) as llm:
+            said.append(ask(llm, 8))
+            taken.append(accepted(llm))
+    assert said[0] == said[1]
+    assert taken[0] > taken[1] > 20  # one is the target itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", heads.METHODS[:2])
+def test_heads(method: str, tmp_path: Path) -> None:
+    """Some of a head is the target's: it stays what the target has."""
+    target, head = heads.target(method), heads.head(method, 3, **STRICT)
+    found = calibrate(tmp_path, target, head, **SIZES)
+    config = found.serving("target", "maxabs_pow2")
+    with quantizing(config), engine(target, **SIZES) as llm:
+        alone = ask(llm, 8)
+    for own in (None, found.serving("draft", "maxabs_pow2")):
+        with quantizing(config), engine(target, speculative_config=head, **drafter(own), **SIZES) as llm:
+            assert ask(llm, 8) == alone
+            assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
+
+
+# --- refusals ---
+
+
+def test_files_that_do_not_fit(looping_llama: str, tiny_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:
+    method = "maxabs_pow2"
+    serving = calibrated.serving("target", method)
+    for change, remedy in (
+        (dict(dump_stats_path=str(tmp_path / "nothing")), "no scale files"),
+        (dict(mode="LOAD"), "must be MEASURE or QUANTIZE"),
+        (dict(dynamic_quantization="True"), "is not simulated; use false"),
+        (dict(scale_method="maxabs_hw"), "_MAXABS_HW_0_1.json is missing"),
+    ):
+        with quantizing(calibrated.serving("target", method, **change)):
+            assert remedy in refusal(looping_llama)
+    with quantizing(serving):
+        assert "cpu_weights" in refusal(looping_llama, additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
+        assert "gaudi_spec.fp8_range" not in refusal(looping_llama, enable_lora=True)
+    assert "drafters that are models" in refusal(looping_llama, speculative_config=ngram(3), **drafter(serving))
+
+    path = files.stem(calibrated.prefix("target"), 0, 1, method)
+    whole = path.with_name(path.name + ".json").read_text()
+    path.with_name(path.name + ".json").write_text(whole[: len(whole) // 2])
+    with quantizing(serving):
+        assert "is truncated" in refusal(looping_llama)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mixtral"])
+def test_models_that_are_not_served(family: str, tiny: Callable[[str], str], calibrated: Calibrated) -> None:
+    with quantizing(calibrated.measuring("target")):
+        assert "does not serve yet" in refusal(tiny(family))
