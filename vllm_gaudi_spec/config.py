@@ -65,6 +65,11 @@ def name_process_group(init_method: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
+def environment_in_process() -> dict[str, str]:
+    """For a process whose engine is to run where its caller can reach it."""
+    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
 # What a Gaudi process needs in its environment, unless the user says otherwise. Read by the bridge when it is imported.
 _GAUDI_DEFAULTS = {
     # Lazy mode is the one whose programs are counted and proven; releases differ in what they do when it is unset.

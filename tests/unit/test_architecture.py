@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "refusals": {"config", "quantization.config"},
     "compat": {"config"},
     "quantization": {"quantization", "config", "attention.operations"},
-    "tuning": {"tuning", "quantization", "backends", "config", "demo_model"},
+    "tuning": {"tuning", "quantization", "backends", "config", "demo_model", "emulator.cost", "emulator.counters"},
     "demo_model": {"config"},
     "cli": {"cli", "backends", "config", "demo_model", "emulator", "platform"},
 }

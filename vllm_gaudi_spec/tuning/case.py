@@ -1,0 +1,93 @@
+"""One case of `choose_speculation`, in a process of its own: an engine with one drafter, asked and timed.
+
+python -m vllm_gaudi_spec.tuning.case TASK.json ANSWER.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.tuning import acceptance, costs
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_WARMUP_TOKENS = 16
+
+
+@contextmanager
+def engine(model: str, **options: Any) -> Iterator[LLM]:
+    from vllm import LLM
+
+    llm = LLM(model, enable_prefix_caching=False, per_request_spec_decode_metrics="detailed", **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    """`asked`: numbers of drafts to measure acceptance for; `batches`: batch sizes to time, at the drafter's k."""
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(task["model"])
+    prompts = [tokenizer.encode(text) for text in task["prompts"]]
+    longest = max(map(len, prompts))
+    num_drafts, temperature = task["speculative"]["num_speculative_tokens"], task["temperature"]
+    with engine(
+        task["model"],
+        speculative_config=task["speculative"],
+        max_num_seqs=task["max_num_seqs"],
+        max_model_len=longest + max(task["tokens"], costs.MOST_TOKENS) + 1,
+        **task["engine"],
+    ) as llm:
+        for drafts in (0, num_drafts):
+            acceptance.ask(llm, prompts[:2], _WARMUP_TOKENS, drafts, temperature)
+        accepted = {
+            drafts: acceptance.measure(llm, prompts, task["tokens"], drafts, temperature) for drafts in task["asked"]
+        }
+        timed = []
+        if task["batches"]:
+            clock = costs.Clock(_runner(llm))
+            timed = [
+                costs.measure(llm, clock, prompts, num_drafts, batch, task["turns"], temperature)
+                for batch in task["batches"]
+            ]
+    return {
+        "context": round(sum(map(len, prompts)) / len(prompts) + task["tokens"] / 2),
+        "acceptance": {drafts: [asdict(counts) for counts in found.requests] for drafts, found in accepted.items()},
+        "costs": [asdict(cost) for cost in timed],
+    }
+
+
+def _runner(llm: LLM) -> Any:
+    try:
+        return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
+    except AttributeError:
+        raise ValueError(
+            "steps are timed in the engine's own process, which has no worker here: leave out tensor parallelism"
+        ) from None
+
+
+def main() -> int:
+    task, answer = (Path(name) for name in sys.argv[1:])
+    try:
+        found = run(json.loads(task.read_text()))
+    except Exception as error:
+        answer.write_text(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}))
+        raise
+    answer.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
