@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import MAX_DRAFTS, METHODS, MTP, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
-from vllm_gaudi_spec.tuning import chart, choice, estimates
+from vllm_gaudi_spec.tuning import chart, choice
 from vllm_gaudi_spec.tuning.cases import Answer, Cases, fingerprint
 from vllm_gaudi_spec.tuning.choice import Candidate
 from vllm_gaudi_spec.tuning.prompts import load_prompts
@@ -153,6 +153,9 @@ def estimated(
 
 
 def estimate(drafter: Drafter, drafts: int, batch: int, answer: Answer, options: argparse.Namespace) -> Any:
+    # Not before there is a use for it: the cost model takes torch along.
+    from vllm_gaudi_spec.tuning import estimates
+
     model = drafter.config.get("model")
     return estimates.estimate(
         target=Path(options.model),

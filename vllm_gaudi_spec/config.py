@@ -65,9 +65,12 @@ def name_process_group(init_method: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
-def environment_in_process() -> dict[str, str]:
-    """For a process whose engine is to run where its caller can reach it."""
-    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+def environment_of_children() -> dict[str, str]:
+    """For a process of any Python that imports this package, and whose engine runs where its caller can reach it."""
+    root = str(Path(__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    return {**os.environ, **quiet, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
 
 
 # What a Gaudi process needs in its environment, unless the user says otherwise. Read by the bridge when it is imported.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.config import environment_in_process
+from vllm_gaudi_spec.config import environment_of_children
 from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
 from vllm_gaudi_spec.tuning.costs import StepCost
 
@@ -73,7 +73,7 @@ def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.e
         asked.write_text(json.dumps(task))
         child = subprocess.Popen(
             [python, "-m", module, str(asked), str(answer)],
-            env=environment_in_process(),
+            env=environment_of_children(),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

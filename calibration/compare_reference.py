@@ -1,0 +1,109 @@
+"""Compare our engine's texts and log-likelihoods with those of optimum-habana, the reference path on a Gaudi.
+
+python calibration/compare_reference.py MODEL --python REFERENCE/bin/python
+
+REFERENCE is an environment made from requirements/optimum-habana.in: it needs another transformers than vLLM does.
+Where there is no Gaudi, the reference is plain transformers, by default of this very environment, and the report says
+so. Nothing here was run on a Gaudi.
+
+Both answer the same prompts, the best token each time. Then our engine says how likely it finds each token of the
+prompts and of the reference's answers. The first different token of an answer is called a tie where the reference
+itself preferred its token by less than 0.001.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.tuning.beside_reference import Comparison, compare
+from vllm_gaudi_spec.tuning.cases import run_module
+from vllm_gaudi_spec.tuning.prompts import load_prompts
+
+REFERENCE = "vllm_gaudi_spec.tuning.reference"
+OURS = "vllm_gaudi_spec.tuning.beside_reference"
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face id or folder")
+    add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
+    add("--num_prompts", type=int, default=8, metavar="N", help="the first N of them")
+    add("--tokens", type=int, default=32, help="of each answer, past any end token")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--python", default=sys.executable, help="of the reference's environment (default: this one)")
+    add("--speculative", type=json.loads, metavar="JSON", help="our engine's speculative_config (default: none)")
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="more options of our LLM(...)")
+    add("--output", type=Path, default=Path(".calibration/reference"), metavar="FOLDER")
+    options = parser.parse_args()
+    if options.tokens < 1:
+        parser.error(f"--tokens: {options.tokens} is not a positive number")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
+        raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
+    prompts = load_prompts(options.prompts, options.num_prompts)
+    options.output.mkdir(parents=True, exist_ok=True)
+    asked = {"model": options.model, "dtype": options.dtype}
+    say(f"reference: {len(prompts)} prompts ...")
+    reference = run_module(
+        REFERENCE,
+        asked | {"prompts": prompts, "tokens": options.tokens},
+        options.output / "reference.log",
+        options.python,
+    )
+    write(options, "reference.json", reference)
+    said = f"reference: {reference['library']} on {reference['device']}"
+    say(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
+    say("our engine ...")
+    more = {"texts": reference["answers"], "speculative": options.speculative, "engine": options.engine}
+    ours = run_module(OURS, asked | more, options.output / "ours.log")
+    write(options, "ours.json", ours)
+    found = compare(reference, ours)
+    named = {"reference": reference["library"], "device": reference["device"], "dtype": options.dtype}
+    write(options, "comparison.json", named | found.as_json())
+    show(found, reference, ours)
+    print(f"\nwritten to {options.output}: reference.json, ours.json, comparison.json", flush=True)
+
+
+def show(found: Comparison, reference: dict[str, Any], ours: dict[str, Any]) -> None:
+    print(f"texts equal: {found.equal} of {found.of}")
+    for one in found.differences:
+        margin = f"{one.margin:.2g}{' (a tie)' if one.tied else ''}"
+        print(
+            f"  prompt {one.prompt}, token {one.place}: {one.ours}; the reference preferred {one.reference} by {margin}"
+        )
+        for name, side in (("reference", reference), ("ours", ours)):
+            print(f"    {name}: {side['answers'][one.prompt]['text']!r}")
+    print(
+        f"log-likelihood of {found.num_scored} tokens: largest difference {found.largest:.2g}, "
+        f"average {found.average:.2g}"
+    )
+
+
+def write(options: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
+    (options.output / name).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    options = parse_options()
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
