@@ -142,6 +142,8 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost_of(steps, 2) == StepCost(2, plain_s=11, verify_s=15, draft_s=3)
     # A drafter that never had anything to say
     assert cost_of(steps[3:], 2) == StepCost(2, plain_s=11, verify_s=11, draft_s=3)
+    with pytest.raises(ValueError, match="no step decoded 2 requests at once"):
+        cost_of(steps[:3], 2)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------
