@@ -68,6 +68,8 @@ class Cases:
 
 def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.executable) -> dict[str, Any]:
     """`python -m MODULE TASK ANSWER` in a process of its own. ValueError with its reason where it fails."""
+    # Else one who is told to stop would leave its child running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         asked, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
         asked.write_text(json.dumps(task))

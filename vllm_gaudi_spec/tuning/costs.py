@@ -127,8 +127,8 @@ def cost_of(steps: list[_Step], batch: int) -> StepCost:
     verify = [step for step in steps if step.queries > 1]
     if not plain:
         raise ValueError(
-            f"no step decoded {batch} requests at once, so none could be timed: there is not enough KV cache for them, or "
-            "their prompts take too many steps; try smaller --batches, or shorter prompts"
+            f"no step decoded {batch} requests at once, so none could be timed: there is not enough KV cache for them, "
+            "or their prompts take too many steps; try smaller --batches, or shorter prompts"
         )
     # A drafter that looked and found nothing, or a head that reads: not a part of a step without speculation.
     plain_s = median(step.seconds - step.draft for step in plain)
