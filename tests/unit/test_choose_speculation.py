@@ -55,8 +55,8 @@ def test_a_batch_verifies_when_any_row_has_drafts() -> None:
 
 
 def test_counts_of_an_answer() -> None:
-    metrics = SimpleNamespace(per_step_accepted=[2, 0])
-    assert Counts.of(SimpleNamespace(token_ids=range(6), spec_decode_metrics=metrics)) == Counts(5, 3, (2, 0))
+    metrics = SimpleNamespace(per_step_accepted=[3, 0])
+    assert Counts.of(SimpleNamespace(token_ids=range(6), spec_decode_metrics=metrics)) == Counts(5, 2, (3, 0))
     assert Counts.of(SimpleNamespace(token_ids=range(6), spec_decode_metrics=None)) == Counts(5, 5, ())
 
 
@@ -182,6 +182,13 @@ def test_drafts_are_turned_off_where_they_lose() -> None:
     assert words[:5] == ["vllm", "serve", "some/model", "--max-num-seqs", "12"]
     assert json.loads(words[-1]) == config
     assert "6 to 12" in choice.verdict(found, "some/model")
+
+
+def test_a_size_where_drafts_are_off_counts_as_no_loss() -> None:
+    """1.5 at one size and nothing at the other is more than 1.2 at both."""
+    steep = candidate("eagle", 2, 1.5, b1=1.0, b16=7.5)
+    flat = candidate("draft_model", 2, 1.5, b1=1.25, b16=1.25)
+    assert choose([steep, flat], [1, 16]).chosen is steep
 
 
 def test_ranges_follow_each_other() -> None:
