@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import MAX_DRAFTS, METHODS, MTP, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
 from vllm_gaudi_spec.tuning import chart, choice
 from vllm_gaudi_spec.tuning.cases import Answer, Cases, fingerprint
@@ -179,6 +180,7 @@ def task_of(drafter: Drafter, drafts: int, prompts: list[str], options: argparse
         "turns": options.turns,
         "max_num_seqs": max(options.batches),
         "engine": options.engine,
+        "device": choose_device(),
         "files": [fingerprint(options.model), fingerprint(drafter.config.get("model", ""))],
     }
 
@@ -203,7 +205,7 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
     costs = (
         f"costs: estimates for {options.device} of the emulator's cost model; nothing was run on a Gaudi"
         if options.device
-        else f"costs: medians of steps timed here, {options.turns} turns with drafts and without"
+        else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
     answer = {"model": options.model, "costs": costs, **found.as_json(options.model)}
     written = json.dumps(answer, indent=2) + "\n"

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.backends import gaudi_is_available
+
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
     """One prompt after the other: `tokens` tokens of each, the best one at a time, past any end token."""
@@ -21,7 +23,7 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
     device, library = "cpu", f"transformers {transformers.__version__}"
     more: dict[str, Any] = {}
-    if importlib.util.find_spec("habana_frameworks") is not None:
+    if gaudi_is_available():
         library, more = _adapt_to_gaudi()
         device = "hpu"
     tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])
