@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.tuning.beside_reference import Comparison, compare
-from vllm_gaudi_spec.tuning.cases import run_module
+from vllm_gaudi_spec.tuning.child import run_module
 from vllm_gaudi_spec.tuning.prompts import load_prompts
 
 REFERENCE = "vllm_gaudi_spec.tuning.reference"

@@ -14,7 +14,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_gaudi_spec.tuning import chart, choice
 from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
-from vllm_gaudi_spec.tuning.cases import Cases, run_module
+from vllm_gaudi_spec.tuning.cases import Cases
+from vllm_gaudi_spec.tuning.child import run_module
 from vllm_gaudi_spec.tuning.choice import Candidate, choose, ranges
 from vllm_gaudi_spec.tuning.costs import Clock, StepCost, cost_at, cost_of, steady
 

@@ -5,12 +5,11 @@ python -m vllm_gaudi_spec.tuning.beside_reference TASK.json ANSWER.json
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from vllm_gaudi_spec.tuning.child import serve
 
 TIE = 1e-3
 """Where the reference preferred its token by less, another one is no mistake: kernels round differently."""
@@ -107,16 +106,5 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    task, path = (Path(name) for name in sys.argv[1:])
-    try:
-        found = answer(json.loads(task.read_text()))
-    except Exception as error:
-        path.write_text(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}))
-        raise
-    path.write_text(json.dumps(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(answer)

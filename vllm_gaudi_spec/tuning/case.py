@@ -6,15 +6,13 @@ python -m vllm_gaudi_spec.tuning.case TASK.json ANSWER.json
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.tuning import acceptance, costs
+from vllm_gaudi_spec.tuning.child import serve
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -78,16 +76,5 @@ def _runner(llm: LLM) -> Any:
         ) from None
 
 
-def main() -> int:
-    task, answer = (Path(name) for name in sys.argv[1:])
-    try:
-        found = run(json.loads(task.read_text()))
-    except Exception as error:
-        answer.write_text(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}))
-        raise
-    answer.write_text(json.dumps(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(run)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.config import environment_of_children
 from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
+from vllm_gaudi_spec.tuning.child import run_module
 from vllm_gaudi_spec.tuning.costs import StepCost
 
 
@@ -64,34 +59,6 @@ class Cases:
         os.replace(scratch, kept)
         self.say(f"      {time.monotonic() - started:.0f} s")
         return Answer.read(written)
-
-
-def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.executable) -> dict[str, Any]:
-    """`python -m MODULE TASK ANSWER` in a process of its own. ValueError with its reason where it fails."""
-    # Else one who is told to stop would leave its child running.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
-        asked, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(task))
-        child = subprocess.Popen(
-            [python, "-m", module, str(asked), str(answer)],
-            env=environment_of_children(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            child.wait()
-        finally:
-            # With it goes what it started.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        written: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
-    if child.returncode or "error" in written:
-        reason = written.get("error", f"its process ended with {child.returncode}")
-        raise ValueError(f"{reason} (log: {log})")
-    return written
 
 
 def fingerprint(folder: str) -> list[list[Any]]:

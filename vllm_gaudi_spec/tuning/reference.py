@@ -8,12 +8,10 @@ PYTHON is that of an environment with `requirements/optimum-habana.in`, which ha
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.backends import gaudi_is_available
+from vllm_gaudi_spec.tuning.child import serve
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -76,16 +74,5 @@ def _adapt_to_gaudi() -> tuple[str, dict[str, Any]]:
     return f"optimum-habana {__version__}", {"lazy_mode": True, "hpu_graphs": False}
 
 
-def main() -> int:
-    task, path = (Path(name) for name in sys.argv[1:])
-    try:
-        found = answer(json.loads(task.read_text()))
-    except Exception as error:
-        path.write_text(json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}))
-        raise
-    path.write_text(json.dumps(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(answer)
