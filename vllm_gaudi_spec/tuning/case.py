@@ -24,7 +24,7 @@ _WARMUP_TOKENS = 16
 def engine(model: str, **options: Any) -> Iterator[LLM]:
     from vllm import LLM
 
-    llm = LLM(model, enable_prefix_caching=False, per_request_spec_decode_metrics="detailed", **options)
+    llm = LLM(model, enable_prefix_caching=False, **options)
     try:
         yield llm
     finally:
@@ -44,6 +44,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     with engine(
         task["model"],
         speculative_config=task["speculative"],
+        per_request_spec_decode_metrics="detailed",
         max_num_seqs=task["max_num_seqs"],
         max_model_len=longest + max(task["tokens"], costs.MOST_TOKENS) + 1,
         **task["engine"],
