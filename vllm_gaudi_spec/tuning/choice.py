@@ -1,7 +1,7 @@
 """Which method and how many drafts give most tokens a second, by batch size, from acceptance and step costs.
 
-Where steps are captured one of k drafts verifies [B, k + 1] tokens whatever was drafted, and the drafter makes k. So fewer
-drafts than k in `num_speculative_tokens_per_batch_size` would save nothing: for each batch size it says k, or 0.
+Where steps are captured, one of k drafts verifies [B, k + 1] tokens whatever was drafted, and the drafter makes k. So
+fewer drafts than k in `num_speculative_tokens_per_batch_size` would save nothing: for each batch size it says k, or 0.
 """
 
 from __future__ import annotations
