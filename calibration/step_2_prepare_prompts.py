@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.argument_types import positive
 from vllm_gaudi_spec.tuning.folder import Folder
-from vllm_gaudi_spec.tuning.options import positive
 from vllm_gaudi_spec.tuning.steps import exit_status, prepare_prompts
 
 

@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.argument_types import json_object, positive
 from vllm_gaudi_spec.tuning.folder import TARGET, Folder
 from vllm_gaudi_spec.tuning.measure import Run, measure
-from vllm_gaudi_spec.tuning.options import json_object, positive
 from vllm_gaudi_spec.tuning.steps import exit_status
 
 HEADS_OF_THE_TARGET = ("mtp",)

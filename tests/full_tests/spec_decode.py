@@ -31,6 +31,7 @@ from spec_accuracy import gsm8k_accuracy
 from spec_measure import Run, Setup, compare, measure, stay_in_process
 from spec_report import show, show_table
 
+from vllm_gaudi_spec.argument_types import positive
 from vllm_gaudi_spec.backends import describe_device
 from vllm_gaudi_spec.demo_model import demo_model_path
 
@@ -196,13 +197,6 @@ def parse_options() -> argparse.Namespace:
     if contradiction := contradiction_in(options):
         parser.error(contradiction)
     return options
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:

@@ -31,9 +31,10 @@ MAY_IMPORT = {
     "refusals": {"config", "quantization.config"},
     "compat": {"config"},
     "quantization": {"quantization", "config", "attention.operations"},
+    "argument_types": set(),
     "tuning": {"tuning", "quantization", "backends", "config", "demo_model", "emulator.cost", "emulator.counters"},
     "demo_model": {"config"},
-    "cli": {"cli", "backends", "config", "demo_model", "emulator", "platform"},
+    "cli": {"cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"},
 }
 
 

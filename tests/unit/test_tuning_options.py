@@ -6,12 +6,13 @@ import argparse
 
 import pytest
 
-from vllm_gaudi_spec.tuning.options import engine_options, json_object, positive
+from vllm_gaudi_spec.argument_types import json_object, positive
+from vllm_gaudi_spec.tuning.options import engine_options
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
 def test_a_number_that_is_none(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="a whole number of 1 or more was expected"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
         positive(text)
 
 
@@ -19,7 +20,7 @@ def test_an_object() -> None:
     assert positive("12") == 12
     assert json_object('{"dtype": "float32"}') == {"dtype": "float32"}
     for text in ("[1]", "3", "{"):
-        with pytest.raises(argparse.ArgumentTypeError, match="JSON object"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is not (a JSON object|JSON)"):
             json_object(text)
 
 

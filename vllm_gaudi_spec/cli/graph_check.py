@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+
+from vllm_gaudi_spec.argument_types import at_least, json_object, positive
 
 DESCRIPTION = """\
 Run a mixed workload on a model and say whether a Gaudi would stay on the graphs that warm-up made: prompts of many
@@ -43,39 +44,20 @@ def add_to(commands: Any) -> None:
     add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve; none: no speculation")
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
     add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you mean to serve (default: 512)")
-    add("--max-num-seqs", type=at_least(1), default=4, metavar="N", help="as you mean to serve (default: 4)")
+    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you mean to serve (default: 4)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
     add("--device", default=DEVICES[0], choices=DEVICES, help=f"default: {DEVICES[0]}")
-    add("--requests", type=at_least(1), default=32, metavar="N", help="size of the workload (default: 32)")
+    add("--requests", type=positive, default=32, metavar="N", help="size of the workload (default: 32)")
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload (default: 0)")
     add(
         "--host-reads",
-        type=at_least(1),
+        type=positive,
         default=1,
         metavar="N",
         help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
     )
     add("--json", type=Path, metavar="FILE", help="write everything that was counted there as well")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text} is not a JSON object; write it like \'{{"name": "value"}}\'')
-    return value
-
-
-def at_least(smallest: int) -> Any:
-    def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of {smallest} or more")
-        return int(text)
-
-    return read
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
