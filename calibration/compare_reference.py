@@ -19,9 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.quantization.files import replace
 from vllm_gaudi_spec.tuning.beside_reference import Comparison, compare
 from vllm_gaudi_spec.tuning.child import run_module
+from vllm_gaudi_spec.tuning.options import json_object, positive
 from vllm_gaudi_spec.tuning.prompts import load_prompts
+from vllm_gaudi_spec.tuning.steps import exit_status
 
 REFERENCE = "vllm_gaudi_spec.tuning.reference"
 OURS = "vllm_gaudi_spec.tuning.beside_reference"
@@ -32,30 +35,27 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face id or folder")
     add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
-    add("--num_prompts", type=int, default=8, metavar="N", help="the first N of them")
-    add("--tokens", type=int, default=32, help="of each answer, past any end token")
+    add("--limit", type=positive, default=8, metavar="N", help="the first N of them")
+    add("--tokens", type=positive, default=32, help="of each answer, past any end token")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--python", default=sys.executable, help="of the reference's environment (default: this one)")
-    add("--speculative", type=json.loads, metavar="JSON", help="our engine's speculative_config (default: none)")
-    add("--engine", type=json.loads, default={}, metavar="JSON", help="more options of our LLM(...)")
-    add("--output", type=Path, default=Path(".calibration/reference"), metavar="FOLDER")
-    options = parser.parse_args()
-    if options.tokens < 1:
-        parser.error(f"--tokens: {options.tokens} is not a positive number")
-    return options
+    add("--speculative", type=json_object, metavar="JSON", help="our engine's speculative_config (default: none)")
+    add("--engine", type=json_object, default={}, metavar="JSON", help="more options of our LLM(...)")
+    add("--out", type=Path, default=Path(".calibration/reference"), metavar="FOLDER")
+    return parser.parse_args()
 
 
 def run(options: argparse.Namespace) -> None:
     if options.model.startswith(("/", ".", "~")) and not Path(options.model).is_dir():
         raise ValueError(f"there is no model folder {options.model}; give a folder or a Hugging Face id")
-    prompts = load_prompts(options.prompts, options.num_prompts)
-    options.output.mkdir(parents=True, exist_ok=True)
+    prompts = load_prompts(options.prompts, options.limit)
+    options.out.mkdir(parents=True, exist_ok=True)
     asked = {"model": options.model, "dtype": options.dtype}
     say(f"reference: {len(prompts)} prompts ...")
     reference = run_module(
         REFERENCE,
         asked | {"prompts": prompts, "tokens": options.tokens},
-        options.output / "reference.log",
+        options.out / "reference.log",
         options.python,
     )
     write(options, "reference.json", reference)
@@ -63,13 +63,13 @@ def run(options: argparse.Namespace) -> None:
     say(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
     say("our engine ...")
     more = {"texts": reference["answers"], "speculative": options.speculative, "engine": options.engine}
-    ours = run_module(OURS, asked | more, options.output / "ours.log")
+    ours = run_module(OURS, asked | more, options.out / "ours.log")
     write(options, "ours.json", ours)
     found = compare(reference, ours)
     named = {"reference": reference["library"], "device": reference["device"], "dtype": options.dtype}
     write(options, "comparison.json", named | found.as_json())
     show(found, reference, ours)
-    print(f"\nwritten to {options.output}: reference.json, ours.json, comparison.json", flush=True)
+    print(f"\nwritten to {options.out}: reference.json, ours.json, comparison.json", flush=True)
 
 
 def show(found: Comparison, reference: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def show(found: Comparison, reference: dict[str, Any], ours: dict[str, Any]) -> 
 
 
 def write(options: argparse.Namespace, name: str, report: dict[str, Any]) -> None:
-    (options.output / name).write_text(json.dumps(report, indent=1) + "\n")
+    replace(options.out / name, (json.dumps(report, indent=1) + "\n").encode())
 
 
 def say(text: str) -> None:
@@ -97,12 +97,7 @@ def say(text: str) -> None:
 
 def main() -> int:
     options = parse_options()
-    try:
-        run(options)
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        return 1
-    return 0
+    return exit_status("compare_reference", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -65,10 +65,11 @@ def name_process_group(init_method: str) -> None:
     os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
 
 
-def environment_of_children() -> dict[str, str]:
-    """For a process of any Python that imports this package, and whose engine runs where its caller can reach it."""
+def environment_of_children(only: Path | None = None) -> dict[str, str]:
+    """For a process that imports this package, and whose engine runs where its caller can reach it. `only`: for a
+    Python of another environment, the one folder to add to what that has."""
     root = str(Path(__file__).parents[1])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    paths = str(only) if only else os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return {**os.environ, **quiet, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
 

@@ -22,7 +22,7 @@ def script(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_transformers_say_the_same(speculative: dict[str, object] | None, looping_llama: str, tmp_path: Path) -> None:
     drafting = ["--speculative", json.dumps(speculative)] if speculative else []
-    given = ["--num_prompts", "4", "--tokens", "12", "--output", str(tmp_path), *drafting]
+    given = ["--limit", "4", "--tokens", "12", "--out", str(tmp_path), *drafting]
     done = script(looping_llama, *given)
     assert done.returncode == 0, done.stderr
     assert "there is no Gaudi, so not optimum-habana" in done.stderr
@@ -35,9 +35,9 @@ def test_transformers_say_the_same(speculative: dict[str, object] | None, loopin
 
 @pytest.mark.slow
 def test_a_reference_that_does_not_start(looping_llama: str, tmp_path: Path) -> None:
-    done = script(looping_llama, "--python", "/no/such/python", "--output", str(tmp_path))
+    done = script(looping_llama, "--python", "/no/such/python", "--out", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert done.stderr.splitlines()[-1].startswith(("choose_speculation: error: ", "compare_reference: error: "))
     assert "/no/such/python" in done.stderr.splitlines()[-1]
 
 

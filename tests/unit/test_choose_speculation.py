@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +266,71 @@ def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
     assert "no_such_module" in (tmp_path / "case.log").read_text()
 
 
+def test_another_python_sees_the_package_alone(tmp_path: Path) -> None:
+    """Not what lies beside it, nor what this process was told."""
+    there = tmp_path / "python"
+    there.write_text(
+        '#!/bin/sh\ntest "$(ls $PYTHONPATH)" = vllm_gaudi_spec || exit 9\n'
+        'test -e $PYTHONPATH/vllm_gaudi_spec/tuning/reference.py || exit 8\necho "{}" > $4\n'
+    )
+    there.chmod(0o755)
+    assert run_module("some.module", {}, tmp_path / "log", str(there)) == {}
+
+
+@pytest.fixture
+def tool() -> dict[str, object]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def question(tool: dict[str, object], monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, object]:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    options = tool["parse_options"]()
+    drafter = options.draft[0] if options.draft else tool["Drafter"].parse("ngram")
+    return tool["task_of"](drafter, 2, ["text"], options)
+
+
+def test_a_question_changes_with_what_it_depends_on(
+    tool: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of both models and quantisation files, but not the folder that one happens to be in."""
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    quantized = tmp_path / "quant.json"
+    quantized.write_text("{}")
+    target, drafter = str(tmp_path / "target"), str(tmp_path / "drafter")
+    ours = json.dumps({"additional_config": {"gaudi_spec": {"draft_quant_config": str(quantized)}}})
+
+    def ask() -> list[dict[str, object]]:
+        return [
+            question(tool, monkeypatch, target),
+            question(tool, monkeypatch, target, "--draft", drafter),
+            question(tool, monkeypatch, target, "--draft", drafter, "--engine", ours),
+        ]
+
+    first = ask()
+    monkeypatch.chdir(tmp_path)
+    assert ask() == first
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"WEIGHTS")
+    second = ask()
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, False]
+    quantized.write_text('{"mode": "QUANTIZE"}')
+    third = ask()
+    assert [one == other for one, other in zip(second, third, strict=True)] == [True, True, False]
+    monkeypatch.setenv("QUANT_CONFIG", str(quantized))
+    assert all(one != other for one, other in zip(third, ask(), strict=True))
+
+
+def test_the_largest_batch_of_the_server_is_measured_too(
+    tool: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "m", "--batches", "4", "1", "--max-num-seqs", "64"])
+    options = tool["parse_options"]()
+    assert tool["sizes"](options) == [1, 4, 64]
+    assert question(tool, monkeypatch, "m", "--batches", "4", "--max-num-seqs", "64")["max_num_seqs"] == 64
+
+
 # ---- the command -----------------------------------------------------------------------------------------
 
 
@@ -275,11 +341,12 @@ def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
         (["{model}", "--draft", "eagle=/no/drafter"], 1, "no model folder /no/drafter"),
         (["{model}", "--draft", "egale=/some"], 2, "is no drafter: write METHOD=MODEL"),
         (["{model}", "--prompts", "{empty}"], 1, "no prompts"),
-        (["{model}", "--drafts", "17"], 2, "at most 16 drafts"),
-        (["{model}", "--batches", "0"], 2, "0 is not a positive number"),
-        (["{model}", "--max_num_seqs", "2"], 2, "less than a batch of 16"),
-        (["{model}", "--one_run"], 2, "are for --device"),
+        (["{model}", "--num-drafts", "17"], 2, "at most 16 drafts"),
+        (["{model}", "--batches", "0"], 2, "expected, not 0"),
+        (["{model}", "--max-num-seqs", "2"], 2, "less than a batch of 16"),
+        (["{model}", "--one-run"], 2, "are for --device"),
         (["some/model", "--device", "gaudi2"], 1, "give its folder"),
+        (["{model}", "--device", "gaudi2"], 1, "an estimate needs the model's files"),
     ],
 )
 def test_refusals(options: list[str], status: int, words: str, tmp_path: Path) -> None:

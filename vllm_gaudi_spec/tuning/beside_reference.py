@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from vllm_gaudi_spec.tuning.child import serve
+from vllm_gaudi_spec.tuning.options import engine_options
 
 TIE = 1e-3
 """Where the reference preferred its token by less, another one is no mistake: kernels round differently."""
@@ -74,13 +75,12 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
     from vllm_gaudi_spec.tuning.case import engine
 
     texts = task["texts"]
-    with engine(
-        task["model"],
+    own = dict(
         dtype=task["dtype"],
         max_model_len=max(len(text["prompt_ids"]) + len(text["ids"]) for text in texts) + 1,
         speculative_config=task["speculative"],
-        **task["engine"],
-    ) as llm:
+    )
+    with engine(task["model"], **engine_options(own, task["engine"])) as llm:
         said = llm.generate(
             [{"prompt_token_ids": text["prompt_ids"]} for text in texts],
             SamplingParams(temperature=0.0, max_tokens=len(texts[0]["ids"]), ignore_eos=True),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.tuning import acceptance, costs
 from vllm_gaudi_spec.tuning.child import serve
+from vllm_gaudi_spec.tuning.options import engine_options
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -34,22 +35,23 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """`asked`: numbers of drafts to measure acceptance for; `batches`: batch sizes to time, at the drafter's k."""
+    """`asked`: numbers of drafts to measure acceptance for; `batches`: batch sizes to time, at the drafter's k.
+    `speculative`: none for an engine without a drafter."""
     from vllm.tokenizers import get_tokenizer
 
     tokenizer = get_tokenizer(task["model"])
     prompts = [tokenizer.encode(text) for text in task["prompts"]]
     longest = max(map(len, prompts))
-    num_drafts, temperature = task["speculative"]["num_speculative_tokens"], task["temperature"]
-    with engine(
-        task["model"],
-        speculative_config=task["speculative"],
-        per_request_spec_decode_metrics="detailed",
+    speculative, temperature = task["speculative"], task["temperature"]
+    num_drafts = speculative["num_speculative_tokens"] if speculative else 0
+    own = dict(
+        speculative_config=speculative,
         max_num_seqs=task["max_num_seqs"],
         max_model_len=longest + max(task["tokens"], costs.MOST_TOKENS) + 1,
-        **task["engine"],
-    ) as llm:
-        for drafts in (0, num_drafts):
+        **({"per_request_spec_decode_metrics": "detailed"} if speculative else {}),
+    )
+    with engine(task["model"], **engine_options(own, task["engine"])) as llm:
+        for drafts in {0, num_drafts}:
             acceptance.ask(llm, prompts[:2], _WARMUP_TOKENS, drafts, temperature)
         accepted = {
             drafts: acceptance.measure(llm, prompts, task["tokens"], drafts, temperature) for drafts in task["asked"]

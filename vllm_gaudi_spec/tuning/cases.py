@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.quantization.files import replace
 from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
 from vllm_gaudi_spec.tuning.child import run_module
 from vllm_gaudi_spec.tuning.costs import StepCost
@@ -54,18 +54,9 @@ class Cases:
             return Answer.read(json.loads(kept.read_text()))
         started = time.monotonic()
         written = run_module("vllm_gaudi_spec.tuning.case", task, self.folder / f"{name}.log")
-        scratch = kept.with_suffix(".part")
-        scratch.write_text(json.dumps(written) + "\n")
-        os.replace(scratch, kept)
+        replace(kept, json.dumps(written).encode())
         self.say(f"      {time.monotonic() - started:.0f} s")
         return Answer.read(written)
-
-
-def fingerprint(folder: str) -> list[list[Any]]:
-    """What tells whether a model's files are the same; nothing for a name on a hub."""
-    path = Path(folder)
-    files = sorted(path.iterdir()) if path.is_dir() else []
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def _digest(task: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_gaudi_spec.config import environment_of_children
 
 _ERROR = "error"
+_PACKAGE = Path(__file__).parents[1]
 
 
 def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.executable) -> dict[str, Any]:
@@ -25,9 +26,13 @@ def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.e
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         asked, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
         asked.write_text(json.dumps(task))
+        # What else lies beside the package, as vLLM's transformers, is not for another environment.
+        alone = Path(folder) / "package"
+        alone.mkdir()
+        (alone / _PACKAGE.name).symlink_to(_PACKAGE)
         child = subprocess.Popen(
             [python, "-m", module, str(asked), str(answer)],
-            env=environment_of_children(),
+            env=environment_of_children(None if python == sys.executable else alone),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

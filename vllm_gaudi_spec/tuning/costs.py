@@ -66,7 +66,7 @@ class Clock:
         self._runner = runner
         self._draft = self._started = 0.0
         self._open = (0, 0)
-        for name in _DRAFTING:
+        for name in _DRAFTING if runner.drafting is not None else ():
             setattr(runner.drafting, name, self._timed(getattr(runner.drafting, name)))
         self._execute = runner.execute_model
         runner.execute_model = self._execute_model
@@ -109,7 +109,7 @@ def measure(
     steps: list[_Step] = []
     clock.take()
     for _ in range(turns):
-        for tokens, drafts in ((_PLAIN_TOKENS, 0), (MOST_TOKENS, num_drafts)):
+        for tokens, drafts in ((_PLAIN_TOKENS, 0), (MOST_TOKENS, num_drafts))[: 1 + bool(num_drafts)]:
             ask(llm, asked, tokens, drafts, temperature)
             steps += steady(clock.take(), batch)
     return cost_of(steps, batch)
