@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.argument_types import json_object, positive
 from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -40,7 +41,6 @@ from vllm_gaudi_spec.tuning import chart, choice
 from vllm_gaudi_spec.tuning.cases import Cases
 from vllm_gaudi_spec.tuning.choice import Candidate
 from vllm_gaudi_spec.tuning.costs import StepCost
-from vllm_gaudi_spec.tuning.options import json_object, positive
 from vllm_gaudi_spec.tuning.prompts import load_prompts
 from vllm_gaudi_spec.tuning.steps import exit_status
 

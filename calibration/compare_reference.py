@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.argument_types import json_object, positive
 from vllm_gaudi_spec.quantization.files import replace
 from vllm_gaudi_spec.tuning.beside_reference import Comparison, compare
 from vllm_gaudi_spec.tuning.child import run_module
-from vllm_gaudi_spec.tuning.options import json_object, positive
 from vllm_gaudi_spec.tuning.prompts import load_prompts
 from vllm_gaudi_spec.tuning.steps import exit_status
 

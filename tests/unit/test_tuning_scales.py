@@ -27,7 +27,16 @@ ROWS, COLUMNS = 24, 16
 
 
 @pytest.fixture(scope="module")
-def inc() -> SimpleNamespace:
+def no_emulator() -> Iterator[None]:
+    """It looks for a card when it is imported, and tests before these may have left an emulated one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
+            patch.delitem(sys.modules, name)
+        yield
+
+
+@pytest.fixture(scope="module")
+def inc(no_emulator: None) -> SimpleNamespace:
     from neural_compressor.torch.algorithms.fp8_quant._core import common
     from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import ops_quantizer, scale_method_config
     from neural_compressor.torch.algorithms.fp8_quant._quant_common import quant_config
