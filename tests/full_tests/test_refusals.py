@@ -15,6 +15,7 @@ from transformers import (
     Qwen2Config,
 )
 from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 
 from tests.full_tests.engines import engine, generate
@@ -24,6 +25,8 @@ from tests.full_tests.tiny_models import common
 def refusal(model: str, **options: Any) -> str:
     with pytest.raises(Exception) as refused, engine(model, skip_tokenizer_init=True, **options):
         pass
+    # An engine that got as far as its model left groups behind in this process.
+    cleanup_dist_env_and_memory()
     message = str(refused.value)
     assert len(message.splitlines()) == 1, f"more than a line: {message}"
     return message
