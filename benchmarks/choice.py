@@ -39,6 +39,7 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     command = [sys.executable, str(common.ROOT / "calibration" / "choose_speculation.py"), model]
     command += ["--draft", f"draft_model={shared.SAME_VOCAB['model']}", "--prompts", str(prompts), "--out", str(folder)]
     command += ["--num-drafts", *map(str, range(1, options.most + 1)), "--batches", *map(str, options.batches)]
+    command += ["--tokens", str(options.tokens), "--turns", str(options.turns)]
     subprocess.run([*command, "--engine", json.dumps({"dtype": "float32"})], check=True)
     answer = json.loads((folder / "choice.json").read_text())
     candidates = [found for found in answer["candidates"] if found["method"] == "draft_model"]
@@ -88,7 +89,11 @@ def measure_all(options: argparse.Namespace) -> None:
         folder = options.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         choice = chosen(model, options, folder.resolve())
-    rows = [row_of(batch, choice[batch], measure(batch, model, options)) for batch in options.batches]
+    rows = []
+    for batch in options.batches:
+        rows.append(row_of(batch, choice[batch], measure(batch, model, options)))
+        speeds = ", ".join(f"k = {k} {interval(value)}" for k, value in rows[-1]["ratios"].items())
+        common.say(f"batch {batch}: chosen {choice[batch]}; {speeds}")
     header = ["batch", *(f"k = {k}" for k in range(1, options.most + 1)), "fastest", "chosen", "chosen / fastest", ""]
     lines = [
         [
