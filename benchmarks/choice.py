@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 import speculation_common as shared
-from turns import Engine, close, interval, parser_of, ratio, take
+from turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 FAST_ENOUGH = 0.95
 
@@ -53,9 +53,8 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
 
 def measure(batch: int, model: str, options: argparse.Namespace) -> list[dict[str, float]]:
     """Turns: seconds by number of drafts."""
-    engines: dict[str, Engine] = {}
     requests = max(batch, len(shared.texts_named(options.texts)))
-    try:
+    with side_by_side() as engines:
         for k in range(options.most + 1):
             settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": batch}
             if k:
@@ -63,8 +62,6 @@ def measure(batch: int, model: str, options: argparse.Namespace) -> list[dict[st
             engines[str(k)] = Engine(f"choice-{batch}-{k}", model, shared.IN_PROCESS, options.texts, **settings)
         take(engines, 1, lambda engine: engine.turn(batch, 16))
         return take(engines, options.turns, lambda engine: engine.turn(requests, options.tokens))
-    finally:
-        close(engines.values())
 
 
 def row_of(batch: int, k: int, turns: list[dict[str, float]]) -> dict[str, Any]:
@@ -107,8 +104,7 @@ def measure_all(options: argparse.Namespace) -> None:
         for row in rows
     ]
     common.say(f"\nSpeed over that without drafts, served\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
-    settings = {name: getattr(options, name) for name in ("tokens", "turns", "texts")}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
+    common.write_rows(options, ("tokens", "turns", "texts"), rows)
 
 
 def main() -> int:

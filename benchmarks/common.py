@@ -1,5 +1,6 @@
 """What the benchmarks share: fair subprocesses, the machine's read bandwidth, a model's bytes, tables."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def write_rows(
+    options: argparse.Namespace, settings: Iterable[str], rows: list[Any], machine: Any = None, **more: Any
+) -> None:
+    """What was measured, into the file that was asked for. `settings`: the options that matter, by name."""
+    said = {name: getattr(options, name) for name in settings}
+    write_json(options.json, {**said, **more, "rows": rows, "machine": machine or describe_machine()})
 
 
 def write_json(path: Path | None, report: Any) -> None:

@@ -205,8 +205,7 @@ def main() -> int:
     common.warn_if_busy()
     rows = measure(options)
     show(rows, options)
-    settings = {name: getattr(options, name) for name in ("size", "k", "prompt", "steps")}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": dummy.describe_machine()})
+    common.write_rows(options, ("size", "k", "prompt", "steps"), rows, dummy.describe_machine())
     return 0
 
 

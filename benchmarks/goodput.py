@@ -14,7 +14,7 @@ from typing import Any
 
 import common
 import speculation_common as shared
-from turns import Engine, close, interval, parser_of, ratio, take
+from turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": shared.NGRAM,
@@ -46,9 +46,8 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
         "alone": {"speculative_config": config},
         "ruled": {"speculative_config": config, **RULE},
     }
-    engines: dict[str, Engine] = {}
     answers = []
-    try:
+    with side_by_side() as engines:
         for name, more in setups.items():
             settings = {"max_model_len": 512, "max_num_seqs": max(options.batches), **more}
             engines[name] = Engine(f"goodput-{method}-{name}", model, shared.IN_PROCESS, options.texts, **settings)
@@ -72,8 +71,6 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
                 }
             )
             common.say(f"{method}, batch {batch}: {interval(answers[-1]['ruled'])} of no speculation with the rule")
-    finally:
-        close(engines.values())
     return answers
 
 
@@ -84,8 +81,7 @@ def measure_all(options: argparse.Namespace) -> None:
     model = options.model or demo_model_path()
     rows = [row for method in options.methods for row in measure(method, model, options)]
     show(rows, options)
-    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "learn", "turns", "texts")}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
+    common.write_rows(options, ("drafts", "tokens", "learn", "turns", "texts"), rows)
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

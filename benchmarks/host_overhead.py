@@ -181,16 +181,7 @@ def main() -> int:
             rows = [measure(runner, phases, batch, options.steps) for batch in options.batches]
         show(rows)
         machine = dummy.describe_machine()
-        common.write_json(
-            options.json,
-            {
-                **{name: getattr(options, name) for name in ("method", "overlap", "size")},
-                "k": NUM_DRAFTS,
-                "context": CONTEXT,
-                "rows": rows,
-                "machine": machine,
-            },
-        )
+        common.write_rows(options, ("method", "overlap", "size"), rows, machine, k=NUM_DRAFTS, context=CONTEXT)
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import common
 import speculation_common as shared
-from turns import Engine, close, interval, parser_of, ratio, take
+from turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "no speculation": None,
@@ -36,9 +36,8 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
     settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": max(options.batches)}
     if (config := METHODS[method]) is not None:
         settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
-    engines: dict[str, Engine] = {}
     rows = []
-    try:
+    with side_by_side() as engines:
         for name, overlap in (("overlapping", True), ("one by one", False)):
             log = f"overlap-{method}-{name}".replace(" ", "-")
             engines[name] = Engine(log, model, ENVIRONMENT, options.texts, async_scheduling=overlap, **settings)
@@ -54,8 +53,6 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
                 }
             )
             common.say(f"{method}, batch {batch}: {interval(rows[-1]['ratio'])} of the speed of steps one by one")
-    finally:
-        close(engines.values())
     return rows
 
 
@@ -69,8 +66,7 @@ def measure_all(options: argparse.Namespace) -> None:
     header = ["method", "batch", "overlapping / one by one"]
     common.say(f"\nk = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
     common.say(f"\n{common.NOISE_NOTE}")
-    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns", "texts")}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
+    common.write_rows(options, ("drafts", "tokens", "turns", "texts"), rows)
 
 
 def main() -> int:

@@ -119,8 +119,7 @@ def main() -> int:
     dummy.keep_engine_here()
     rows = [row for method in options.methods for row in measure(options, method)]
     show(rows, options.dtype)
-    settings = {name: getattr(options, name) for name in ("tokens", "prompts", "dtype")}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": dummy.describe_machine()})
+    common.write_rows(options, ("tokens", "prompts", "dtype"), rows, dummy.describe_machine())
     return 0
 
 

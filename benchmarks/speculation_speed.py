@@ -174,8 +174,7 @@ def measure_all(options: argparse.Namespace) -> None:
             )
             rows.append({"method": method, "k": k, **figures(turns, k)})
     show(rows)
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    common.write_json(options.json, {**settings, "rows": rows, "machine": common.describe_machine()})
+    common.write_rows(options, SETTINGS, rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,15 @@ def take(engines: dict[str, Engine], count: int, ask: Callable[[Engine], float])
     ]
 
 
-def close(engines: Iterable[Engine]) -> None:
-    for engine in engines:
-        engine.close()
+@contextlib.contextmanager
+def side_by_side() -> Iterator[dict[str, Engine]]:
+    """By name, to be filled; whatever happens, those that were started end with the block."""
+    engines: dict[str, Engine] = {}
+    try:
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
 
 
 def ratio(turns: list[Turn], one: str, other: str) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import common
 import speculation_common as shared
 from common import PLATFORMS, QUIET
-from turns import Engine, close, interval, parser_of, ratio, take
+from turns import Engine, interval, parser_of, ratio, side_by_side, take
 
 # By upstream's names. Its suffix drafter needs a package besides; ngram_gpu needs Triton there.
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -44,8 +44,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, A
     settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": max(options.batches)}
     if config is not None:
         settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
-    engines: dict[str, Engine] = {}
-    try:
+    with side_by_side() as engines:
         for platform, environment in PLATFORMS.items():
             common.say(f"{method}: starting {platform} ...")
             eager = platform == "upstream"
@@ -57,8 +56,6 @@ def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, A
         batches = [measure_batch(engines, batch, options) for batch in options.batches]
         lengths = {name: tokens_a_step(engine) for name, engine in engines.items()}
         startup = {name: engine.startup_s for name, engine in engines.items()}
-    finally:
-        close(engines.values())
     return {"method": method, "batches": batches, "tokens_a_step": lengths, "startup_s": startup}
 
 
@@ -130,8 +127,7 @@ def measure_all(options: argparse.Namespace) -> None:
     bound = memory_bound(common.model_folder(model), options.tokens)
     rows = [measure(method, model, options) for method in options.methods]
     show(rows, bound, options)
-    settings = {name: getattr(options, name) for name in ("drafts", "tokens", "turns", "texts")}
-    common.write_json(options.json, {**settings, "bound": bound, "rows": rows, "machine": common.describe_machine()})
+    common.write_rows(options, ("drafts", "tokens", "turns", "texts"), rows, bound=bound)
 
 
 def main() -> int:
