@@ -1,22 +1,37 @@
-"""Functions as CUDA graphs: one program for each set of shapes and of arguments that are no tensors."""
+"""Functions as graphs of recorded streams: one program for each set of shapes and of arguments that are no tensors.
+
+The runtime is torch's module of the device, `torch.cuda` or one of the same form.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
 
-Form = tuple[torch.Size, torch.dtype]
+
+class Form(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
+class Recorded(Protocol):
+    def replay(self) -> None: ...
 
 
 class _Program(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    graph: Recorded
     inputs: list[list[torch.Tensor]]
-    """What the graph reads, by dtype: one copy serves all tensors of one."""
+    """What the graph reads, by device and dtype: one copy serves all tensors of one."""
     places: list[list[int]]
     """Where in the arguments each of them comes from."""
     result: Any
@@ -25,46 +40,49 @@ class _Program(NamedTuple):
 class Captures:
     """All programs of a process: they share the memory in which they compute, and the buffers that they read."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
         self.names: list[str] = []
         """One entry a program, in the order in which they were made."""
+        self._runtime = runtime
+        self._new_graph = new_graph
         self._device = device
         self._buffers: dict[tuple[int, Form], torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
         self._pool: Any = None
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._keeper: Any = None
         """A graph of nothing: a pool that lost its last one, as between two engines, can not be used again."""
 
     def buffer(self, place: int, form: Form) -> torch.Tensor:
-        """Where the argument at `place` of any program goes: filled right before a program runs, in stream order."""
+        """Where the argument at `place` of any program goes: filled right before a program runs, in stream order; what
+        is told on the host, at once."""
         if (place, form) not in self._buffers:
-            self._buffers[place, form] = torch.empty(form[0], dtype=form[1], device=self._device)
+            self._buffers[place, form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         return self._buffers[place, form]
 
-    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def record(self, run: Callable[[], None]) -> Recorded:
         """`run` as a graph; nothing is computed."""
-        _give_back_what_is_kept()
+        self._give_back_what_is_kept()
         if self._keeper is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._pool, self._stream = self._runtime.graph_pool_handle(), self._runtime.Stream()
             self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
         return self._record(run)
 
-    def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+    def _record(self, run: Callable[[], Any]) -> Recorded:
+        graph = self._new_graph()
+        with self._runtime.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:
                 graph.capture_end()
-        return graph
+        recorded: Recorded = graph
+        return recorded
 
-
-def _give_back_what_is_kept() -> None:
-    """Programs can not use what torch keeps of the memory that the same work took uncaptured."""
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if kept > torch.cuda.mem_get_info()[0]:
-        torch.cuda.empty_cache()
+    def _give_back_what_is_kept(self) -> None:
+        """Programs can not use what torch keeps of the memory that the same work took uncaptured."""
+        kept = self._runtime.memory_reserved() - self._runtime.memory_allocated()
+        if kept > self._runtime.mem_get_info()[0]:
+            self._runtime.empty_cache()
 
 
 class Graphed:
@@ -93,7 +111,7 @@ class Graphed:
         Recording computes nothing, so what the function changes besides it changes once, also when a program is first
         needed while requests are served.
         """
-        buffers = [self._captures.buffer(i, (tensor.shape, tensor.dtype)) for i, tensor in enumerate(tensors)]
+        buffers = [self._captures.buffer(i, Form.of(tensor)) for i, tensor in enumerate(tensors)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
@@ -110,8 +128,8 @@ class Graphed:
 
         graph = self._captures.record(run)
         self._captures.names.append(name_of(self._function))
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        by_kind: dict[Hashable, list[int]] = {}
         for place, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(place)
-        places = list(by_dtype.values())
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
+        places = list(by_kind.values())
         return _Program(graph, [[buffers[i] for i in some] for some in places], places, rebuild(results, form))

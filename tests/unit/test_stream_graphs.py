@@ -1,4 +1,4 @@
-"""What the GPU backend promises about programs, its graphs played by plain calls; and how the device is chosen."""
+"""What devices of recorded streams promise about programs, graphs played by plain calls; and how the GPU is chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec import backends
-from vllm_gaudi_spec.backends.cuda_graphs import Captures, Graphed
+from vllm_gaudi_spec.backends.stream_graphs import Captures, Graphed
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 
@@ -23,7 +23,7 @@ class PlayedCaptures(Captures):
 
 @pytest.fixture
 def captures() -> PlayedCaptures:
-    return PlayedCaptures(torch.device("cpu"))
+    return PlayedCaptures(None, object, torch.device("cpu"))
 
 
 class Pair(NamedTuple):
