@@ -20,6 +20,7 @@ class HostBackend:
     torch_device = torch.device("cpu")
     captures = False
     flat_decode = False
+    needs_host_lengths = False
     rules = TORCH
 
     def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ class FixedSlab:
         self.table = np.zeros((NUM_ROWS + 1, 64), dtype=np.int32)
         self.table[:NUM_ROWS, :width] = 1 + np.arange(NUM_ROWS * width).reshape(NUM_ROWS, width)[::-1]
 
-    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
+    def blocks(self, rows_np: np.ndarray, ends: list[int], context: int) -> Blocks:
         return Blocks((torch.from_numpy(self.table[rows_np, : -(-context // BLOCK)]),), (BLOCK,))
 
 

@@ -40,6 +40,9 @@ class Blocks(NamedTuple):
     """Tokens in a block."""
     flat: tuple[torch.Tensor, ...] = ()
     """int32 [3, N]: the same blocks in one list, as `FlatBlocks` has them; for devices that decode over such lists."""
+    lengths_B: torch.Tensor | None = None
+    """int32, on the host: the most tokens of KV that each row may have when the program that reads this ends, whatever
+    is in flight; for devices that need it."""
 
 
 def rectangle(
@@ -68,6 +71,7 @@ def rectangle(
                 starts_B=starts_B,
                 block_table_BW=table,
                 flat=FlatBlocks(*blocks.flat[group].unbind(0)) if blocks.flat else None,
+                host_lengths_B=blocks.lengths_B,
             )
         )
     tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)

@@ -73,6 +73,9 @@ class AttentionCall:
     """Where only real queries are given, one behind the other: which those are."""
     flat: FlatBlocks | None = None
     """The same blocks as a list, for backends that attend over one."""
+    host_lengths_B: torch.Tensor | None = None
+    """int32, on the host, for backends that need it: a row's queries see no key behind so many. An upper bound; which
+    keys a query sees, `starts_B` says."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:

@@ -37,6 +37,9 @@ class DeviceBackend(Protocol):
     """Tokens in a KV block unless the user chose otherwise."""
     flat_decode: bool
     """True when decodes read the blocks of all rows as one list, and so do not pay for the longest row."""
+    needs_host_lengths: bool
+    """True when attention is told on the host how many keys each row may have at most: then programs that attend get
+    `Blocks.lengths_B`, which is no part of what programs are told apart by."""
     exact_context_width: bool
     """True when attention reads only the blocks a row has, so that one table width serves every context."""
     prefill_rows: tuple[int, ...]

@@ -39,6 +39,7 @@ class Backend:
     captures = False
     block_size = 32
     flat_decode = False
+    needs_host_lengths = False
     prefill_rows = (1, 2, 4, 8, 16)
     smallest_prefill = 16
     prefill_growth = 1.25

@@ -48,6 +48,7 @@ class Backend:
     captures = True
     block_size = 128
     flat_decode = True
+    needs_host_lengths = False
     exact_context_width = False
     prefill_rows: tuple[int, ...] = (1,)
     smallest_prefill = 128

@@ -37,6 +37,7 @@ class StreamDevice:
     mode = "captured"
     captures = True
     flat_decode = False
+    needs_host_lengths = False
     exact_context_width = True
     prefill_rows: tuple[int, ...] = (1,)
     prefill_growth = 2.0

@@ -122,7 +122,8 @@ def make_batch(
         ends = [start + shape.queries for start in starts]
         blocks = requests.decode_blocks(rows_np, ends, shape.context)
     else:
-        blocks = requests.blocks(rows_np, shape.context)
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        blocks = requests.blocks(rows_np, ends, shape.context)
     upload = requests.backend.upload
     return Batch(
         shape=shape,

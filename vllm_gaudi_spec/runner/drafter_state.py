@@ -177,7 +177,7 @@ class DrafterState(Reading):
         rows_np[: len(group)] = [row.request.row for row in group]
         upload = self._requests.backend.upload
         begin_np = np.zeros((2, shape.rows), dtype=np.int32)
-        blocks = self._requests.blocks(rows_np, shape.context)
+        blocks = self._requests.blocks(rows_np, [row.end for row in group], shape.context)
         return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)
 
     def drafted(self, requests: list[Request], able_np: np.ndarray) -> None:

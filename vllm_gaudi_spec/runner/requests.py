@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Requests:
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
         self._in_flight = in_flight
+        self._max_context = max_context
         self.pad_row = max_rows
         self.block_sizes = block_sizes
         self.by_id: dict[str, Request] = {}
@@ -198,18 +200,19 @@ class Requests:
             table[row, begin : begin + len(ids)] = ids
             counts[row] += len(ids)
 
-    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
-        """The rows' block tables, on the device, wide enough for `context` tokens."""
+    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+        """The rows' block tables, on the device, wide enough for `context` tokens. The first rows end at `ends`."""
         tables = (
             self._upload(table[rows_np, : -(-context // size)])
             for table, size in zip(self.tables_np, self.block_sizes, strict=True)
         )
-        return Blocks(tuple(tables), tuple(self.block_sizes))
+        lengths_B = host_lengths(self.backend, len(rows_np), ends, context)
+        return Blocks(tuple(tables), tuple(self.block_sizes), lengths_B=lengths_B)
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
         """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
         if not self.backend.flat_decode:
-            return self.blocks(rows_np, context)
+            return self.blocks(rows_np, ends, context)
         tables, flat = [], []
         ends_np = np.zeros(len(rows_np), dtype=np.int64)
         ends_np[: len(ends)] = ends
@@ -224,7 +227,8 @@ class Requests:
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
             tables.append(self._upload(own_np))
             flat.append(self._upload(_listed(own_np, begin_np, end_np, length)))
-        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
+        lengths_B = host_lengths(self.backend, len(rows_np), ends, self._max_context)
+        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat), lengths_B)
 
     # --- what the device knows ---
 

@@ -5,6 +5,7 @@ It can not stand in the target's blocks: those follow the target's tokens, and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGrou
 from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.runner.host_lengths import host_lengths
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -57,10 +59,11 @@ class Slab:
         bind_kv_cache_to_layers(by_layer, config.compilation_config.static_forward_context)
         model.bind_groups([list(specs)])
 
-    def blocks(self, rows_np: np.ndarray, context: int) -> Blocks:
-        """Wide enough for `context` tokens."""
+    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+        """Wide enough for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
-        return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,))
+        lengths_B = host_lengths(self._backend, len(rows_np), ends, context)
+        return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
 
 
 def _num_blocks(num_rows: int, length: int, size: int) -> int:

@@ -212,7 +212,8 @@ class TextDrafting:
         self._recorder.saw(("read", num_rows, width, context))
         rows_np = self._padded([row for row, _ in members], num_rows)
         unread = self._upload_unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
-        self._read_rows(unread, self._slab.blocks(rows_np, context))
+        ends = [self._timelines[row].num_read + count for row, count in members]
+        self._read_rows(unread, self._slab.blocks(rows_np, ends, context))
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
@@ -222,15 +223,16 @@ class TextDrafting:
         num_rows, rows = len(batch.rows_np), [drafter.request.row for drafter in drafters]
         self._recorder.saw(self._signature(num_rows, width, context, self._choice.branch(inputs)))
         members = [(drafter.place, row, self._num_unread(row)) for drafter, row in zip(drafters, rows, strict=True)]
-        wanted_np = np.zeros(num_rows, dtype=np.int32)
+        wanted_np, ends = np.zeros(num_rows, dtype=np.int32), [0] * num_rows
         for drafter in drafters:
             wanted_np[drafter.place] = drafter.num_wanted
+            ends[drafter.place] = len(self._timelines[drafter.request.row]) + drafter.num_wanted
         drafts = self._draft_rows(
             batch.rows_B,
             lengths_B,
             self._backend.upload(torch.from_numpy(wanted_np)),
             self._upload_unread(members, num_rows, width),
-            self._slab.blocks(batch.rows_np, context),
+            self._slab.blocks(batch.rows_np, ends, context),
             inputs.for_drafting(self._choice.branch(inputs)),
         )
         for row in rows:
