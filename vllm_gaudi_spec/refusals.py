@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
+    ASCEND,
     EAGLE,
     EAGLE3,
     HEAD_METHODS,
@@ -43,7 +44,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
     for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
-    for of_device in (_weight_refusals, _quantization_refusals):
+    for of_device in (_format_refusals, _weight_refusals, _quantization_refusals):
         for reason in of_device(vllm_config, device):
             raise UnsupportedConfigError(reason)
 
@@ -98,6 +99,15 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
 
 
+def _format_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+    model = vllm_config.model_config
+    if device in ASCEND and model.quantization is not None:
+        yield (
+            f"{model.model} has weights in a format of its own ({model.quantization}), and {device} has no kernels for it "
+            "yet; use a model in bfloat16 or float16."
+        )
+
+
 def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
     wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
@@ -136,8 +146,8 @@ def _quantization_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str
 
 
 def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    if device == "cuda":
-        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is cuda; unset it."
+    if device in ("cuda", *ASCEND):
+        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {device}; unset it."
     elif device != "hpu":
         yield from config.not_simulated()
     if model.use_mla:
@@ -148,13 +158,13 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, device: s
         yield f"{model.model} has weights in a format of its own ({model.quantization}); unset {config.option}."
 
 
-# What nothing here listens to, whatever the method.
-_NO_EFFECT = (
-    "disable_padded_drafter_batch",
-    "enable_adaptive_verification",
-    "parallel_drafting",
-    "use_local_argmax_reduction",
-)
+# What nothing here listens to, whatever the method, and why where there is more to say.
+_NO_EFFECT = {
+    "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
+    "enable_adaptive_verification": "",
+    "parallel_drafting": "",
+    "use_local_argmax_reduction": "",
+}
 # What says how a drafter's model is loaded and run.
 _DRAFTER_MODEL_OPTIONS = (
     "attention_backend",
@@ -204,7 +214,7 @@ def _speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             "use less, or leave it out."
         )
     for name in _set_options(given, _NO_EFFECT):
-        yield f"{name} is not supported; leave it out of --speculative-config."
+        yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config)
     if given.method in WEIGHTLESS_METHODS:
         yield from _weightless_refusals(given)

@@ -36,6 +36,7 @@ class Worker(WorkerBase):
         self.backend = load_backend()
         self.device = self.backend.torch_device
         parallel = self.parallel_config
+        self.current_platform.set_device(torch.device(self.device.type, self.local_rank))
         name_process_group(self.distributed_init_method)
         init_distributed_environment(
             parallel.world_size,

@@ -26,6 +26,10 @@ _DEVICES = {
     "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
     "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
     "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
+    "ascend": _Entry("vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform"),
+    "ascend-emulated": _Entry(
+        "vllm_gaudi_spec.backends.ascend_emulated", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform"
+    ),
     "cuda": _Entry("vllm_gaudi_spec.backends.cuda", "vllm_gaudi_spec.cuda_platform.CudaSpecPlatform"),
 }
 
@@ -37,14 +41,26 @@ def choose_device() -> str | None:
     if others := other_platform_plugins():
         _say_inactive(others)
         return None
-    return "hpu" if gaudi_is_available() else "cpu"
+    if gaudi_is_available():
+        return "hpu"
+    return "ascend" if ascend_is_available() else "cpu"
 
 
 @cache
 def gaudi_is_available() -> bool:
     """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
+    return _is_here("habana_frameworks", _GAUDI_NODES)
+
+
+@cache
+def ascend_is_available() -> bool:
+    """The same of an NPU."""
+    return _is_here("torch_npu", _ASCEND_NODES)
+
+
+def _is_here(software: str, nodes: tuple[tuple[str, str], ...]) -> bool:
     try:
-        return find_spec("habana_frameworks") is not None and any(map(_has_entry, _GAUDI_NODES))
+        return find_spec(software) is not None and any(map(_has_entry, nodes))
     except (ImportError, OSError, ValueError):
         return False
 
@@ -54,8 +70,9 @@ def _has_entry(place: tuple[str, str]) -> bool:
     return next(Path(folder).glob(pattern), None) is not None
 
 
-# Where the driver shows its cards: current ones, and those before the kernel's accelerator class.
+# Where drivers show their cards: current Gaudis, and those before the kernel's accelerator class.
 _GAUDI_NODES = (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*"))
+_ASCEND_NODES = (("/dev", "davinci[0-9]*"),)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
 from vllm_gaudi_spec.backends import hpu_moe, ir_norms, rotary_classes  # noqa: F401
@@ -51,30 +51,12 @@ ir_norms.register(PROVIDER, _norm, _add_norm, available=_rms_norm is not None)
 # --- rotary embeddings ---
 
 
-class _FusedRotary:
-    """Stands before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
-
-    def forward_oot(
-        self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        table = self._match_cos_sin_cache_dtype(query)
-        cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
-        if self.is_neox_style:
-            mode, cos, sin = _modes.BLOCKWISE, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        else:
-            mode = _modes.PAIRWISE
-            cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
-
-        def turn(heads: torch.Tensor) -> torch.Tensor:
-            split = heads.view(cos.shape[0], -1, self.head_size)
-            turned = _rotate(split[..., : self.rotary_dim], cos, sin, None, 0, mode)
-            if self.rotary_dim < self.head_size:
-                turned = torch.cat((turned, split[..., self.rotary_dim :]), dim=-1)
-            return turned.reshape(heads.shape)
-
-        return turn(query), None if key is None else turn(key)
+def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool) -> torch.Tensor:
+    mode = _modes.BLOCKWISE if halves else _modes.PAIRWISE
+    turned: torch.Tensor = _rotate(heads_THR, cos_T1R, sin_T1R, None, 0, mode)
+    return turned
 
 
 if _rotate is not None and _modes is not None:
     for _base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
-        rotary_classes.register("Hpu", _FusedRotary, _base)
+        rotary_classes.register("Hpu", rotary_classes.turning(_turn), _base)

@@ -1,0 +1,96 @@
+"""Ascend NPUs: vLLM's steps as NPU graphs, over torch_npu.
+
+Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.backends import ascend_attention
+from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.backends.kv_pair import KVPair
+from vllm_gaudi_spec.backends.stream_device import StreamDevice
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.sample.rules import TORCH
+
+
+class Backend(StreamDevice):
+    name = "ascend"
+    block_size = 128
+    needs_host_lengths = True
+    smallest_prefill = 128
+    # vllm-ascend verifies 16 tokens of a row in a step, drafts and one more.
+    max_drafts = 15
+    rules = TORCH
+    fused_dtypes = frozenset({torch.float16, torch.bfloat16})
+    """What the fused attention computes in. Others are served by plain torch."""
+
+    _captures: NpuCaptures
+
+    def __init__(self) -> None:
+        # vLLM's front end makes a backend too, and must not open the card. The import does not; it registers the device
+        # "npu" and the process group "hccl".
+        self._torch_npu = _torch_npu()
+        runtime: Any = torch.npu
+        # Each process is given one card (`Platform.set_device`), which this means without its number.
+        device = torch.device("npu")
+        super().__init__(runtime, device, NpuCaptures(runtime, device))
+
+    @cached_property
+    def _attention(self) -> HostTold | None:
+        return ascend_attention.fused_operation(self._torch_npu)
+
+    @cached_property
+    def _scatter_kv(self) -> Any:
+        return getattr(self._torch_npu, "npu_scatter_pa_kv_cache", None)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Weights were loaded where they stay."""
+
+    def write_kv(
+        self,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
+        kv_cache: KVPair,
+        slots_T: torch.Tensor,
+        spec: AttentionLayerSpec,
+        operations: Operations = PLAIN,
+    ) -> None:
+        keys, values = kv_cache.blocks()
+        if value_TKD is None or values is None or self._scatter_kv is None:
+            kv_cache.write(key_TKD, value_TKD, slots_T, operations)
+        else:
+            self._scatter_kv(key_TKD.contiguous(), value_TKD.contiguous(), keys, values, slots_T)
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        kv_cache: KVPair,
+        call: AttentionCall,
+        spec: AttentionLayerSpec,
+        out_THD: torch.Tensor,
+        operations: Operations = PLAIN,
+    ) -> None:
+        if self._attention is not None and ascend_attention.takes(spec, self.fused_dtypes):
+            ascend_attention.attend(self._attention, self._captures, query_THD, kv_cache, call, spec, out_THD)
+        else:
+            padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
+
+
+def _torch_npu() -> Any:
+    try:
+        return importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise UnsupportedConfigError(
+            f"device ascend needs torch_npu and CANN, which come with Huawei's images ({error}); set VGS_DEVICE to "
+            "ascend-emulated or cpu where there is no NPU."
+        ) from error

@@ -1,0 +1,84 @@
+"""The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps alike.
+
+Which keys a query sees is said by a mask, made on the device once for all layers of a kind. The lengths that the
+operation takes on the host are bounds, behind which it reads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.backends.kv_pair import KVPair
+
+# What the operation's documentation allows with paged KV, in layout BSND.
+_BLOCK_SIZES = range(128, 513, 128)
+_MOST_HEAD_SIZE = 512
+_MOST_GROUP = 64
+_MOST_KV_WIDTH = 65535
+# Only a mask that hides all keys from a query makes a difference: one of padding, behind a window. It comes out zero.
+_CORRECTS_EMPTY_ROWS = 2
+
+
+def fused_operation(torch_npu: Any) -> HostTold | None:
+    """None on builds that do not have it."""
+    attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
+    workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
+    if attention is None or workspace is None:
+        return None
+    return HostTold(attention.out, workspace, "actual_seq_lengths_kv")
+
+
+def takes(spec: AttentionLayerSpec, dtypes: frozenset[torch.dtype]) -> bool:
+    """Whether the operation takes this layer. A latent key is its own value, which it has no form for."""
+    return (
+        spec.dtype in dtypes
+        and spec.value_size is None
+        and not spec.own_operations
+        and not spec.logits_soft_cap
+        and spec.block_size in _BLOCK_SIZES
+        and spec.head_size % 16 == 0
+        and spec.head_size <= _MOST_HEAD_SIZE
+        and spec.num_heads // spec.num_kv_heads <= _MOST_GROUP
+        and spec.num_kv_heads * spec.head_size <= _MOST_KV_WIDTH
+    )
+
+
+def attend(
+    fused: HostTold,
+    captures: NpuCaptures,
+    query_THD: torch.Tensor,
+    kv_cache: KVPair,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    out_THD: torch.Tensor,
+) -> None:
+    assert call.host_lengths_B is not None, "the runner knows how long rows may be"
+    keys, values = kv_cache.blocks()
+    assert values is not None
+    rectangle = call.num_rows, call.num_queries, spec.num_heads, spec.head_size
+    mask = call.plan(("hidden", spec.sliding_window, spec.block_size), lambda: ~padded.visible(call, spec)[:, None])
+    arguments = dict(
+        query=query_THD.contiguous().view(rectangle),
+        key=keys.flatten(2),
+        value=values.flatten(2),
+        atten_mask=mask,
+        block_table=call.block_table_BW,
+        input_layout="BSND",
+        block_size=spec.block_size,
+        num_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        scale=spec.scale,
+        sparse_mode=0,
+        inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
+    )
+    captures.issue(fused, arguments, call.host_lengths_B, [out_THD.view(rectangle), _no_sums(out_THD)])
+
+
+def _no_sums(out: torch.Tensor) -> torch.Tensor:
+    """The operation's second result, which nobody asked for."""
+    return torch.empty(1, dtype=torch.float32, device=out.device)
