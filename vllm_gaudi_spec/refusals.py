@@ -103,8 +103,8 @@ def _format_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
     model = vllm_config.model_config
     if device in ASCEND and model.quantization is not None:
         yield (
-            f"{model.model} has weights in a format of its own ({model.quantization}), and {device} has no kernels for it "
-            "yet; use a model in bfloat16 or float16."
+            f"{model.model} has weights in a format of its own ({model.quantization}), for which there are no kernels "
+            f"yet on {device}; use a model in bfloat16 or float16."
         )
 
 
