@@ -29,7 +29,7 @@ export DO_NOT_TRACK := 1
 help:  ## show this list
 	@echo "usage: make TARGET [NAME=value ...]"
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | sort | \
-		while IFS=$$'\t' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+		while IFS=$$'\t' read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done
 
 # ---- environment --------------------------------------------------------------------------------
 
@@ -99,26 +99,35 @@ bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platf
 
 # ---- check --------------------------------------------------------------------------------------
 
-# The emulated card changes torch for good, so its tests have a process of their own.
-EMULATED := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
+# An emulated card changes torch for good, so its tests have a process of their own.
+ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
+ON_ASCEND := env VGS_DEVICE=ascend-emulated
 
 .PHONY: test
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
-	@echo "[1/3] unit tests"
+	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
-	@echo "[2/3] full tests: real engines, two at a time; the tests of a file share theirs"
-	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not cuda" --durations=10 -v
-	@echo "[3/3] the emulated Gaudi"
-	@$(EMULATED) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
+	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
+	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
+	@echo "[3/4] the emulated Gaudi"
+	@$(ON_GAUDI) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
+	@echo "[4/4] the emulated Ascend NPU"
+	@$(ON_ASCEND) $(BIN)/pytest tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 
 .PHONY: verify
 verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
-# No set-up: on a Gaudi the Python of Intel's image is the one that has torch for it.
+# No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
+verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)
+
 .PHONY: verify-gaudi
 verify-gaudi:  ## on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
-	@python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_gaudi $(ARGS)
+	@$(call verify_device,gaudi)
+
+.PHONY: verify-ascend
+verify-ascend:  ## on an Ascend NPU: the same
+	@$(call verify_device,ascend)
 
 .PHONY: lint
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile

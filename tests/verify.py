@@ -22,11 +22,33 @@ STATE = ROOT / ".verify"
 # What the outcome of a test can depend on
 SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "demo", "calibration", "requirements", "pyproject.toml")
 SECONDS_PER_TEST = 3600
-# Full tests whose files' names begin so need a device of their own.
-ENVIRONMENTS = {
-    "test_emulated": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"},
-    "test_cuda": {"VGS_DEVICE": "cuda"},
+# Full tests whose files' names begin so need devices of their own; the first that fits counts.
+DEVICES = {
+    "test_emulated_fp8": ("hpu-emulated",),
+    "test_emulated": ("hpu-emulated", "ascend-emulated"),
+    "test_ascend": ("ascend-emulated",),
+    "test_cuda": ("cuda",),
 }
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file of tests, on the device that is chosen by itself or on one that it needs."""
+
+    file: Path
+    device: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.file.relative_to(ROOT)) + (f" on {self.device}" if self.device else "")
+
+    @property
+    def stem(self) -> Path:
+        parts = self.file.relative_to(ROOT / "tests").with_suffix("").parts
+        return STATE / "-".join((*parts, *([self.device] if self.device else [])))
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ, VGS_DEVICE=self.device, PT_HPU_LAZY_MODE="1") if self.device else dict(os.environ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +77,16 @@ def tree_hash() -> str:
     return digest.hexdigest()
 
 
-def test_files() -> list[Path]:
+def all_jobs() -> list[Job]:
     """Unit tests first: they are quick, and what they find explains what follows."""
-    return [path for folder in ("unit", "full_tests") for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    files = [file for folder in ("unit", "full_tests") for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    return [Job(file, device) for file in files for device in devices(file)]
+
+
+def devices(file: Path) -> tuple[str | None, ...]:
+    if file.parent.name != "full_tests":
+        return (None,)
+    return next((found for begin, found in DEVICES.items() if file.name.startswith(begin)), (None,))
 
 
 def needs_gpu(file: Path) -> bool:
@@ -65,40 +94,33 @@ def needs_gpu(file: Path) -> bool:
     return "\npytestmark = pytest.mark.cuda\n" in file.read_text()
 
 
-def result_stem(file: Path) -> Path:
-    return STATE / "-".join(file.relative_to(ROOT / "tests").with_suffix("").parts)
-
-
-def earlier_outcome(file: Path, tree: str) -> Outcome | None:
+def earlier_outcome(job: Job, tree: str) -> Outcome | None:
     """What an earlier run of this very tree found, if it was good."""
     try:
-        outcome = Outcome(**json.loads(result_stem(file).with_suffix(".json").read_text()))
+        outcome = Outcome(**json.loads(job.stem.with_suffix(".json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return outcome if outcome.tree == tree and outcome.good else None
 
 
-def run_file(file: Path, tree: str) -> Outcome:
-    stem = result_stem(file)
-    report = stem.with_suffix(".xml")
+def run(job: Job, tree: str) -> Outcome:
+    report = job.stem.with_suffix(".xml")
     report.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
         "pytest",
-        str(file),
+        str(job.file),
         f"--timeout={SECONDS_PER_TEST}",
         f"--junitxml={report}",
     ]
     started = time.monotonic()
-    full = file.parent.name == "full_tests"
-    own = next((own for begin, own in ENVIRONMENTS.items() if full and file.name.startswith(begin)), {})
-    status = subprocess.run(command, cwd=ROOT, env=os.environ | own, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, env=job.environment(), check=False).returncode
     outcome = Outcome(tree=tree, status=status, seconds=time.monotonic() - started, **counts(report))
     # Written beside its place and renamed: an interruption leaves the old state, never half of the new one.
-    draft = stem.with_suffix(".tmp")
+    draft = job.stem.with_suffix(".tmp")
     draft.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-    draft.replace(stem.with_suffix(".json"))
+    draft.replace(job.stem.with_suffix(".json"))
     return outcome
 
 
@@ -114,16 +136,15 @@ def counts(report: Path) -> dict[str, int]:
     return {"passed": max(total - failed - skipped, 0), "failed": failed, "skipped": skipped}
 
 
-def show(outcomes: dict[Path, Outcome], reused: set[Path]) -> None:
-    names = {file: str(file.relative_to(ROOT)) for file in outcomes}
-    width = max((len(name) for name in names.values()), default=4)
+def show(outcomes: dict[Job, Outcome], reused: set[Job]) -> None:
+    width = max((len(job.name) for job in outcomes), default=4)
     print(f"\n{'file':{width}}  passed  failed  skipped  seconds")
-    for file, outcome in outcomes.items():
-        notes = ["from an earlier run"] if file in reused else []
+    for job, outcome in outcomes.items():
+        notes = ["from an earlier run"] if job in reused else []
         if not outcome.good:
             notes.append(f"FAILED (exit {outcome.status})")
         print(
-            f"{names[file]:{width}}  {outcome.passed:6}  {outcome.failed:6}  {outcome.skipped:7}  "
+            f"{job.name:{width}}  {outcome.passed:6}  {outcome.failed:6}  {outcome.skipped:7}  "
             f"{outcome.seconds:7.0f}  {', '.join(notes)}".rstrip()
         )
     total = [sum(getattr(o, name) for o in outcomes.values()) for name in ("passed", "failed", "skipped", "seconds")]
@@ -133,27 +154,30 @@ def show(outcomes: dict[Path, Outcome], reused: set[Path]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="run all files, whatever passed earlier")
-    parser.add_argument("only", nargs="*", metavar="WORD", help="only files with one of these words in their path")
+    parser.add_argument(
+        "only", nargs="*", metavar="WORD", help="only files with one of these words in their path or device"
+    )
     options = parser.parse_args()
     STATE.mkdir(exist_ok=True)
     tree = tree_hash()
-    files = [f for f in test_files() if not options.only or any(w in str(f.relative_to(ROOT)) for w in options.only)]
+    jobs = [job for job in all_jobs() if not options.only or any(word in job.name for word in options.only)]
     if not torch.cuda.is_available():
-        for file in filter(needs_gpu, files):
-            print(f"left out, as there is no GPU: {file.relative_to(ROOT)}")
-        files = [file for file in files if not needs_gpu(file)]
-    if not files:
+        for job in jobs:
+            if needs_gpu(job.file):
+                print(f"left out, as there is no GPU: {job.name}")
+        jobs = [job for job in jobs if not needs_gpu(job.file)]
+    if not jobs:
         print("error: no test file matches")
         return 2
-    outcomes: dict[Path, Outcome] = {}
-    reused: set[Path] = set()
+    outcomes: dict[Job, Outcome] = {}
+    reused: set[Job] = set()
     try:
-        for number, file in enumerate(files, 1):
-            print(f"[{number}/{len(files)}] {file.relative_to(ROOT)}", flush=True)
-            earlier = None if options.fresh else earlier_outcome(file, tree)
+        for number, job in enumerate(jobs, 1):
+            print(f"[{number}/{len(jobs)}] {job.name}", flush=True)
+            earlier = None if options.fresh else earlier_outcome(job, tree)
             if earlier is not None:
-                reused.add(file)
-            outcomes[file] = earlier or run_file(file, tree)
+                reused.add(job)
+            outcomes[job] = earlier or run(job, tree)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here")
         return 130

@@ -8,6 +8,7 @@ from vllm import LLM, SamplingParams
 from tests.full_tests.engines import generate
 from tests.full_tests.equality import Tally
 from tests.full_tests.workload import Answer, Request, run_together
+from vllm_gaudi_spec.backends import load_backend
 
 
 class Reference:
@@ -67,11 +68,20 @@ def signatures(llm: LLM) -> list[Any]:
     return llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
 
 
-def programs_are_the_manifest(llm: LLM, captured: Counter[str]) -> None:
-    """What was captured, by name, is what the configuration lists, program by program."""
+def captured() -> Counter[str]:
+    """Programs of this process so far, by the function that each was made of."""
+    counts = load_backend().counts()
+    if "captured" in counts:
+        return Counter(counts["captured"])
+    return Counter(graph["name"] for graph in counts["emulator"]["graphs"])
+
+
+def programs_are_the_manifest(llm: LLM, before: Counter[str]) -> None:
+    """What was captured since, by name, is what the configuration lists, program by program."""
+    made = captured() - before
     listed = Counter(PROGRAMS[kind_of(signature)] for signature in signatures(llm))
-    changes_of_state = {name: captured[name] for name in captured if name not in listed}
-    assert {name: captured[name] for name in listed} == listed
+    changes_of_state = {name: made[name] for name in made if name not in listed}
+    assert {name: made[name] for name in listed} == listed
     # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made.
     assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
     assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", "DrafterState._put", "Followed._put"}

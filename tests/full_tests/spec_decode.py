@@ -176,7 +176,7 @@ def parse_options() -> argparse.Namespace:
     add("--synthetic_rates", type=float, nargs="+", metavar="RATE", help="how often the first 1, 2, ... k are accepted")
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    add("--dtype", help="default: float32 on the CPU and the emulated Gaudi, else the model's own")
+    add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
     add("--enforce_eager", action="store_true")
     add("--num_warmups", type=int, default=1, help="short runs before the measured one")
     add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
@@ -249,13 +249,17 @@ def run_tasks(options: argparse.Namespace) -> None:
         model=target_model(options),
         other_prompts=other_prompts(options),
         prompts=repetitive_prompts(options.prompts) if options.prompts else fixed_prompts(options),
-        dtype=options.dtype or ("float32" if device["device"] in ("cpu", "hpu-emulated") else "auto"),
+        dtype=options.dtype or ("float32" if computes_on_the_host(device["device"]) else "auto"),
         **{name: getattr(options, name) for name in Setup.OPTIONS},
     )
     if len(options.tasks) == 1:
         run_one(options.tasks[0], setup, device, options)
     else:
         run_several(setup, device, options)
+
+
+def computes_on_the_host(device: str) -> bool:
+    return device == "cpu" or device.endswith("-emulated")
 
 
 def run_one(name: str, setup: Setup, device: dict[str, str], options: argparse.Namespace) -> None:

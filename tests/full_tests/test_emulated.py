@@ -1,6 +1,6 @@
-"""On the emulated Gaudi: what every way of drafting promises, with all programs made in warm-up.
+"""On an emulated card: what every way of drafting promises, with all programs made in warm-up.
 
-Runs with VGS_DEVICE=hpu-emulated in a process of its own: the emulated card changes torch for good.
+Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own: the emulated card changes torch for good.
 """
 
 import json
@@ -13,12 +13,11 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import rule_models
-from tests.full_tests.captured import Reference, programs_are_the_manifest, signatures
+from tests.full_tests.captured import Reference, captured, programs_are_the_manifest, signatures
 from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
-from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.backends import describe_device
 from vllm_gaudi_spec.config import cache_folder
 
@@ -47,8 +46,13 @@ def alone(looping_llama: str, requests: list[Request]) -> Reference:
         return Reference.of(llm, requests)
 
 
-def test_it_is_the_emulated_card() -> None:
-    assert describe_device() == {"device": "hpu-emulated", "mode": "lazy"}
+MODES_OF_DEVICES = {"hpu-emulated": "lazy", "ascend-emulated": "captured"}
+
+
+@pytest.mark.every_card
+def test_it_is_an_emulated_card() -> None:
+    found = describe_device()
+    assert found["mode"] == MODES_OF_DEVICES[found["device"]]
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,15 +65,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SLOW_CASES = ["suffix, preempted"]
+MARKS = {"ngram": pytest.mark.every_card, "suffix, preempted": pytest.mark.slow}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_drafts_without_a_model(case: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     config, options = CASES[case]
-    before = len(emulator.device().graphs)
+    before = captured()
     with speculating(looping_llama, config, **options) as llm:
         captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
@@ -89,7 +91,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])
-    before = len(emulator.device().graphs)
+    before = captured()
     with speculating(looping_llama, config, **BOTH) as llm:
         captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
@@ -105,6 +107,7 @@ def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: lis
         reads_once(llm)
 
 
+@pytest.mark.every_card
 def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
     """Over blocks and contexts of all sizes, past its own limit, and through blocks that the prefix cache shares: were
     one slot not listed, a draft would be wrong."""
@@ -114,7 +117,7 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
     buckets = dict(prefill_buckets=[24, 64], batch_buckets=[1, 3], block_buckets=[1, 2, 6])
     sizes = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, skip_tokenizer_init=True)
     sizes["async_scheduling"] = False  # else the host allows for more than there is
-    before = len(emulator.device().graphs)
+    before = captured()
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
     with speculating(
         model, config | dict(max_model_len=200), **sizes, additional_config=dict(gaudi_spec=buckets)
@@ -135,7 +138,7 @@ def test_a_head(method: str, requests: list[Request]) -> None:
     """Steps overlap: nothing between a forward and its report waits for the host."""
     with engine(target(method), **SIZES) as llm:
         reference = Reference.of(llm, requests)
-    before = len(emulator.device().graphs)
+    before = captured()
     with speculating(target(method), head(method, 3), **BOTH) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         captures_the_manifest(llm, before)
@@ -157,7 +160,7 @@ def test_a_universal_drafter(
 ) -> None:
     config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
     options = dict(additional_config=dict(gaudi_spec=UNIVERSAL[how]))
-    before = len(emulator.device().graphs)
+    before = captured()
     with speculating(looping_llama, config, **BOTH, **options) as llm:
         captures_the_manifest(llm, before)
         alone.check(requests, run_together(llm, requests))
@@ -193,9 +196,9 @@ def reads(llm: LLM, most: int) -> None:
     assert (total["dynamic_ops"], total["fallbacks"]) == (0, 0)
 
 
-def captures_the_manifest(llm: LLM, before: int) -> None:
+def captures_the_manifest(llm: LLM, before: Counter[str]) -> None:
     """`before`: what this process had captured for other engines."""
     files = (cache_folder() / "manifests").glob("*.json")
     newest = json.loads(max(files, key=lambda file: file.stat().st_mtime_ns).read_text())
     assert newest["programs"] == sorted(map(str, signatures(llm)))
-    programs_are_the_manifest(llm, Counter(graph.name for graph in emulator.device().graphs[before:]))
+    programs_are_the_manifest(llm, before)

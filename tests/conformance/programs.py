@@ -1,0 +1,15 @@
+"""What tests of programs ask a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+def compiled(backend: DeviceBackend) -> int:
+    """Programs that the device has made so far; none where it counts none."""
+    counts = backend.counts()
+    assert backend.captures == ("compiled_after_warmup" in counts)
+    return int(counts.get("compiled_in_warmup", 0)) + int(counts.get("compiled_after_warmup", 0))

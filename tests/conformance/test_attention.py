@@ -1,0 +1,225 @@
+"""KV that is written and attended to, against dense attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.conformance.paged import Kind, Layer, Texts, allocate
+from tests.conformance.programs import compiled
+from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.attention.operations import OWN, PLAIN
+from vllm_gaudi_spec.attention.packing import packed
+from vllm_gaudi_spec.config import ASCEND
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+LATENT = Kind(heads=5, kv_heads=1, head_size=56, value_size=40)
+KINDS = {
+    "a head each": Kind(kv_heads=4),
+    "heads in groups": Kind(heads=6, head_size=128),
+    "one KV head": Kind(kv_heads=1),
+    "a small window": Kind(window=7),
+    "a window": Kind(window=200),
+    "soft cap": Kind(soft_cap=5.0),
+    "window and soft cap": Kind(window=33, soft_cap=5.0),
+    "latent": LATENT,
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
+
+
+def texts(backend: DeviceBackend, kind: Kind, rows: int, length: int, **more: Any) -> Texts:
+    num_blocks = rows * -(-length // backend.block_size) + 2
+    layer = Layer(backend, kind, allocate(backend, {"a": kind}, num_blocks)["a"], **more)
+    return Texts(layer, rows, length, num_blocks)
+
+
+def read_prompts(found: Texts, lengths: list[int]) -> None:
+    """In chunks of the smallest size, as many rows at a time as the device takes."""
+    backend, chunk = found.layer.backend, found.layer.backend.smallest_prefill
+    together = max(count for count in backend.prefill_rows if count <= len(lengths))
+    for begin in range(0, max(lengths), chunk):
+        members = [row for row, length in enumerate(lengths) if length > begin]
+        for first in range(0, len(members), together):
+            some = members[first : first + together]
+            found.step(
+                [begin] * len(some),
+                [min(chunk, lengths[row] - begin) for row in some],
+                chunk,
+                decode=False,
+                members=some,
+                pad_rows=together - len(some),
+            )
+
+
+@every_kind
+def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBackend, kind: Kind) -> None:
+    """Rows of all lengths over the ends of blocks; steps of one shape are one program, whose lengths change."""
+    block, chunk = backend.block_size, backend.smallest_prefill
+    done = [2 * max(block, chunk) - 5, chunk, 3]
+    found = texts(backend, kind, rows=3, length=max(done) + 20)
+    read_prompts(found, done)
+    made = []
+    for real, accepted in (([4, 1, 3], [2, 1, 3]), ([4, 4, 1], [4, 1, 1]), ([1, 2, 4], [1, 1, 3])):
+        found.step(done, real, 4, decode=True, pad_rows=1)
+        made.append(compiled(backend))
+        done = [start + count for start, count in zip(done, accepted, strict=True)]
+        for row, start in enumerate(done):
+            found.rejected(row, start)
+    assert made[0] == made[1] == made[2], "wherever rows stand, a shape is one program"
+    for _ in range(2):
+        found.step(done, [1, 1, 1], 1, decode=True, pad_rows=1)
+        done = [start + 1 for start in done]
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@every_kind
+def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, queries: int) -> None:
+    """The first steps after prompts that end there, all in one batch with a row of nothing but padding."""
+    ends = [max(0, border * backend.block_size + off) for border in (0, 1, 2) for off in (-1, 0, 1)]
+    found = texts(backend, kind, rows=len(ends), length=max(ends) + queries)
+    write_all(found, ends)
+    found.step(ends, [queries] * len(ends), queries, decode=True, pad_rows=1)
+
+
+def write_all(found: Texts, lengths: list[int]) -> None:
+    """What is cached, by one write; what is said over it is looked at elsewhere."""
+    layer, longest = found.layer, max(lengths)
+    upload = layer.backend.upload
+    key, value = (stored[:, :longest].flatten(0, 1) for stored in (found.keys, found.values))
+
+    def write(starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Any, key: Any, value: Any) -> None:
+        tokens = torch.zeros((len(lengths), longest), dtype=torch.int32, device=starts_B.device)
+        slots = rectangle(tokens, starts_B, num_real_B, blocks).slots[0]
+        layer.ops.write_kv(key, value, layer.kv_cache, slots, layer.spec, layer.operations)
+
+    rows = list(range(len(lengths)))
+    layer.backend.graph(write)(
+        upload(torch.zeros(len(rows), dtype=torch.int32)),
+        upload(torch.tensor(lengths, dtype=torch.int32)),
+        found._blocks([0] * len(rows), [found.length] * len(rows), 0, rows, 0, decode=False),
+        upload(key.contiguous()),
+        upload(value.contiguous()) if layer.kind.value_size is None else None,
+    )
+
+
+@every_kind
+def test_as_many_drafts_as_it_says(backend: DeviceBackend, kind: Kind) -> None:
+    ends = [backend.block_size - 3, 0]
+    queries = 1 + backend.max_drafts
+    found = texts(backend, kind, rows=2, length=max(ends) + queries)
+    write_all(found, ends)
+    found.step(ends, [queries, 5], queries, decode=True)
+
+
+@pytest.mark.parametrize("kind", [Kind(), LATENT], ids=["heads in groups", "latent"])
+def test_the_dtypes_of_the_platform(backend: DeviceBackend, kind: Kind) -> None:
+    from vllm.platforms import current_platform
+
+    for dtype in current_platform.supported_dtypes:
+        ends = [backend.block_size + 9, 4]
+        found = texts(backend, replace(kind, dtype=dtype), rows=2, length=max(ends) + 4)
+        write_all(found, ends)
+        found.step(ends, [4, 2], 4, decode=True)
+        read_prompts(found, [backend.smallest_prefill // 2, 3])
+
+
+def test_nobody_sees_what_padding_writes(backend: DeviceBackend) -> None:
+    """Steps of nothing but padding, whose slots are all the same few."""
+    ends = [backend.block_size + 3, 9]
+    found = texts(backend, Kind(), rows=2, length=max(ends) + 1)
+    write_all(found, ends)
+    before = found.step([end - 1 for end in ends], [1, 1], 1, decode=True)
+    for _ in range(2):
+        found.step([], [], 4, decode=True, pad_rows=3)
+    found.step([end - 1 for end in ends], [1, 1], 1, decode=True)
+    assert before.shape[0] == 2
+
+
+def test_layers_of_one_call(backend: DeviceBackend) -> None:
+    """What they derive from it is shared by those alike, and by no others."""
+    kinds = {"full": Kind(), "window": Kind(window=9), "full again": Kind(), "soft": Kind(soft_cap=4.0)}
+    rows, ends, queries = 2, [backend.block_size + 3, 9], 3
+    length = max(ends) + queries
+    num_blocks = rows * -(-length // backend.block_size) + 2
+    caches = allocate(backend, kinds, num_blocks)
+    each = {name: Texts(Layer(backend, kind, caches[name]), rows, length, num_blocks) for name, kind in kinds.items()}
+    for found in each.values():
+        write_all(found, ends)
+    seen: dict[str, torch.Tensor] = {}
+
+    def step(starts_B: torch.Tensor, real_B: torch.Tensor, blocks: Any, query: Any, key: Any, value: Any) -> Any:
+        tokens = torch.zeros((rows, queries), dtype=torch.int32, device=starts_B.device)
+        inputs = rectangle(tokens, starts_B, real_B, blocks)
+        results = []
+        for found in each.values():
+            layer, out = found.layer, torch.empty_like(query)
+            layer.ops.write_kv(key, value, layer.kv_cache, inputs.slots[0], layer.spec)
+            layer.ops.attend(query, layer.kv_cache, inputs.calls[0], layer.spec, out)
+            results.append(out)
+        return tuple(results)
+
+    together = backend.graph(step)
+    for name, found in each.items():
+        # The layer's own step goes through all of them: with its inputs, its own result is right.
+        place = list(each).index(name)
+        found.layer.step = lambda *given, place=place: together(*given)[place]
+        if kinds[name].window is None:
+            seen[name] = found.step(ends, [queries, 2], queries, decode=True)
+    assert not torch.equal(seen["full"], seen["soft"])
+    assert torch.equal(seen["full"][1, :2], seen["full again"][1, :2])
+
+
+def test_own_operations_are_called(backend: DeviceBackend) -> None:
+    """Those of a layer that is measured or quantised, where the device serves such layers."""
+    if backend.name in ("cuda", *ASCEND):
+        pytest.skip(f"QUANT_CONFIG is refused on {backend.name}")
+    called: set[str] = set()
+    ends = [backend.block_size + 3, 9]
+    found = texts(backend, Kind(), rows=2, length=max(ends) + 4, operations=Noted(called))
+    read_prompts(found, ends)
+    found.step(ends, [4, 2], 4, decode=True)
+    assert called == set(OWN)
+
+
+class Noted:
+    """The plain operations, and which of them were asked for."""
+
+    def __init__(self, called: set[str]) -> None:
+        self._called = called
+
+    def __getattr__(self, name: str) -> Any:
+        self._called.add(name)
+        return getattr(PLAIN, name)
+
+
+@every_kind
+def test_without_its_padding_a_rectangle_says_the_same(backend: DeviceBackend, kind: Kind) -> None:
+    """Where shapes may follow values, models compute real tokens only."""
+    if backend.captures:
+        return
+    ends, real, queries = [backend.block_size + 3, 0, 9, 0], [3, 1, 2, 0], 3
+    found = texts(backend, kind, rows=4, length=max(ends) + queries)
+    write_all(found, ends)
+    layer = found.layer
+
+    def step(starts_B: Any, num_real_B: Any, blocks: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
+        tokens = torch.zeros((len(starts_B), queries), dtype=torch.int32)
+        inputs = rectangle(tokens, starts_B, num_real_B, blocks)
+        kept = packed(num_real_B, queries)
+        assert kept is not None
+        places, call = kept.places_T, replace(inputs.calls[0], packed=kept, _plans={})
+        own_value = None if value is None else value[places]
+        layer.ops.write_kv(key[places], own_value, layer.kv_cache, inputs.slots[0][places], layer.spec)
+        out = torch.zeros(*query.shape[:-1], kind.output_size, dtype=query.dtype)
+        some = out[places]
+        layer.ops.attend(query[places], layer.kv_cache, call, layer.spec, some)
+        out[places] = some
+        return out
+
+    layer.step = step
+    found.step(ends, real, queries, decode=True)

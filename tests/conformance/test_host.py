@@ -1,0 +1,107 @@
+"""Copies between host and device, memory, and a model's way to the device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+def test_there_and_back(backend: DeviceBackend) -> None:
+    before = backend.num_host_reads
+    tensors = [
+        torch.arange(1000, dtype=torch.int32),
+        torch.arange(-5, 5),
+        torch.randn(3, 4),
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 3),
+        torch.randn(6, 8)[::2, 1:5].contiguous(),
+    ]
+    for tensor in tensors:
+        there = backend.upload(tensor)
+        assert there.device.type == backend.torch_device.type
+        back = backend.download(there)
+        assert back.device.type == "cpu"
+        assert torch.equal(back, tensor)
+        assert back.dtype == tensor.dtype
+    assert backend.num_host_reads - before == len(tensors), "uploads are not reads"
+
+
+def test_results_are_on_their_way_before_the_next_step_overwrites_them(backend: DeviceBackend) -> None:
+    """Several at a time; each is counted once."""
+    program = backend.graph(lambda x: x + 1)
+    before = backend.num_host_reads
+    arrives = [backend.start_download(program(backend.upload(torch.tensor([10 * i, 20 * i])))) for i in range(4)]
+    backend.step_done()
+    for i in (2, 0, 1, 3):
+        assert arrives[i]().tolist() == [10 * i + 1, 20 * i + 1]
+    assert backend.num_host_reads - before == 4
+
+
+def test_memory(backend: DeviceBackend) -> None:
+    most = backend.available_memory(0.9, 1)
+    assert type(most) is int
+    assert most > 0
+    assert 0 < backend.available_memory(0.01, 1) < most
+
+
+def test_drafts_and_sizes(backend: DeviceBackend) -> None:
+    from vllm_gaudi_spec.config import MAX_DRAFTS
+
+    assert 1 <= backend.max_drafts <= MAX_DRAFTS
+    assert min(backend.prefill_rows) == 1
+    assert backend.prefill_growth > 1
+    assert backend.block_size % 16 == 0
+    assert backend.fp8_range in (None, "gaudi2", "gaudi3")
+
+
+def test_a_model_comes_to_the_device(backend: DeviceBackend) -> None:
+    """From where vLLM loads it."""
+    from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    config = VllmConfig(load_config=LoadConfig())
+    current_platform.check_and_update_config(config)
+    torch.manual_seed(0)
+    with set_current_vllm_config(config), torch.device(config.load_config.device or backend.torch_device):
+        model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+    plain = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+    plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    ids = torch.tensor([3, 9])
+    backend.prepare_model(model)
+    assert {weight.device.type for weight in model.parameters()} == {backend.torch_device.type}
+    found = backend.download(backend.graph(model.forward)(backend.upload(ids)))
+    torch.testing.assert_close(found, plain(ids))
+    backend.synchronize()
+
+
+def test_no_front_end_opens_the_card(backend: DeviceBackend) -> None:
+    """What vLLM asks before it starts its engine process: an open card would not be free for that."""
+    if not backend.captures:
+        pytest.skip("there is no card")
+    code = """
+import torch
+from vllm_gaudi_spec.backends import load_backend
+backend = load_backend()
+device = getattr(torch, backend.torch_device.type)
+def opened(*args, **kwargs): raise AssertionError("the card was opened")
+names = ("Stream", "Event", "mem_get_info", "synchronize", "current_stream", "set_device", "empty_cache")
+for name in names:
+    setattr(device, name, opened)
+from vllm.platforms import current_platform
+current_platform.import_ir_kernels()
+assert current_platform.get_device_name() == backend.name
+assert current_platform.get_device_total_memory() == 0
+assert not device.is_initialized()
+assert current_platform.device_type == backend.torch_device.type
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["closed"], done.stderr

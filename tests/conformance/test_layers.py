@@ -1,0 +1,64 @@
+"""Norms, rotary embedding and activation as a model on this platform has them, against vLLM's plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+CLOSE = dict(atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_model(backend: DeviceBackend) -> Iterator[None]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    config = VllmConfig()
+    with set_current_vllm_config(config), current_platform.get_default_ir_op_priority(config).set_priority():
+        yield
+
+
+def test_norms(backend: DeviceBackend) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    layer = RMSNorm(48, eps=1e-5)
+    layer.weight.data.normal_()
+    x, residual = torch.randn(5, 48), torch.randn(5, 48)
+    plain = layer.forward_native(x.clone())
+    plain_added = layer.forward_native(x.clone(), residual.clone())
+    layer.to(backend.torch_device)
+    norm, added = backend.graph(lambda x: layer(x)), backend.graph(lambda x, residual: layer(x, residual))
+    upload, download = backend.upload, backend.download
+    torch.testing.assert_close(download(norm(upload(x.clone()))), plain, **CLOSE)
+    for one, other in zip(added(upload(x.clone()), upload(residual.clone())), plain_added, strict=True):
+        torch.testing.assert_close(download(one), other, **CLOSE)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_rotary_embedding(backend: DeviceBackend, neox: bool, rotary_dim: int) -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    layer = RotaryEmbedding(64, rotary_dim, 512, 10_000.0, neox, torch.float32)
+    positions = torch.tensor([0, 3, 511, 17])
+    query, key = torch.randn(4, 3 * 64), torch.randn(4, 64)
+    plain = layer.forward_native(positions, query.clone(), key.clone())
+    layer = layer.to(backend.torch_device)
+    turn = backend.graph(lambda positions, query, key: layer(positions, query, key))
+    turned = turn(*(backend.upload(tensor.clone()) for tensor in (positions, query, key)))
+    for one, other in zip(turned, plain, strict=True):
+        torch.testing.assert_close(backend.download(one), other, **CLOSE)
+
+
+def test_gated_activation(backend: DeviceBackend) -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    layer, x = SiluAndMul(), torch.randn(5, 96)
+    run = backend.graph(lambda x: layer(x))
+    torch.testing.assert_close(backend.download(run(backend.upload(x.clone()))), layer.forward_native(x), **CLOSE)

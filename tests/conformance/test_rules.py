@@ -1,0 +1,59 @@
+"""Sampling and acceptance as the device runs them, beside the reference on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.unit.verify_cases import counted, random_case
+from vllm_gaudi_spec.sample.noise import Stream
+from vllm_gaudi_spec.sample.rules import TORCH, Rules
+from vllm_gaudi_spec.sample.verdict import Verdict
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+ROWS, PLACES = 400, 3
+# Few tokens, of which drafts are often right; many, for what is sampled of them.
+FEW_TOKENS, MANY_TOKENS = 6, 1000
+INPUTS = {
+    "strict_greedy": ("logits_BQV", "drafts_BK", "num_drafts_B"),
+    "strict_random": ("logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"),
+}
+BY_LAW = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
+# Of what is drawn, a score or a draw may lie within rounding of another.
+MOST_DIFFERING = ROWS // 100
+
+
+def case(vocab: int) -> dict[str, torch.Tensor]:
+    made = random_case(ROWS, PLACES, vocab)
+    made.temperature_B[::4] = 0
+    return made.tensors()
+
+
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
+def test_verdicts(backend: DeviceBackend, rule: str) -> None:
+    given = case(FEW_TOKENS)
+    inputs = [given[name].clone() for name in INPUTS.get(rule, BY_LAW)]
+    expected: Verdict = getattr(TORCH, rule)(*inputs)
+    found = backend.graph(getattr(backend.rules, rule))(*(backend.upload(tensor.clone()) for tensor in inputs))
+    found = Verdict(*(backend.download(tensor) for tensor in found))
+    differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
+    assert len(differing) <= MOST_DIFFERING
+    assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, PLACES + 1))
+
+
+@pytest.mark.parametrize("stream", [None, Stream.TARGET, Stream.DRAFT])
+def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
+    given = case(MANY_TOKENS)
+
+    def sample(rules: Rules, logits: torch.Tensor, *noise: torch.Tensor) -> torch.Tensor:
+        return rules.sample_greedy(logits) if stream is None else rules.sample_random(logits, *noise, stream)
+
+    names = ("logits_BQV", "temperature_B", "keys_B2", "positions_BQ")
+    expected = sample(TORCH, *(given[name].clone() for name in names))
+    program = backend.graph(lambda *inputs: sample(backend.rules, *inputs))
+    found = backend.download(program(*(backend.upload(given[name].clone()) for name in names)))
+    assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)
