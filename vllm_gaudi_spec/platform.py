@@ -132,9 +132,10 @@ class CapturingPlatform(SpecPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
+        wishes = vllm_config.model_config, vllm_config.speculative_config
+        if any(given is not None and given.enforce_eager for given in wishes):
             device = load_backend().name
-            logger.warning_once("--enforce-eager has no effect on %s: steps are captured all the same.", device)
+            logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
         # A process that was forked from one with an open card has none, or hangs when it ends.
         choose_start_method(lambda: "spawn")
 

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
     "hpu_platform": {"backends", "config", "platform"},
     "cuda_platform": {"backends", "config", "platform"},
-    "ascend_platform": {"platform"},
+    "ascend_platform": {"backends", "platform"},
     "worker": {"backends", "config", "runner"},
     "pacing": {"backends", "config", "pacing", "runner.shapes"},
     "runner": {"proposers", "sample", "attention", "backends.base", "config", "quantization", "runner"},

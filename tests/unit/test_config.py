@@ -59,7 +59,7 @@ def test_unknown_device_is_refused_by_vllm_itself() -> None:
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert (
-        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated, cuda."
+        "VGS_DEVICE=tpu is not available; use one of cpu, hpu, hpu-emulated, ascend, ascend-emulated, cuda."
         in result.stderr.strip().splitlines()[-1]
     )
 
