@@ -1,0 +1,87 @@
+"""Where attention is told on the host how long rows may be, it reads no key behind that: a CPU plays such a device.
+
+Steps overlap where the drafter allows it, so the host's word is one that does not wait.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.full_tests import rule_models
+from tests.full_tests.engines import engine
+from tests.full_tests.heads import greedy
+from tests.full_tests.speculation import accepted, ngram, speculating
+from tests.full_tests.workload import Answer, Request, run_together
+from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.backends import load_backend
+
+# A KV block of 16: bounds that end in one, begin one, and reach into the last that a row can have.
+SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=256, max_num_batched_tokens=64, block_size=16)
+
+
+@pytest.fixture
+def shortened(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the CPU ask, and believe, that rows are so much shorter than the runner says."""
+    backend, visible = load_backend(), padded.visible
+    monkeypatch.setattr(backend, "needs_host_lengths", True)
+    monkeypatch.setattr(backend, "supports_attention", lambda spec: False)
+
+    def cut(by: int, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+        assert call.host_lengths_B is not None
+        seen = visible(call, spec)
+        return seen & (torch.arange(seen.shape[-1]) < call.host_lengths_B[:, None, None] - by)
+
+    def choose(by: int) -> None:
+        monkeypatch.setattr(padded, "visible", lambda call, spec: cut(by, call, spec))
+
+    return choose
+
+
+@pytest.fixture(scope="module")
+def told() -> list[Request]:
+    prompts = [*rule_models.prompts(4), *rule_models.prompts(2, length=100, seed=2)]
+    return [Request(f"{len(prompt)} tokens", prompt, greedy(64, detokenize=False)) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def rule_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(rule_models.make_target(tmp_path_factory.mktemp("rule") / "target"))
+
+
+def check(requests: list[Request], answers: list[list[Answer]]) -> None:
+    for request, (answer,) in zip(requests, answers, strict=True):
+        assert answer.token_ids == rule_models.continuation(request.prompt, 64), request.name
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "ngram"])
+def test_no_row_is_longer_than_the_host_said(
+    method: str, shortened: Callable[[int], None], rule_target: str, told: list[Request], tmp_path: Path
+) -> None:
+    config = {
+        "eagle3": lambda: dict(method=method, model=str(rule_models.make_eagle3(tmp_path)), num_speculative_tokens=4),
+        "draft_model": lambda: dict(method=method, model=rule_target, num_speculative_tokens=3),
+        "ngram": lambda: ngram(3),
+    }[method]()
+    shortened(0)
+    with speculating(rule_target, config, skip_tokenizer_init=True, **SIZES) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is (method != "ngram")
+        check(told, run_together(llm, told))
+        assert accepted(llm) > 50
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_the_hosts_word_is_what_decides(
+    by: int, shortened: Callable[[int], None], rule_target: str, told: list[Request]
+) -> None:
+    shortened(by)
+    with engine(rule_target, skip_tokenizer_init=True, **SIZES) as llm:
+        answers = run_together(llm, told)
+    if by:
+        with pytest.raises(AssertionError, match="tokens"):
+            check(told, answers)
+    else:
+        check(told, answers)
