@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.emulator.gaudi.models import MODELS
 
 THIS_FILE = os.path.basename(__file__)
 
@@ -250,7 +251,7 @@ def test_float64_has_the_precision_of_float32(card: Any) -> None:
 
 @pytest.mark.parametrize(("generation", "largest"), [("gaudi2", 240.0), ("gaudi3", 448.0)])
 def test_e4m3_saturates(card: Any, monkeypatch: pytest.MonkeyPatch, generation: str, largest: float) -> None:
-    monkeypatch.setattr(card, "generation", generation)
+    monkeypatch.setattr(card, "model", MODELS[generation])
     x = hpu(1000, -1000, 1)
     expected = [largest, -largest, 1.0]
     assert x.to(torch.float8_e4m3fn).float().tolist() == expected

@@ -383,8 +383,8 @@ def test_raw_graph(card: Any) -> None:
 
 
 def test_graphs_exist_in_lazy_mode_only(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.emulator import runtime
+    from vllm_gaudi_spec.emulator.gaudi import hpu
 
     assert hasattr(torch.hpu, "wrap_in_hpu_graph")
     monkeypatch.setattr(card, "lazy", False)
-    assert not hasattr(runtime.make_module(), "wrap_in_hpu_graph")
+    assert not hasattr(hpu.make_module(), "wrap_in_hpu_graph")

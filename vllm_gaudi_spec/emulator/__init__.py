@@ -1,9 +1,10 @@
-"""An emulated Intel Gaudi: `hpu` tensors on a CPU machine, as strict as the device, with everything costly counted.
+"""An emulated card on a CPU machine: its tensors, as strict as the device, with everything costly counted.
 
     from vllm_gaudi_spec import emulator
     emulator.install(generation="gaudi2", lazy=True)
 
-From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package.
+From then on the process has `torch.hpu`, tensors on `torch.device("hpu")` and a `habana_frameworks` package. A process
+has one card. What only a Gaudi has stands in `gaudi/`.
 """
 
 from __future__ import annotations
@@ -11,39 +12,60 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
-    from vllm_gaudi_spec.emulator.card import Device
+    from vllm_gaudi_spec.emulator.card import Device, Model
 
 __all__ = ["device", "install", "tag_kv"]
 
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
-    """Change torch in this process so that it has the device. A second call may only ask for the same one."""
+    """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
+    from vllm_gaudi_spec.emulator.gaudi import fused, habana, hpu
+    from vllm_gaudi_spec.emulator.gaudi.models import MODELS
+
+    if generation not in MODELS:
+        raise ValueError(f"generation is one of {', '.join(MODELS)}, not {generation!r}")
+    if not _configured(MODELS[generation], lazy):
+        return
+    fused.register()
+    module = hpu.make_module()
+    habana.enter_modules(module)
+    _enter(module)
+
+
+def _configured(model: Model, lazy: bool) -> bool:
+    """Whether the card still has to be put in place."""
+    from vllm_gaudi_spec.emulator.card import DEVICE
+
+    if not DEVICE.installed:
+        DEVICE.configure(model, lazy)
+        return True
+    if (DEVICE.model, DEVICE.lazy) != (model, lazy):
+        raise RuntimeError(
+            f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {model.name} with "
+            f"lazy={lazy} needs a process of its own"
+        )
+    return False
+
+
+def _enter(module: ModuleType) -> None:
+    """What every card needs of torch."""
     import os
 
     import torch
 
-    from vllm_gaudi_spec.emulator import factories, fused, guard, habana, handlers, hccl, runtime
+    from vllm_gaudi_spec.emulator import collectives, factories, guard, handlers
     from vllm_gaudi_spec.emulator.card import DEVICE
 
-    if DEVICE.installed:
-        if (DEVICE.generation, DEVICE.lazy) != (generation, lazy):
-            raise RuntimeError(
-                f"this process already has a {DEVICE.generation} with lazy={DEVICE.lazy}; {generation} with "
-                f"lazy={lazy} needs a process of its own"
-            )
-        return
-    DEVICE.configure(generation, lazy)
     guard.install_device_guard()
     factories.register()
     handlers.register()
-    fused.register()
     guard.install_patches()
-    module = runtime.make_module()
-    torch._register_device_module("hpu", module)
-    habana.enter_modules(module)
-    hccl.register()
+    torch._register_device_module(DEVICE.where.type, module)
+    collectives.register()
     os.register_at_fork(after_in_child=DEVICE.after_fork)
     DEVICE.installed = True
 
@@ -57,9 +79,9 @@ def device() -> Device:
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
     """Count what is read from this tensor's memory, through any view of it, as KV bytes."""
-    from vllm_gaudi_spec.emulator.tensor import HpuTensor
+    from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
-    if not isinstance(tensor, HpuTensor):
-        raise TypeError(f"only tensors on hpu hold KV; this one is on {tensor.device}")
+    if not isinstance(tensor, DeviceTensor):
+        raise TypeError(f"only tensors of the card hold KV; this one is on {tensor.device}")
     tensor.memory.kv = True
     return tensor

@@ -1,32 +1,53 @@
-"""The one emulated card of a process: its settings, its counters, its memory, and what is running on it."""
+"""The one emulated card of a process: what it is, its settings, its counters, its memory, and what is running on it."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_gaudi_spec.emulator.counters import Counters, Tally
-from vllm_gaudi_spec.emulator.lazy_graph import LazyGraph
+from vllm_gaudi_spec.emulator.queue import Queue
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.emulator.graphs import Capture
+    from vllm_gaudi_spec.emulator.program import Capture
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-# What the allocator offers: Gaudi 2 as printed in a log of vllm-gaudi's documentation; Gaudi 3 inferred from its
-# 128 GB by the same share, unverified.
-_MEMORY = {"gaudi2": int(94.62 * GIB), "gaudi3": 120 * GIB}
-# Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448 on both.
-_E4M3_MAX = {"gaudi2": 240.0, "gaudi3": 448.0}
 
 
 class DeviceRefusal(RuntimeError):
     """The real device would fail, or silently compute something else."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a card is, as far as it differs from the others."""
+
+    name: str
+    device_type: str
+    """What torch calls it."""
+    dispatch_key: str
+    guard_slot: int
+    """Its c10::DeviceType, part of torch's ABI."""
+    memory: int
+    """Bytes that the allocator offers."""
+    e4m3_max: float
+    """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
+    float64_on_host: bool
+    """Whether float64 is computed elsewhere, and slowly; else it is computed on the card, as float32."""
+    lacks: Callable[[str, str], bool]
+    """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
+    negative_index: str
+    """Why an index below zero is refused."""
+    pins_memory: bool
+    queue: Callable[[Device], Queue]
+    """What becomes of operations outside graphs."""
 
 
 @dataclass
@@ -60,36 +81,40 @@ class Allocation:
 class Device:
     def __init__(self) -> None:
         self.installed = False
-        self.generation = "gaudi2"
-        self.lazy = True
+        self.lazy = False
         self.pid = 0
         self.in_use = 0
         self.peak = 0
+
+    def configure(self, model: Model, lazy: bool) -> None:
+        self.model = model
+        self.lazy = lazy
+        self.where = torch.device(model.device_type, 0)
         self.reset()
+
+    @property
+    def generation(self) -> str:
+        return self.model.name
 
     def reset(self) -> None:
         """Settings and counters as after installation. Tensors and captured graphs stay alive."""
         self.counters = Counters()
-        self.lazy_graph = LazyGraph(self)
+        self.queue = self.model.queue(self)
         self.capture: Capture | None = None
         self.graphs: list[GraphRecord] = []
         self.graph_bytes = 0
-        # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on the real device.
+        # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
         self.allow_fallbacks = True
+        # Programs are made and nothing is computed.
         self.compile_only = False
         self.bridge_flags: dict[str, Any] = {}
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
-
-    def configure(self, generation: str, lazy: bool) -> None:
-        if generation not in _MEMORY:
-            raise ValueError(f"generation is one of {', '.join(_MEMORY)}, not {generation!r}")
-        self.generation, self.lazy = generation, lazy
 
     def opened(self) -> None:
         """First use: from here on a fork is fatal."""
@@ -100,11 +125,11 @@ class Device:
 
     @property
     def memory_limit(self) -> int:
-        return _MEMORY[self.generation]
+        return self.model.memory
 
     @property
     def e4m3_max(self) -> float:
-        return _E4M3_MAX[self.generation]
+        return self.model.e4m3_max
 
     def allocate(self, nbytes: int) -> None:
         self.in_use += nbytes
@@ -134,11 +159,11 @@ class Device:
         """The explicit marker: compiles and launches what is pending. Does nothing outside lazy mode."""
         if self.lazy and self.capture is None:
             self.counters.step.mark_steps += 1
-            self.lazy_graph.flush("mark_step")
+            self.queue.flush("mark_step")
 
     def implicit_marker(self, cause: str) -> None:
         """Something needs a value: the pending graph is cut here."""
-        if self.lazy and self.capture is None and self.lazy_graph.flush(cause):
+        if self.lazy and self.capture is None and self.queue.flush(cause):
             self.counters.step.implicit_markers += 1
             self.counters.event("implicit marker", cause)
 
@@ -198,7 +223,7 @@ class Device:
         if self.capture is not None:
             from vllm_gaudi_spec.emulator.source import here
 
-            raise DeviceRefusal(f"during HPU graph capture: {what}, at {here()}")
+            raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
         """In the child: a real card hangs when a process forks after opening it."""

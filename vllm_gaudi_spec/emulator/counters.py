@@ -21,7 +21,7 @@ class Tally:
     stray_ops: int = 0
     """Those outside graphs."""
     lazy_compiles: int = 0
-    """New recipes of operations outside every HPU graph."""
+    """New recipes of operations outside every graph."""
     graph_captures: int = 0
     graph_replays: int = 0
     launches: int = 0

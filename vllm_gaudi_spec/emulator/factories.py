@@ -1,4 +1,4 @@
-"""Tensors made on the device from nothing: kernels for the dispatch key HPU, which torch leaves empty."""
+"""Tensors made on the device from nothing: kernels for its dispatch key, which torch leaves empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.library import Library
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
-from vllm_gaudi_spec.emulator.tensor import HpuTensor, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
 
 aten = torch.ops.aten
 
@@ -32,30 +32,30 @@ _library: Library | None = None
 
 
 def _kernel(func: Any, computes: bool) -> Any:
-    info: OpInfo = classify(func)
+    info: OpInfo = classify(func, DEVICE.model.lacks)
 
-    def make(*args: Any, **kwargs: Any) -> HpuTensor:
+    def make(*args: Any, **kwargs: Any) -> DeviceTensor:
         return _make(info, args, kwargs, computes)
 
     return make
 
 
-def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: bool) -> HpuTensor:
+def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: bool) -> DeviceTensor:
     device = DEVICE
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
     device.opened()
     kwargs.pop("pin_memory", None)  # nothing on the device is pinned
     kwargs.pop("layout", None)
-    if torch.device(kwargs.get("device") or "hpu").index not in (None, 0):
-        raise RuntimeError(f"a process has one device, hpu:0; {kwargs['device']} was asked for")
+    if torch.device(kwargs.get("device") or DEVICE.where).index not in (None, 0):
+        raise RuntimeError(f"a process has one device, {DEVICE.where}; {kwargs['device']} was asked for")
     kwargs["device"] = "cpu"
     if info.packet == "randperm" and kwargs.get("generator") is None:
         kwargs["generator"] = device.generator
     where = {**kwargs, "device": "meta"} if device.compile_only else kwargs
     if device.compile_only:
         where.pop("generator", None)
-    tensor = HpuTensor(info.func(*args, **where))
+    tensor = DeviceTensor(info.func(*args, **where))
     capture = device.capture
     if computes:
         device.counters.step.ops += 1
@@ -65,7 +65,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     elif computes:
         # Uninitialized memory is no node of a lazy graph, only its input.
         key = [info.name, *(str(arg) for arg in args)]
-        device.lazy_graph.record(key, (tensor,), (), True)
+        device.queue.record(key, (tensor,), (), True)
         device.counters.step.stray_ops += 1
     return tensor
 
@@ -74,14 +74,14 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target.copy_(source)
 
 
-def _local_scalar(tensor: HpuTensor) -> Any:
+def _local_scalar(tensor: DeviceTensor) -> Any:
     DEVICE.host_read("item", tensor.element_size())
     return real(tensor).item()
 
 
 def register() -> None:
     global _library
-    _library = Library("aten", "IMPL", "HPU")
+    _library = Library("aten", "IMPL", DEVICE.model.dispatch_key)
     for names, computes in ((_COMPUTED, True), (_UNINITIALIZED, False)):
         for name in names:
             packet, _, overload = name.partition(".")

@@ -1,4 +1,4 @@
-"""What stock torch lacks for a device called hpu, put in place for this process."""
+"""What stock torch lacks for a device that it only knows by name, put in place for this process."""
 
 from __future__ import annotations
 
@@ -10,42 +10,45 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi_spec.emulator.tensor import HPU, HpuTensor
+from vllm_gaudi_spec.emulator.card import DEVICE
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
 logger = logging.getLogger(__name__)
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 # c10::DeviceType, part of torch's ABI: the registry is an array with one slot a type.
-_META, _HPU, _SLOTS = 14, 15, 22
+_META, _SLOTS = 14, 22
 
 
 def install_device_guard() -> None:
-    """Torch asks a device guard which device is current around slicing and copies; its wheels have none for hpu, and
-    stop with "PyTorch is not linked with support for hpu devices". Meta's guard does nothing, which is right for one
-    device without streams of its own, so its pointer is entered for hpu as well."""
+    """Torch asks a device guard which device is current around slicing and copies; its wheels have none for such a
+    device, and stop with "PyTorch is not linked with support for hpu devices". Meta's guard does nothing, which is
+    right for one device without streams of its own, so its pointer is entered for the card as well."""
+    slot = DEVICE.model.guard_slot
     path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
         registry = (ctypes.c_void_p * _SLOTS).in_dll(ctypes.CDLL(path), _REGISTRY)
     except (OSError, ValueError) as error:
         raise RuntimeError(f"torch {torch.__version__} has no device guard registry where expected: {error}") from error
-    if not registry[_META] or registry[_HPU] not in (None, registry[_META]):
+    if not registry[_META] or registry[slot] not in (None, registry[_META]):
         raise RuntimeError(
-            f"torch {torch.__version__}: slots {_META} and {_HPU} of the device guard registry hold "
-            f"{registry[_META]} and {registry[_HPU]}; expected a guard for meta and none for hpu"
+            f"torch {torch.__version__}: slots {_META} and {slot} of the device guard registry hold "
+            f"{registry[_META]} and {registry[slot]}; expected a guard for meta and none for the card"
         )
-    registry[_HPU] = registry[_META]
+    registry[slot] = registry[_META]
 
 
 def _indexed(device: Any) -> Any:
-    """hpu means hpu:0: resolving a device without an index would ask the guard, which answers for meta."""
+    """The type alone means its only device: resolving one without an index would ask the guard, which answers for
+    meta."""
     if device is None or isinstance(device, torch.Tensor | torch.dtype | int):
         return device
-    if isinstance(device, str) and device.startswith("hpu"):
+    if isinstance(device, str) and device.startswith(DEVICE.where.type):
         device = torch.device(device)
-    if isinstance(device, torch.device) and device.type == "hpu":
+    if isinstance(device, torch.device) and device.type == DEVICE.where.type:
         if device.index not in (None, 0):
-            raise RuntimeError(f"a process has one device, {HPU}; {device} was asked for")
-        return HPU
+            raise RuntimeError(f"a process has one device, {DEVICE.where}; {device} was asked for")
+        return DEVICE.where
     return device
 
 
@@ -74,12 +77,12 @@ def _patched_constructor(original: Any) -> Any:
         if device is None:
             device = torch.empty(0).device  # the default, seen through any `with torch.device(...)`
         target = _indexed(torch.device(device) if isinstance(device, str) else device)
-        if not isinstance(target, torch.device) or target != HPU:
+        if not isinstance(target, torch.device) or target != DEVICE.where:
             return original(data, *args, device=device, **kwargs)
-        if isinstance(data, HpuTensor):
+        if isinstance(data, DeviceTensor):
             return data.to(*args, **kwargs) if args or kwargs.get("dtype") else data
         kwargs.pop("requires_grad", None)
-        return original(data, *args, device="cpu", **kwargs).to(HPU)
+        return original(data, *args, device="cpu", **kwargs).to(DEVICE.where)
 
     return construct
 
@@ -95,7 +98,7 @@ def _patched_new_tensor(original: Any) -> Any:
 
 def _patched_pin(original: Any) -> Any:
     def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(self, HpuTensor):
+        if isinstance(self, DeviceTensor):
             return original(self)
         logger.warning("pin_memory: the device has no pinned memory; ignored")
         return self
@@ -107,10 +110,10 @@ def _patched_parameter_new(original: Any) -> Any:
     """torch returns the bare wrapper for a subclass of Parameter too, and so its __init__ never runs."""
 
     def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
-        if not isinstance(data, HpuTensor) or cls is torch.nn.Parameter or kwargs:
+        if not isinstance(data, DeviceTensor) or cls is torch.nn.Parameter or kwargs:
             return original(cls, data, requires_grad, **kwargs)
         # Without __init__: it takes what the subclass wants, and Python calls it next.
-        parameter: Any = HpuTensor.__new__(_parameter_class(cls), data.inner, data.memory, data.part)
+        parameter: Any = DeviceTensor.__new__(_parameter_class(cls), data.inner, data.memory, data.part)
         parameter._is_param = True
         return parameter.requires_grad_(requires_grad)
 
@@ -120,21 +123,22 @@ def _patched_parameter_new(original: Any) -> Any:
 @functools.cache
 def _parameter_class(cls: type) -> Any:
     body = {
-        "__new__": HpuTensor.__new__,
+        "__new__": DeviceTensor.__new__,
         "__torch_function__": torch._C._disabled_torch_function_impl,
-        **{name: HpuTensor.__dict__[name] for name in ("__deepcopy__", "__repr__", "__reduce_ex__")},
+        **{name: DeviceTensor.__dict__[name] for name in ("__deepcopy__", "__repr__", "__reduce_ex__")},
     }
-    return type(cls)(cls.__name__, (cls, HpuTensor), body)
+    return type(cls)(cls.__name__, (cls, DeviceTensor), body)
 
 
 def install_patches() -> None:
     _patch(torch.Tensor, "to", _patched_to)
     _patch(torch.Tensor, "new_tensor", _patched_new_tensor)
-    _patch(torch.Tensor, "pin_memory", _patched_pin)
+    if not DEVICE.model.pins_memory:
+        _patch(torch.Tensor, "pin_memory", _patched_pin)
     for name in ("tensor", "as_tensor"):
         _patch(torch, name, _patched_constructor)
     original = torch.nn.Parameter.__new__
     setattr(torch.nn.Parameter, "__new__", _patched_parameter_new(original))  # noqa: B010
-    torch.Tensor.hpu = lambda self, *args, **kwargs: self.to(HPU)
+    setattr(torch.Tensor, DEVICE.where.type, lambda self, *args, **kwargs: self.to(DEVICE.where))
     # A parameter moved to the device must become one of ours; overwriting data in place would keep a plain one.
     torch.__future__.set_overwrite_module_params_on_conversion(True)

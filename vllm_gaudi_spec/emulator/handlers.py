@@ -12,20 +12,19 @@ from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.tensor import (
-    HPU,
+    DeviceTensor,
     Handler,
-    HpuTensor,
-    as_float32,
     check_range,
     download,
     execute,
     handle,
     info_of,
     real,
+    wide,
 )
 
 
-def _upload(target: HpuTensor, host: torch.Tensor) -> None:
+def _upload(target: DeviceTensor, host: torch.Tensor) -> None:
     device = DEVICE
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
@@ -35,7 +34,7 @@ def _upload(target: HpuTensor, host: torch.Tensor) -> None:
     step.upload_bytes += host.nbytes
     if device.lazy and host.dtype is torch.int64 and not host.is_meta:
         check_range(host, "upload")
-    if device.lazy_graph.is_pending(target):
+    if device.queue.is_pending(target):
         device.implicit_marker("upload onto a pending tensor")
     if device.compile_only:
         return
@@ -43,19 +42,19 @@ def _upload(target: HpuTensor, host: torch.Tensor) -> None:
         host = kernels.to_e4m3(host.float(), device.e4m3_max)
     real(target).copy_(host)
     if target.dtype is torch.float64:
-        as_float32(target, "upload")
+        wide(target, "upload")
     target.epoch = 0
 
 
 def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    if not isinstance(target, HpuTensor):
+    if not isinstance(target, DeviceTensor):
         DEVICE.host_read("copy to the host", source.inner.nbytes)
         if DEVICE.compile_only:
             return target.zero_()
         return target.copy_(real(source))
-    if not isinstance(source, HpuTensor):
-        if source.dim() == 0 and not DEVICE.lazy_graph.is_pending(target) and source.numel() != target.numel():
+    if not isinstance(source, DeviceTensor):
+        if source.dim() == 0 and not DEVICE.queue.is_pending(target) and source.numel() != target.numel():
             return execute(info_of(torch.ops.aten.fill_.Scalar), (target, source.item()), {})
         _upload(target, source)
         return target
@@ -69,10 +68,10 @@ def _copy_e4m3(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor: HpuTensor = args[0]
+    tensor: DeviceTensor = args[0]
     where = kwargs.get("device")
     dtype = kwargs.get("dtype")
-    if where is not None and torch.device(where).type != "hpu":
+    if where is not None and torch.device(where).type != DEVICE.where.type:
         result = download("copy to the host", tensor)
         return result.to(dtype) if dtype is not None else result
     rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
@@ -106,9 +105,9 @@ def _indexed(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if isinstance(index, torch.Tensor):
             if index.dtype in (torch.bool, torch.uint8):
                 DEVICE.dynamic(f"aten.{info.name} with a boolean mask")
-            if not isinstance(index, HpuTensor):
+            if not isinstance(index, DeviceTensor):
                 DEVICE.fallback(f"aten.{info.name} with indices on the host")
-                index = index.to(HPU)
+                index = index.to(DEVICE.where)
         indices.append(index)
     if any(index is None for index in indices) and info.packet != "index":
         DEVICE.counters.event("index_put_ with an empty index", info.name)

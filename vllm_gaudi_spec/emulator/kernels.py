@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_spec.emulator.card import DEVICE
+
 aten = torch.ops.aten
 
 
 def checked(index: torch.Tensor, size: int, what: str) -> None:
-    """Negative indices are off on the device, and nothing is known to catch those out of range."""
+    """Nothing is known to catch those out of range on a card."""
     if index.is_meta or index.numel() == 0:
         return
     low, high = index.aminmax()
     if low < 0 or high >= size:
         wrong = int(low) if low < 0 else int(high)
-        hint = "negative indices are disabled on this device" if wrong < 0 else "the device does not check"
+        hint = DEVICE.model.negative_index if wrong < 0 else "the device does not check"
         raise IndexError(f"{what}: index {wrong} is out of range for a dimension of size {size}; {hint}")
 
 

@@ -11,48 +11,39 @@ import torch
 from vllm_gaudi_spec.emulator import kernels
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Composite operations that the device runs as one kernel (or that only make views). Others are taken apart, so that a
 # read or a dynamic shape hidden inside is seen.
-_WHOLE = _names(
+_WHOLE = names(
     "linear matmul reshape contiguous flatten unflatten softmax log_softmax chunk narrow split movedim swapaxes "
     "numpy_T mT einsum layer_norm rms_norm group_norm square pad conv1d conv2d scaled_dot_product_attention "
     "expand_as view_as where type_as dropout to.dtype repeat_interleave.self_int tensor_split.sections"
 )
 # May return a view of the first argument, or new memory.
-_MAYBE_VIEWS = _names("reshape contiguous flatten type_as to einsum dropout positive real")
+_MAYBE_VIEWS = names("reshape contiguous flatten type_as to einsum dropout positive real")
 # Share memory, yet are the whole tensor under another name, not a part of it.
-_SAME = _names("detach alias lift_fresh detach_")
+_SAME = names("detach alias lift_fresh detach_")
 # Their results' sizes are read back on the host (facts: nonzero and everything built on it).
-_DYNAMIC = _names(
+_DYNAMIC = names(
     "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive bincount"
     " repeat_interleave.Tensor where.default"
 )
 # Answered by a Python value.
-_READS = _names("_local_scalar_dense equal item is_nonzero")
-# Torch has a CPU kernel for these, and Habana's bridge 1.19 (the newest with public sources) none: not among the
-# operations of scripts/hpu_op.yaml nor among those registered by hand. A newer bridge may know more.
-_ON_HOST = _names(
-    "mode histc histogram cummax cummin _cummax_helper _cummin_helper unique_consecutive unique_dim_consecutive "
-    "nonzero_static nanmedian renorm triangular_solve geqrf ormqr cholesky_inverse im2col col2im lcm digamma polygamma "
-    "igamma igammac i0 mvlgamma binomial cauchy_ view_as_complex view_as_real _embedding_bag _int_mm"
-)
-_ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
-_NOT_ON_HOST = _names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
+_READS = names("_local_scalar_dense equal item is_nonzero")
 # Change a tensor's own geometry.
-_RESHAPES_IN_PLACE = _names("resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ as_strided_ swapdims_")
-_RANDOM = _names(
+_RESHAPES_IN_PLACE = names("resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ as_strided_ swapdims_")
+_RANDOM = names(
     "uniform_ normal_ random_ exponential_ bernoulli_ bernoulli geometric_ cauchy_ log_normal_ multinomial randperm"
 )
-_INT_ARITHMETIC = _names(
+_INT_ARITHMETIC = names(
     "add sub mul rsub pow sum cumsum prod cumprod neg __lshift__ bitwise_left_shift add_ sub_ mul_ pow_ neg_ dot "
     "__ilshift__ bitwise_left_shift_ addcmul"
 )
-_GATHERS = _names("index_select gather embedding index")
-_SORTS = _names("sort argsort topk msort")
+_GATHERS = names("index_select gather embedding index")
+_SORTS = names("sort argsort topk msort")
 
 
 def _flops_of_product(args: Sequence[Any], out: Any) -> int:
@@ -112,7 +103,7 @@ class OpInfo:
     """Runs instead of the common path."""
 
 
-def classify(func: Any) -> OpInfo:
+def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
     schema = func._schema
     namespace, _, packet = schema.name.partition("::")
     name = f"{packet}.{schema.overload_name or 'default'}"
@@ -145,7 +136,7 @@ def classify(func: Any) -> OpInfo:
         special=False,
         dynamic=among(_DYNAMIC),
         reads=among(_READS),
-        on_host=among(_ON_HOST) or (ours and packet.startswith(_ON_HOST_PREFIXES) and packet not in _NOT_ON_HOST),
+        on_host=ours and lacks(packet, name),
         reshapes=among(_RESHAPES_IN_PLACE),
         random=among(_RANDOM),
         sorts=among(_SORTS),

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.emulator.card import DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.source import Line, caller, describe
-from vllm_gaudi_spec.emulator.tensor import HpuTensor, real, written
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real, written
 
 
 class Call(NamedTuple):
@@ -62,26 +61,29 @@ class Program:
 class Capture:
     """Open while a graph is recorded. Tensors that it neither receives nor makes are kept by reference."""
 
+    what = "graph capture"
+    """What goes on, for messages."""
+
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name
         self.program = Program()
         self.num_inputs = 0
-        self.externals: dict[int, HpuTensor] = {}
-        self.made: list[weakref.ref[HpuTensor]] | None = [] if track_results else None
+        self.externals: dict[int, DeviceTensor] = {}
+        self.made: list[weakref.ref[DeviceTensor]] | None = [] if track_results else None
         self.input_memory: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._own_memory: set[int] = set()
 
-    def add_input(self, tensor: HpuTensor) -> None:
+    def add_input(self, tensor: DeviceTensor) -> None:
         tensor.capture, tensor.slot = self, self.program.num_slots
         self.program.num_slots += 1
         self.num_inputs += 1
         self.input_memory.add(id(tensor.memory))
 
-    def owns(self, tensor: HpuTensor) -> bool:
+    def owns(self, tensor: DeviceTensor) -> bool:
         return tensor.capture is self
 
-    def is_input(self, tensor: HpuTensor) -> bool:
+    def is_input(self, tensor: DeviceTensor) -> bool:
         return tensor.capture is self and tensor.slot < self.num_inputs
 
     def record(
@@ -91,16 +93,16 @@ class Capture:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         results: Sequence[Any],
-        new: Sequence[HpuTensor],
+        new: Sequence[DeviceTensor],
         single: bool,
     ) -> None:
         line = caller()
         if info.writes:
             for target in written(info, args, kwargs):
-                self._refuse_view(target, info, line)
+                self.check_write(target, info, line)
         outs: list[int] = []
         for item in results:
-            if isinstance(item, HpuTensor) and any(item is one for one in new):
+            if isinstance(item, DeviceTensor) and any(item is one for one in new):
                 outs.append(self._new_slot(item, info))
             else:
                 outs.append(-1)
@@ -124,7 +126,7 @@ class Capture:
         self.program.lines.append(line)
 
     def _bind(self, box: Any, key: Any, value: Any, holes: list[tuple[Any, Any, int]]) -> None:
-        if isinstance(value, HpuTensor):
+        if isinstance(value, DeviceTensor):
             if value.capture is self:
                 box[key] = None
                 holes.append((box, key, value.slot))
@@ -139,7 +141,7 @@ class Capture:
         elif isinstance(value, torch.Tensor) and value.dim() == 0:
             box[key] = value.clone()  # its value now is part of the graph
 
-    def _new_slot(self, tensor: HpuTensor, info: OpInfo) -> int:
+    def _new_slot(self, tensor: DeviceTensor, info: OpInfo) -> int:
         slot = self.program.num_slots
         self.program.num_slots += 1
         tensor.capture, tensor.slot = self, slot
@@ -151,16 +153,15 @@ class Capture:
             self.made.append(weakref.ref(tensor))
         return slot
 
-    def _refuse_view(self, target: HpuTensor, info: OpInfo, line: Line) -> None:
-        if not target.part or self.is_input(target) or id(target.memory) in self._own_memory:
-            return  # what the graph makes for itself it may fill through views: vLLM's attention layers do
-        if not self.owns(target) and target.numel() * target.element_size() == target.memory.nbytes:
-            return  # the whole of a tensor that was given its shape before the capture
-        raise DeviceRefusal(
-            f"during HPU graph capture: aten.{info.name} changes a view in place, at {describe(line)}; a captured "
-            "graph has no in-place update through views: call it on the tensor itself (index_copy_, scatter_) "
-            "or build a new tensor (where, cat)"
-        )
+    def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
+        """Before an operation that changes a tensor in place is recorded."""
+
+    def check_collective(self, name: str) -> None:
+        """Before a collective is recorded."""
+
+    def makes(self, memory: Any) -> bool:
+        """Whether this memory was made while recording."""
+        return id(memory) in self._own_memory
 
     def finish(self, kept: set[int]) -> tuple[Program, int]:
         """Note where each slot is read last, except `kept`; and the largest sum of sizes alive at once, in bytes."""

@@ -9,6 +9,7 @@ from vllm_gaudi_spec.emulator import cost
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.emulator.card import Device
+    from vllm_gaudi_spec.emulator.counters import Tally
 
 # Lines of the table for each kind of event.
 _SHOWN = 20
@@ -28,13 +29,20 @@ def as_json(device: Device) -> dict[str, Any]:
         "events": [{**event._asdict(), "count": count} for event, count in counters.events.most_common()],
         "graphs": [asdict(record) for record in device.graphs],
         "memory": {"limit": limit, "in_use": device.in_use, "free": free, "graphs": device.graph_bytes},
-        "estimate": {
-            "note": "estimate from counted bytes, operations and launches; not a measurement",
-            "mean_step_seconds": (
-                sum(cost.step_seconds(step, device.generation) for step in steps) / len(steps) if steps else None
-            ),
-            "warmup_seconds": cost.warmup_seconds(total.compiles, device.generation),
-        },
+        "estimate": _estimate(device.generation, steps, total),
+    }
+
+
+def _estimate(generation: str, steps: list[Tally], total: Tally) -> dict[str, Any] | None:
+    """None for a card of which nothing is published that could be counted with."""
+    if generation not in cost.CARDS:
+        return None
+    return {
+        "note": "estimate from counted bytes, operations and launches; not a measurement",
+        "mean_step_seconds": (
+            sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
+        ),
+        "warmup_seconds": cost.warmup_seconds(total.compiles, generation),
     }
 
 
@@ -61,7 +69,8 @@ def as_table(device: Device) -> str:
     memory = report["memory"]
     lines.append(f"memory: {memory['in_use']:,} in use, {memory['graphs']:,} in graphs, of {memory['limit']:,} bytes")
     estimate = report["estimate"]
-    if estimate["mean_step_seconds"] is not None:
-        lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms a step")
-    lines.append(f"estimate: {estimate['warmup_seconds']:.0f} s for {report['total']['compiles']} compiles")
+    if estimate is not None:
+        if estimate["mean_step_seconds"] is not None:
+            lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms a step")
+        lines.append(f"estimate: {estimate['warmup_seconds']:.0f} s for {report['total']['compiles']} compiles")
     return "\n".join(lines)

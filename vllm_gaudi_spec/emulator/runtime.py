@@ -1,4 +1,5 @@
-"""The functions and classes of `torch.hpu`. Work is done when a call returns, so that streams and events only count."""
+"""What `torch.hpu` and `torch.npu` have in common. Work is done when a call returns, so that streams and events only
+count."""
 
 from __future__ import annotations
 
@@ -10,13 +11,12 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi_spec.emulator import graphs
 from vllm_gaudi_spec.emulator.card import DEVICE
 
 
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = torch.device("hpu:0")
+        self.device = DEVICE.where
 
     def synchronize(self) -> None:
         synchronize()
@@ -59,37 +59,41 @@ class Event:
         return (end._at - self._at) * 1e3
 
 
-_default_stream = Stream()
-_current: list[Stream] = [_default_stream]
+class Streams:
+    """Which stream work is issued on."""
 
+    def __init__(self, kind: type[Stream]) -> None:
+        self._default = kind()
+        self._current = [self._default]
 
-def current_stream(device: Any = None) -> Stream:
-    return _current[-1]
+    def current_stream(self, device: Any = None) -> Stream:
+        return self._current[-1]
 
+    def default_stream(self, device: Any = None) -> Stream:
+        return self._default
 
-def default_stream(device: Any = None) -> Stream:
-    return _default_stream
+    @contextmanager
+    def stream(self, chosen: Stream | None) -> Iterator[None]:
+        self._current.append(chosen or self._current[-1])
+        try:
+            yield
+        finally:
+            self._current.pop()
 
+    def set_stream(self, chosen: Stream) -> None:
+        self._current[-1] = chosen
 
-@contextmanager
-def stream(chosen: Stream | None) -> Iterator[None]:
-    _current.append(chosen or _current[-1])
-    try:
-        yield
-    finally:
-        _current.pop()
-
-
-def set_stream(chosen: Stream) -> None:
-    _current[-1] = chosen
+    def contents(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("current_stream", "default_stream", "stream", "set_stream")}
 
 
 def synchronize(device: Any = None) -> None:
     """A marker, and a wait for the device."""
-    DEVICE.refuse_in_capture("torch.hpu.synchronize waits for the device")
+    name = f"torch.{DEVICE.where.type}.synchronize"
+    DEVICE.refuse_in_capture(f"{name} waits for the device")
     DEVICE.counters.step.syncs += 1
-    DEVICE.counters.event("sync", "torch.hpu.synchronize")
-    DEVICE.implicit_marker("torch.hpu.synchronize")
+    DEVICE.counters.event("sync", name)
+    DEVICE.implicit_marker(name)
 
 
 def is_available() -> bool:
@@ -119,15 +123,11 @@ def get_device_name(device: Any = None) -> str:
 def set_device(device: Any) -> None:
     index = device if isinstance(device, int) else (torch.device(device).index or 0)
     if index != 0:
-        raise RuntimeError(f"a process has one device, hpu:0; set_device({device}) was called")
+        raise RuntimeError(f"a process has one device, {DEVICE.where}; set_device({device}) was called")
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     return DEVICE.mem_get_info()
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    return {"Limit": DEVICE.memory_limit, "InUse": memory_allocated(), "MaxInUse": max_memory_allocated()}
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -165,43 +165,37 @@ def no_bad_fork() -> bool:
     return DEVICE.blocked is not None
 
 
-def make_module() -> ModuleType:
-    module = ModuleType("torch.hpu")
-    contents: dict[str, Any] = {
-        "Stream": Stream,
-        "Event": Event,
-        "_lazy_init": init,
-        "manual_seed_all": manual_seed,
-        "_is_in_bad_fork": no_bad_fork,
-    }
-    for function in (
-        current_stream,
-        default_stream,
-        stream,
-        set_stream,
-        synchronize,
-        is_available,
-        is_initialized,
-        init,
-        device_count,
-        current_device,
-        get_device_name,
-        set_device,
-        mem_get_info,
-        memory_stats,
-        memory_allocated,
-        memory_reserved,
-        max_memory_allocated,
-        reset_peak_memory_stats,
-        empty_cache,
-        manual_seed,
-        get_rng_state,
-        set_rng_state,
-    ):
-        contents[function.__name__] = function
-    if DEVICE.lazy:
-        # Graphs exist in lazy mode only; elsewhere the attribute is missing, as on the device.
-        contents["HPUGraph"] = graphs.HPUGraph
-        contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
-    vars(module).update(contents)
+# Every name of the module that both have.
+COMMON: dict[str, Any] = {
+    "_lazy_init": init,
+    "manual_seed_all": manual_seed,
+    "_is_in_bad_fork": no_bad_fork,
+    **{
+        function.__name__: function
+        for function in (
+            synchronize,
+            is_available,
+            is_initialized,
+            init,
+            device_count,
+            current_device,
+            get_device_name,
+            set_device,
+            mem_get_info,
+            memory_allocated,
+            memory_reserved,
+            max_memory_allocated,
+            reset_peak_memory_stats,
+            empty_cache,
+            manual_seed,
+            get_rng_state,
+            set_rng_state,
+        )
+    },
+}
+
+
+def make_module(contents: dict[str, Any]) -> ModuleType:
+    module = ModuleType(f"torch.{DEVICE.where.type}")
+    vars(module).update(COMMON, **contents)
     return module

@@ -1,4 +1,4 @@
-"""A tensor that says it lives on `hpu` and keeps its values in a CPU tensor. Every operation on it comes by here."""
+"""A tensor that says it lives on the card and keeps its values in a CPU tensor. Every operation on it comes by here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ import torch
 
 from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
-from vllm_gaudi_spec.emulator.lazy_graph import LazyGraph
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
+from vllm_gaudi_spec.emulator.queue import Queue
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.traffic import changed_bytes, distinct_bytes, gathered_bytes
-
-HPU = torch.device("hpu:0")
 
 _make = torch.Tensor._make_wrapper_subclass
 _infos: dict[Any, OpInfo] = {}
 _INT32 = torch.iinfo(torch.int32)
 
 
-class HpuTensor(torch.Tensor):
+class DeviceTensor(torch.Tensor):
     inner: torch.Tensor
     """The values; a meta tensor where compile-only mode made it."""
     memory: Allocation
@@ -40,9 +38,9 @@ class HpuTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __new__(cls, inner: torch.Tensor, memory: Allocation | None = None, part: bool = False) -> HpuTensor:
-        tensor: HpuTensor = _make(
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=HPU
+    def __new__(cls, inner: torch.Tensor, memory: Allocation | None = None, part: bool = False) -> DeviceTensor:
+        tensor: DeviceTensor = _make(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE.where
         )
         tensor.inner = inner
         if part:
@@ -70,14 +68,14 @@ class HpuTensor(torch.Tensor):
     # -- what Python code does with a tensor and the dispatcher never sees --
 
     @property
-    def data(self) -> HpuTensor:
+    def data(self) -> DeviceTensor:
         # No autograd here, so nothing tells it from the tensor; `detach` fails on weights made outside inference mode.
         return self
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, HpuTensor):
-            raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {HPU}")
+        if not isinstance(value, DeviceTensor):
+            raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {DEVICE.where}")
         torch.Tensor.data.__set__(self, value)
         self.inner, self.memory, self.part = value.inner, value.memory, value.part
         self.ghost, self.twin = value.ghost, None
@@ -94,33 +92,33 @@ class HpuTensor(torch.Tensor):
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"can't convert {HPU} device type tensor to numpy. "
+            f"can't convert {DEVICE.where} device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
 
-    def pin_memory(self, *args: Any, **kwargs: Any) -> HpuTensor:
-        raise RuntimeError(f"cannot pin a tensor on {HPU}; only dense CPU tensors can be pinned")
+    def pin_memory(self, *args: Any, **kwargs: Any) -> DeviceTensor:
+        raise RuntimeError(f"cannot pin a tensor on {DEVICE.where}; only dense CPU tensors can be pinned")
 
     def __repr__(self, **kwargs: Any) -> str:
         if self.ghost or DEVICE.compile_only:
-            return f"tensor(..., device='{HPU}', size={tuple(self.shape)}, dtype={self.dtype})"
+            return f"tensor(..., device='{DEVICE.where}', size={tuple(self.shape)}, dtype={self.dtype})"
         text = repr(download("print", self))
-        return f"{text[:-1]}, device='{HPU}')"
+        return f"{text[:-1]}, device='{DEVICE.where}')"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and spec else repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HpuTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
         if id(self) not in memo:
-            copy = HpuTensor.__new__(type(self), real(self).clone())
+            copy = DeviceTensor.__new__(type(self), real(self).clone())
             for name in ("_is_param", *(key for key in self.__dict__ if key not in _OWN_STATE)):
                 if name in self.__dict__:
                     setattr(copy, name, self.__dict__[name])
             memo[id(self)] = copy
-        found: HpuTensor = memo[id(self)]
+        found: DeviceTensor = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,11 +130,11 @@ _OWN_STATE = frozenset(
 )
 
 
-def _from_host(host: torch.Tensor) -> HpuTensor:
-    return HpuTensor(host)
+def _from_host(host: torch.Tensor) -> DeviceTensor:
+    return DeviceTensor(host)
 
 
-def real(tensor: HpuTensor) -> torch.Tensor:
+def real(tensor: DeviceTensor) -> torch.Tensor:
     """Its values. Those that compile-only mode never computed become zeros: garbage, but in range."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
@@ -147,7 +145,7 @@ def real(tensor: HpuTensor) -> torch.Tensor:
     return tensor.inner
 
 
-def _shape_only(tensor: HpuTensor) -> torch.Tensor:
+def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
     if tensor.ghost:
         return tensor.inner
     twin = tensor.twin
@@ -166,7 +164,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         kwargs = _before(info, args, kwargs)
     run = run or info.run
     capture = device.capture
-    call = Operands(info, device.lazy_graph if capture is None else None, device.compile_only)
+    call = Operands(info, device.queue if capture is None and device.queue.keyed else None, device.compile_only)
     inner_args = call.unwrap_all(args)
     inner_kwargs = {}
     for name, value in kwargs.items():
@@ -197,7 +195,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         capture.record(info, run, args, kwargs, results, new, single)
     else:
         device.counters.step.stray_ops += computes
-        device.lazy_graph.record(call.key, new, written(info, args, kwargs) if info.writes else (), computes)
+        device.queue.record(call.key, new, written(info, args, kwargs) if info.writes else (), computes)
     if info.int_arithmetic and device.lazy and not device.compile_only:
         for item in results:
             if item.dtype is torch.int64:
@@ -205,7 +203,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     if computes and not device.compile_only:
         for item in new:
             if item.dtype is torch.float64:
-                as_float32(item, info.name)
+                wide(item, info.name)
     return result
 
 
@@ -214,13 +212,13 @@ class Operands:
 
     __slots__ = ("compile_only", "graph", "info", "inners", "key", "new", "wrappers")
 
-    def __init__(self, info: OpInfo, graph: LazyGraph | None, compile_only: bool) -> None:
+    def __init__(self, info: OpInfo, graph: Queue | None, compile_only: bool) -> None:
         self.info = info
         self.graph = graph
         self.compile_only = compile_only
-        self.wrappers: list[HpuTensor] = []
+        self.wrappers: list[DeviceTensor] = []
         self.inners: list[torch.Tensor] = []
-        self.new: list[HpuTensor] = []
+        self.new: list[DeviceTensor] = []
         self.key: list[Any] = [info.name]
 
     def unwrap_all(self, args: Sequence[Any]) -> list[Any]:
@@ -229,7 +227,7 @@ class Operands:
         graph, key = self.graph, self.key
         for arg in args:
             kind = type(arg)
-            if kind is HpuTensor:
+            if kind is DeviceTensor:
                 inner = _values(arg, self.compile_only) if self.compile_only or arg.ghost else arg.inner
                 self.wrappers.append(arg)
                 self.inners.append(inner)
@@ -244,7 +242,7 @@ class Operands:
         return found
 
     def unwrap(self, arg: Any) -> Any:
-        if isinstance(arg, HpuTensor):
+        if isinstance(arg, DeviceTensor):
             inner = _values(arg, self.compile_only)
             self.wrappers.append(arg)
             self.inners.append(inner)
@@ -257,8 +255,8 @@ class Operands:
         if isinstance(arg, torch.Tensor):
             if arg.dim() != 0:
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but found at least two devices, {HPU} and "
-                    f"{arg.device}! (aten.{self.info.name} at {here()})"
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{DEVICE.where} and {arg.device}! (aten.{self.info.name} at {here()})"
                 )
             # A Python number in a tensor's clothing: part of the recipe like any scalar.
             self.key.append(arg.item())
@@ -266,10 +264,10 @@ class Operands:
         self.key.append(arg if isinstance(arg, Hashable) else type(arg))
         return arg
 
-    def wrap(self, out: torch.Tensor) -> HpuTensor:
+    def wrap(self, out: torch.Tensor) -> DeviceTensor:
         info = self.info
         if info.fresh:
-            tensor = HpuTensor(out)
+            tensor = DeviceTensor(out)
         else:
             for wrapper, inner in zip(self.wrappers, self.inners, strict=True):
                 if out is inner:
@@ -278,9 +276,9 @@ class Operands:
             if info.view or (
                 info.maybe_view and out.untyped_storage()._cdata == self.inners[0].untyped_storage()._cdata
             ):
-                tensor = HpuTensor(out, base.memory, base.part if info.same else True)
+                tensor = DeviceTensor(out, base.memory, base.part if info.same else True)
             else:
-                tensor = HpuTensor(out)
+                tensor = DeviceTensor(out)
         self.new.append(tensor)
         return tensor
 
@@ -288,21 +286,21 @@ class Operands:
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
-def _values(tensor: HpuTensor, compile_only: bool) -> torch.Tensor:
+def _values(tensor: DeviceTensor, compile_only: bool) -> torch.Tensor:
     return _shape_only(tensor) if compile_only else real(tensor)
 
 
-def written(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[HpuTensor]:
+def written(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DeviceTensor]:
     """Arguments that the operation changes in place."""
-    found: list[HpuTensor] = []
+    found: list[DeviceTensor] = []
     for key in info.writes:
         value = kwargs.get(key) if isinstance(key, str) else (args[key] if key < len(args) else None)
-        found.extend(item for item in (value if isinstance(value, (list, tuple)) else (value,)) if _is_hpu(item))
+        found.extend(item for item in (value if isinstance(value, (list, tuple)) else (value,)) if _is_ours(item))
     return found
 
 
-def _is_hpu(value: Any) -> bool:
-    return isinstance(value, HpuTensor)
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, DeviceTensor)
 
 
 def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +316,7 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     if info.reads:
         refuse_values(name)
         device.host_read(name, args[0].element_size())
-    if info.sorts and isinstance(args[0], HpuTensor):
+    if info.sorts and isinstance(args[0], DeviceTensor):
         step = device.counters.step
         length = args[0].shape[-1] if args[0].dim() else 1
         step.sorts += 1
@@ -332,6 +330,7 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 
 def refuse_values(what: str) -> None:
     """In compile-only mode a value would decide what Python does next, and there are none."""
+    DEVICE.refuse_in_capture(f"{what} reads a value on the host")
     if DEVICE.compile_only:
         raise DeviceRefusal(f"{what} at {here()} reads a value, and compile-only mode computes none")
 
@@ -347,8 +346,14 @@ def check_range(values: torch.Tensor, what: str) -> None:
         )
 
 
-def as_float32(tensor: HpuTensor, what: str) -> None:
-    DEVICE.counters.step.float64_ops += 1
+def wide(tensor: DeviceTensor, what: str) -> None:
+    """A float64 result: has the precision of the card, and cost what it costs there."""
+    step = DEVICE.counters.step
+    step.float64_ops += 1
+    if DEVICE.model.float64_on_host:
+        step.fallbacks += 1
+        DEVICE.counters.event("CPU fallback", f"{what} in float64")
+        return
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)
     if DEVICE.capture is not None:
@@ -382,7 +387,7 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
         step.flops += info.flops(args, results[0])
 
 
-def download(what: str, tensor: HpuTensor) -> torch.Tensor:
+def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
     DEVICE.host_read(what, tensor.inner.nbytes)
     if DEVICE.compile_only:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -406,6 +411,6 @@ def handle_namespace(name: str, handler: Handler) -> None:
 def info_of(func: Any) -> OpInfo:
     info = _infos.get(func)
     if info is None:
-        info = _infos[func] = classify(func)
+        info = _infos[func] = classify(func, DEVICE.model.lacks)
         info.handler = _HANDLERS.get(info.name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
     return info

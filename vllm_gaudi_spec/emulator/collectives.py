@@ -1,4 +1,4 @@
-"""The collective backend `hccl` for one-device processes: gloo, on the values of the device tensors."""
+"""The collective backend `hccl` (Habana's and Huawei's have one name): gloo, on the values of the device tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo
-from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import HpuTensor, handle_namespace, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, handle_namespace, real
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -25,16 +24,13 @@ def _collective(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     name = f"c10d.{info.packet}"
     if device.blocked is not None:
         raise DeviceRefusal(device.blocked)
-    if device.capture is not None and not device.lazy_collectives:
-        raise DeviceRefusal(
-            f"during HPU graph capture: {name} at {here()}; a collective inside a graph needs "
-            "PT_HPU_ENABLE_LAZY_COLLECTIVES"
-        )
+    if device.capture is not None:
+        device.capture.check_collective(name)
     device.counters.step.collectives += 1
     device.implicit_marker(name)
     if device.capture is not None:
         device.capture.record_kernel(lambda *inner: _issue_and_wait(info, inner), args)
-    inners: list[tuple[torch.Tensor, HpuTensor]] = []
+    inners: list[tuple[torch.Tensor, DeviceTensor]] = []
     # The caller waits, once: gloo's point-to-point work can be waited for no more than that.
     return _rewrap(info.func(*[_unwrap(arg, inners) for arg in args]), inners)
 
@@ -45,8 +41,8 @@ def _issue_and_wait(info: OpInfo, args: Sequence[Any]) -> None:
     (out[-1] if isinstance(out, (tuple, list)) else out).wait()
 
 
-def _unwrap(value: Any, inners: list[tuple[torch.Tensor, HpuTensor]]) -> Any:
-    if isinstance(value, HpuTensor):
+def _unwrap(value: Any, inners: list[tuple[torch.Tensor, DeviceTensor]]) -> Any:
+    if isinstance(value, DeviceTensor):
         # Ranks stay in step in compile-only mode too, on values that nobody keeps.
         inner = torch.zeros(value.shape, dtype=value.dtype) if DEVICE.compile_only else real(value)
         inners.append((inner, value))
@@ -57,7 +53,7 @@ def _unwrap(value: Any, inners: list[tuple[torch.Tensor, HpuTensor]]) -> Any:
     return value
 
 
-def _rewrap(value: Any, inners: list[tuple[torch.Tensor, HpuTensor]]) -> Any:
+def _rewrap(value: Any, inners: list[tuple[torch.Tensor, DeviceTensor]]) -> Any:
     if isinstance(value, torch.Tensor):
         return next((wrapper for inner, wrapper in inners if inner is value), value)
     if isinstance(value, (list, tuple)):
@@ -68,4 +64,4 @@ def _rewrap(value: Any, inners: list[tuple[torch.Tensor, HpuTensor]]) -> Any:
 def register() -> None:
     handle_namespace("c10d", _collective)
     if "hccl" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("hccl", _create, devices=["hpu", "cpu"])
+        dist.Backend.register_backend("hccl", _create, devices=[DEVICE.where.type, "cpu"])

@@ -10,24 +10,47 @@ import torch
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
+from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.program import Capture, Program
-from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import HpuTensor, real
+from vllm_gaudi_spec.emulator.source import Line, describe, here
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
 
 # Amounts of a capture that every replay repeats.
 _WORK = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
+
+
+class GraphCapture(Capture):
+    what = "HPU graph capture"
+
+    def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
+        if not target.part or self.is_input(target) or self.makes(target.memory):
+            return  # what the graph makes for itself it may fill through views: vLLM's attention layers do
+        if not self.owns(target) and target.numel() * target.element_size() == target.memory.nbytes:
+            return  # the whole of a tensor that was given its shape before the capture
+        raise DeviceRefusal(
+            f"during {self.what}: aten.{info.name} changes a view in place, at {describe(line)}; a captured "
+            "graph has no in-place update through views: call it on the tensor itself (index_copy_, scatter_) "
+            "or build a new tensor (where, cat)"
+        )
+
+    def check_collective(self, name: str) -> None:
+        if not DEVICE.lazy_collectives:
+            raise DeviceRefusal(
+                f"during {self.what}: {name} at {here()}; a collective inside a graph needs "
+                "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+            )
 
 
 class Inputs:
     """One walk over arguments: the key they select a graph by, and the device tensors in order."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self.tensors: list[HpuTensor] = []
+        self.tensors: list[DeviceTensor] = []
         self._seen: dict[int, int] = {}
         self.key = (self._walk(args), self._walk(kwargs))
 
     def _walk(self, value: Any) -> Any:
-        if isinstance(value, HpuTensor):
+        if isinstance(value, DeviceTensor):
             twin = self._seen.setdefault(id(value), len(self.tensors))
             if twin == len(self.tensors):
                 self.tensors.append(value)
@@ -59,9 +82,9 @@ def _field_names(kind: Any) -> tuple[str, ...]:
     return names
 
 
-def _map(value: Any, convert: Callable[[HpuTensor], Any]) -> Any:
+def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
     """The same structure with its device tensors replaced."""
-    if isinstance(value, HpuTensor):
+    if isinstance(value, DeviceTensor):
         return convert(value)
     if isinstance(value, tuple):
         items = [_map(item, convert) for item in value]
@@ -76,8 +99,8 @@ def _map(value: Any, convert: Callable[[HpuTensor], Any]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[HpuTensor]:
-    found: list[HpuTensor] = []
+def _tensors(value: Any) -> list[DeviceTensor]:
+    found: list[DeviceTensor] = []
     _map(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found
 
@@ -91,7 +114,7 @@ class CapturedGraph:
         self._program = program
         self._work = work
         shared = {id(tensor.memory) for tensor in capture.externals.values()}
-        self._copied: list[tuple[HpuTensor, int]] = []
+        self._copied: list[tuple[DeviceTensor, int]] = []
         self._passed_on: dict[int, int] = {}
         for tensor in _tensors(outputs):
             if capture.is_input(tensor):
@@ -100,7 +123,7 @@ class CapturedGraph:
                 self._copied.append((tensor, tensor.slot))
         self._rebound = {slot for tensor, slot in self._copied if id(tensor.memory) in shared | capture.input_memory}
 
-    def replay(self, inputs: Sequence[HpuTensor]) -> Any:
+    def replay(self, inputs: Sequence[DeviceTensor]) -> Any:
         slots = self._program.run([real(tensor) for tensor in inputs])
         for tensor, slot in self._copied:
             value = slots[slot]
@@ -119,19 +142,19 @@ class CapturedGraph:
             return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
         return self.outputs
 
-    def _current(self, tensor: HpuTensor, inputs: Sequence[HpuTensor]) -> HpuTensor:
+    def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
         """An output that is an input: the one of this call."""
         slot = self._passed_on.get(id(tensor))
         return tensor if slot is None else inputs[slot]
 
 
 def capture_call(
-    name: str, key: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[HpuTensor]
+    name: str, key: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
     """Run `forward` once while recording it. Its effects happen, except in compile-only mode."""
     device = DEVICE
-    device.lazy_graph.flush("graph capture")
-    capture = Capture(name)
+    device.queue.flush("graph capture")
+    capture = GraphCapture(name)
     for tensor in inputs:
         capture.add_input(tensor)
     counters = device.counters
@@ -189,7 +212,7 @@ class GraphCache:
         self._hold_inputs = hold_inputs
         self._max_graphs = max_graphs
         self._graphs: dict[Any, CapturedGraph] = {}
-        self._held: dict[Any, list[HpuTensor]] = {}
+        self._held: dict[Any, list[DeviceTensor]] = {}
 
     def __call__(self, *args: Any, bypass_hpu_graphs: bool = False, warmup_mode: bool = False, **kwargs: Any) -> Any:
         if bypass_hpu_graphs:
@@ -203,7 +226,7 @@ class GraphCache:
             if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
                 return self._forward(*args, **kwargs)
             return self._capture(name, inputs, args, kwargs)
-        device.lazy_graph.flush("graph replay")
+        device.queue.flush("graph replay")
         if device.compile_only or warmup_mode:
             return graph.outputs
         return graph.replay(self._hold(inputs) if self._hold_inputs else inputs.tensors)
@@ -218,11 +241,11 @@ class GraphCache:
         self._graphs[inputs.key] = graph
         return graph.outputs
 
-    def _hold(self, inputs: Inputs) -> list[HpuTensor]:
+    def _hold(self, inputs: Inputs) -> list[DeviceTensor]:
         """The graph's own copies of the inputs, brought up to date."""
         held = self._held.get(inputs.key)
         if held is None:
-            held = self._held[inputs.key] = [HpuTensor(_like(tensor)) for tensor in inputs.tensors]
+            held = self._held[inputs.key] = [DeviceTensor(_like(tensor)) for tensor in inputs.tensors]
         if not DEVICE.compile_only:
             for ours, theirs in zip(held, inputs.tensors, strict=True):
                 real(ours).copy_(real(theirs))
@@ -238,7 +261,7 @@ class GraphCache:
         self._held.clear()
 
 
-def _like(tensor: HpuTensor) -> torch.Tensor:
+def _like(tensor: DeviceTensor) -> torch.Tensor:
     inner = tensor.inner
     return torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
 
@@ -269,10 +292,10 @@ class HPUGraph:
 
     def capture_begin(self, dry_run: bool = False) -> None:
         DEVICE.refuse_in_capture("a second capture begins")
-        DEVICE.lazy_graph.flush("graph capture")
+        DEVICE.queue.flush("graph capture")
         self._where = here()
         self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
-        DEVICE.capture = Capture("HPUGraph", track_results=True)
+        DEVICE.capture = GraphCapture("HPUGraph", track_results=True)
 
     def capture_end(self) -> None:
         capture = DEVICE.capture
@@ -287,7 +310,7 @@ class HPUGraph:
         if self._graph is None:
             raise DeviceRefusal("replay of a graph that was never captured")
         DEVICE.refuse_in_capture("a graph is replayed")
-        DEVICE.lazy_graph.flush("graph replay")
+        DEVICE.queue.flush("graph replay")
         if not DEVICE.compile_only:
             self._graph.replay([])
 

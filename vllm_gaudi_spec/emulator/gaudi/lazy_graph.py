@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec.emulator.queue import Queue
 from vllm_gaudi_spec.emulator.source import Line, caller, describe, here
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.emulator.card import Device
-    from vllm_gaudi_spec.emulator.tensor import HpuTensor
+    from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
 # Numbers of tensors begin where no scalar argument comes.
 _FIRST = 1 << 40
 
 
-class LazyGraph:
+class LazyGraph(Queue):
+    keyed = True
+
     def __init__(self, device: Device) -> None:
-        self.device = device
-        self.epoch = 1
+        super().__init__(device)
         self.known: set[int] = set()
         self._prefixes: set[int] = set()
         self._clear()
@@ -46,8 +48,9 @@ class LazyGraph:
         inner = tensor.inner
         return inner.dtype, inner.shape, inner.stride(), inner.storage_offset()
 
-    def record(self, key: list[Any], new: Sequence[HpuTensor], written: Sequence[HpuTensor], computes: bool) -> None:
-        """`key` is the operation's name, its scalars, and what tensors it takes."""
+    def record(
+        self, key: list[Any], new: Sequence[DeviceTensor], written: Sequence[DeviceTensor], computes: bool
+    ) -> None:
         number = self._next
         for tensor in (*new, *written) if written else new:
             tensor.epoch = self.epoch
@@ -64,7 +67,7 @@ class LazyGraph:
         if not self.device.lazy:
             self.flush("eager")
 
-    def is_pending(self, tensor: HpuTensor) -> bool:
+    def is_pending(self, tensor: DeviceTensor) -> bool:
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:

@@ -150,7 +150,7 @@ def _apply(name: str, value: Any) -> None:
     DEVICE.bridge_flags[name] = value
     if name == "PT_COMPILE_ONLY_MODE":
         # What is pending belongs to the mode it was issued in.
-        DEVICE.lazy_graph.flush(name)
+        DEVICE.queue.flush(name)
         DEVICE.compile_only = bool(value)
     elif name == "PT_HPU_ENABLE_LAZY_COLLECTIVES":
         DEVICE.lazy_collectives = bool(value)

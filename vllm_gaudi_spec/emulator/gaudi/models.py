@@ -1,0 +1,44 @@
+"""Gaudi 2 and Gaudi 3, as far as they differ from each other and from other cards."""
+
+from __future__ import annotations
+
+from vllm_gaudi_spec.emulator.card import GIB, Model
+from vllm_gaudi_spec.emulator.gaudi.lazy_graph import LazyGraph
+from vllm_gaudi_spec.emulator.ops import names
+
+# Torch has a CPU kernel for these, and Habana's bridge 1.19 (the newest with public sources) none: not among the
+# operations of scripts/hpu_op.yaml nor among those registered by hand. A newer bridge may know more.
+_ON_HOST = names(
+    "mode histc histogram cummax cummin _cummax_helper _cummin_helper unique_consecutive unique_dim_consecutive "
+    "nonzero_static nanmedian renorm triangular_solve geqrf ormqr cholesky_inverse im2col col2im lcm digamma polygamma "
+    "igamma igammac i0 mvlgamma binomial cauchy_ view_as_complex view_as_real _embedding_bag _int_mm"
+)
+_ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
+_NOT_ON_HOST = names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
+
+
+def _lacks(packet: str, name: str) -> bool:
+    if packet in _ON_HOST or name in _ON_HOST:
+        return True
+    return packet.startswith(_ON_HOST_PREFIXES) and packet not in _NOT_ON_HOST
+
+
+def _model(name: str, memory: int, e4m3_max: float) -> Model:
+    return Model(
+        name=name,
+        device_type="hpu",
+        dispatch_key="HPU",
+        guard_slot=15,
+        memory=memory,
+        e4m3_max=e4m3_max,
+        float64_on_host=False,
+        lacks=_lacks,
+        negative_index="negative indices are disabled on this device",
+        pins_memory=False,
+        queue=LazyGraph,
+    )
+
+
+# What the allocator offers: Gaudi 2 as printed in a log of vllm-gaudi's documentation; Gaudi 3 inferred from its
+# 128 GB by the same share, unverified.
+MODELS = {"gaudi2": _model("gaudi2", int(94.62 * GIB), 240.0), "gaudi3": _model("gaudi3", 120 * GIB, 448.0)}
