@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.emulator.card import Device, Model
 
-__all__ = ["device", "install", "tag_kv"]
+__all__ = ["device", "install", "install_npu", "tag_kv"]
 
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
@@ -33,6 +33,25 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     fused.register()
     module = hpu.make_module()
     habana.enter_modules(module)
+    _enter(module)
+
+
+def install_npu() -> None:
+    """Change torch in this process so that it has an Ascend NPU. A second call does nothing."""
+    import torch
+
+    from vllm_gaudi_spec.emulator.card import DEVICE
+
+    if not DEVICE.installed:
+        torch.utils.rename_privateuse1_backend("npu")
+    from vllm_gaudi_spec.emulator.ascend import fused, torch_npu
+    from vllm_gaudi_spec.emulator.ascend.models import ASCEND_910B
+
+    if not _configured(ASCEND_910B, lazy=False):
+        return
+    fused.register()
+    module = torch_npu.make_npu_module()
+    torch_npu.enter_modules(module)
     _enter(module)
 
 

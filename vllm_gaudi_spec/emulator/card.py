@@ -65,7 +65,7 @@ class GraphRecord:
 class Allocation:
     """Memory of one storage; tensors that share a storage share this object, and the last one frees it."""
 
-    __slots__ = ("kv", "nbytes")
+    __slots__ = ("__weakref__", "kv", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -192,14 +192,16 @@ class Device:
 
     # -- refusals and counted costs --
 
-    def host_read(self, what: str, nbytes: int = 0) -> None:
-        """A value goes to the host: cuts the pending graph and waits for it."""
+    def host_read(self, what: str, nbytes: int = 0, waits: bool = True) -> None:
+        """A value goes to the host: cuts the pending graph, and waits for it unless it is fetched later."""
         self.refuse_in_capture(f"{what} reads a value on the host")
         step = self.counters.step
         step.host_reads += 1
         step.download_bytes += nbytes
         self.counters.event("host read", what)
         self.implicit_marker(what)
+        if waits:
+            self.queue.waited()
 
     def dynamic(self, what: str) -> None:
         """The size of a result depends on values: it is read back on the host."""

@@ -72,7 +72,7 @@ def _to_copy(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     where = kwargs.get("device")
     dtype = kwargs.get("dtype")
     if where is not None and torch.device(where).type != DEVICE.where.type:
-        result = download("copy to the host", tensor)
+        result = download("copy to the host", tensor, waits=not kwargs.get("non_blocking"))
         return result.to(dtype) if dtype is not None else result
     rest = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
     if dtype is torch.float8_e4m3fn and tensor.dtype is not torch.float8_e4m3fn:

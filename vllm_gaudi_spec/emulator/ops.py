@@ -102,6 +102,10 @@ class OpInfo:
     handler: Callable[..., Any] | None = None
     """Runs instead of the common path."""
 
+    def computes(self, new: Sequence[Any]) -> bool:
+        """False where all it made is a view."""
+        return not (self.view or (self.maybe_view and (not new or new[0].part)))
+
 
 def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
     schema = func._schema

@@ -12,6 +12,9 @@ from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.source import Line, caller, describe
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real, written
 
+# Amounts of a capture that every replay repeats.
+REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
+
 
 class Call(NamedTuple):
     run: Callable[..., Any]
@@ -158,6 +161,10 @@ class Capture:
 
     def check_collective(self, name: str) -> None:
         """Before a collective is recorded."""
+
+    def record_event(self, stream: Any, run: Callable[[Any], None]) -> None:
+        """What a stream does about an event becomes a part of the graph, where the card has such graphs."""
+        raise NotImplementedError
 
     def makes(self, memory: Any) -> bool:
         """Whether this memory was made while recording."""

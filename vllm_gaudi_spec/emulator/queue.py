@@ -33,6 +33,9 @@ class Queue:
     def is_pending(self, tensor: DeviceTensor) -> bool:
         return False
 
+    def waited(self) -> None:
+        """The host waited for what was issued on the current stream."""
+
     def flush(self, cause: str) -> bool:
         """False when nothing was pending."""
         return False

@@ -15,8 +15,11 @@ from vllm_gaudi_spec.emulator.card import DEVICE
 
 
 class Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device = DEVICE.where
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE.where
 
     def synchronize(self) -> None:
         synchronize()

@@ -188,7 +188,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     else:
         return out
 
-    computes = not (info.view or (info.maybe_view and (not new or new[0].part)))
+    computes = info.computes(new)
     if computes:
         _account(info, args, kwargs, call, results)
     if capture is not None:
@@ -387,8 +387,8 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
         step.flops += info.flops(args, results[0])
 
 
-def download(what: str, tensor: DeviceTensor) -> torch.Tensor:
-    DEVICE.host_read(what, tensor.inner.nbytes)
+def download(what: str, tensor: DeviceTensor, waits: bool = True) -> torch.Tensor:
+    DEVICE.host_read(what, tensor.inner.nbytes, waits)
     if DEVICE.compile_only:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return real(tensor).clone()

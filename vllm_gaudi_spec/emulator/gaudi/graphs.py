@@ -11,12 +11,9 @@ import torch
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import OpInfo
-from vllm_gaudi_spec.emulator.program import Capture, Program
+from vllm_gaudi_spec.emulator.program import REPEATED, Capture, Program
 from vllm_gaudi_spec.emulator.source import Line, describe, here
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
-
-# Amounts of a capture that every replay repeats.
-_WORK = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
 
 
 class GraphCapture(Capture):
@@ -135,7 +132,7 @@ class CapturedGraph:
         step = DEVICE.counters.step
         step.graph_replays += 1
         step.launches += 1
-        for name in _WORK:
+        for name in REPEATED:
             setattr(step, name, getattr(step, name) + getattr(self._work, name))
         self.record.replays += 1
         if self._passed_on:

@@ -1,0 +1,427 @@
+"""NPU graphs: a piece of Python run once without computing anything, its operations replayed on the same memory; and
+groups of operations in them that are given new arguments between replays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Stream, Work, current_stream, synchronize
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
+from vllm_gaudi_spec.emulator.counters import Tally
+from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program
+from vllm_gaudi_spec.emulator.source import here
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
+
+_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class Pool:
+    """Memory that graphs share: they run one after another, so that it is as large as the largest needs it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.num_graphs = 0
+
+    def enter(self, nbytes: int) -> None:
+        more = max(nbytes - self.nbytes, 0)
+        DEVICE.charge_graph(more)
+        self.nbytes += more
+        self.num_graphs += 1
+
+    def leave(self) -> None:
+        self.num_graphs -= 1
+        if not self.num_graphs:
+            DEVICE.graph_bytes -= self.nbytes
+            self.nbytes = 0
+
+
+class TaskGroup:
+    """Operations of a graph that may be given new arguments; the handle of graph_task_group_end."""
+
+    def __init__(self, graph: NPUGraph) -> None:
+        self.graph = graph
+        self.tasks: dict[int, str] = {}
+        """Names of operations by their place in the graph."""
+        self.work = Tally()
+
+
+class NpuCapture(Capture):
+    what = "NPU graph capture"
+
+    def __init__(self, graph: NPUGraph, stream: Stream, pool: Pool) -> None:
+        super().__init__("NPUGraph", track_results=True)
+        self.graph = graph
+        self.stream = stream
+        self.pool = pool
+        self.groups: list[TaskGroup] = []
+        self.open_group: TaskGroup | None = None
+        self._before_group = Tally()
+        self._origins: dict[int, tuple[int, DeviceTensorGeometry]] = {}
+
+    def record(
+        self,
+        info: OpInfo,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        results: Sequence[Any],
+        new: Sequence[DeviceTensor],
+        single: bool,
+    ) -> None:
+        super().record(info, run, args, kwargs, results, new, single)
+        if self.open_group is not None and info.computes(new):
+            self.open_group.tasks[len(self.program.calls) - 1] = info.name
+
+    def record_event(self, stream: Stream, run: Callable[[Stream], None]) -> None:
+        """`run` at this place of the graph, on the stream that replays it."""
+        self._check_stream(stream, "an ExternalEvent")
+        self.record_kernel(lambda: run(current_stream()), [])
+
+    def begin_group(self, stream: Stream) -> None:
+        self._check_stream(stream, "graph_task_group_begin")
+        if self.open_group is not None:
+            raise DeviceRefusal(f"graph_task_group_begin at {here()}: the group before is not closed")
+        self.open_group = TaskGroup(self.graph)
+        self._before_group = Tally()
+        self._before_group.add(DEVICE.counters.step)
+
+    def end_group(self, stream: Stream) -> TaskGroup:
+        self._check_stream(stream, "graph_task_group_end")
+        group, self.open_group = self.open_group, None
+        if group is None:
+            raise DeviceRefusal(f"graph_task_group_end at {here()} without graph_task_group_begin")
+        if not group.tasks:
+            raise DeviceRefusal(f"graph_task_group_end at {here()}: the group has no operations")
+        for name in REPEATED:
+            setattr(group.work, name, getattr(DEVICE.counters.step, name) - getattr(self._before_group, name))
+        self.groups.append(group)
+        return group
+
+    def _check_stream(self, stream: Stream, what: str) -> None:
+        if stream is not self.stream:
+            raise DeviceRefusal(f"{what} at {here()} names a stream that is not the one being captured")
+
+    def _new_slot(self, tensor: DeviceTensor, info: OpInfo) -> int:
+        slot = super()._new_slot(tensor, info)
+        if self._sizes[slot] or not (tensor.part or info.view):
+            inner = tensor.inner
+            self._origins[id(tensor.memory)] = (slot, (inner.shape, inner.stride(), inner.dtype))
+        return slot
+
+    def close(self) -> tuple[Program, int]:
+        """Give what outlives the capture its place in memory, where every replay puts it."""
+        alive = [tensor for tensor in (ref() for ref in self.made or ()) if tensor is not None]
+        foreign = {id(tensor.memory): tensor.inner for tensor in self.externals.values()}
+        places: dict[int, torch.Tensor] = {}
+        for tensor in alive:
+            memory = id(tensor.memory)
+            if memory in foreign:
+                home = foreign[memory]
+            else:
+                slot, geometry = self._origins[memory]
+                if slot not in places:
+                    places[slot] = _poisoned(geometry)
+                    self._sizes[slot] = 0  # counted as the tensor's
+                home = places[slot]
+            _settle(tensor, home)
+        program, nbytes = self.finish(set(places))
+        moved = _put_into_place(program, places)
+        for group in self.groups:
+            group.tasks = {moved[place]: name for place, name in group.tasks.items()}
+        return program, nbytes
+
+
+DeviceTensorGeometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _poisoned(geometry: DeviceTensorGeometry) -> torch.Tensor:
+    """What memory of a graph holds before the first replay: nothing that anybody could use."""
+    shape, stride, dtype = geometry
+    made = torch.empty_strided(shape, stride, dtype=dtype)
+    if dtype.is_floating_point:
+        return made.fill_(float("nan"))
+    return made.fill_(True if dtype is torch.bool else torch.iinfo(dtype).max)
+
+
+def _settle(tensor: DeviceTensor, home: torch.Tensor) -> None:
+    """Make a tensor of the capture one with memory, a part of `home`'s."""
+    meta = tensor.inner
+    tensor.inner = torch.empty(0, dtype=meta.dtype).set_(
+        home.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride()
+    )
+    tensor.ghost, tensor.twin, tensor.capture = False, None, None
+
+
+def _put_into_place(program: Program, places: dict[int, torch.Tensor]) -> list[int]:
+    """Copy what lands in these slots to its place; returns where each call has moved."""
+    calls, lines, moved = program.calls, program.lines, []
+    program.calls, program.lines = [], []
+    for call, line in zip(calls, lines, strict=True):
+        moved.append(len(program.calls))
+        program.calls.append(call)
+        program.lines.append(line)
+        for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:
+            if slot in places:
+                args: list[Any] = [places[slot], None]
+                program.calls.append(Call(torch.Tensor.copy_, args, {}, [(args, 1, slot)], slot, []))
+                program.lines.append(line)
+    return moved
+
+
+class NPUGraph:
+    def __init__(self) -> None:
+        self._program: Program | None = None
+        self._pool: Pool | None = None
+        self.work = Tally()
+        self.last_replay: Work | None = None
+        self._lost: list[str] = []
+        self._watched: list[weakref.ref[Any]] = []
+
+    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
+        DEVICE.refuse_in_capture("a second capture begins")
+        if self._program is not None:
+            raise RuntimeError(
+                "This NPUGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        if capture_error_mode not in _ERROR_MODES:
+            raise RuntimeError(f"Unknown capture error mode. Expected one of {_ERROR_MODES}, got {capture_error_mode}")
+        stream = current_stream()
+        if stream is STREAMS.default_stream():
+            raise RuntimeError("NPU graphs must be captured on a non-default stream.")
+        if DEVICE.blocked is not None:
+            raise DeviceRefusal(DEVICE.blocked)
+        DEVICE.opened()
+        self._where = here()
+        self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
+        DEVICE.capture = NpuCapture(self, stream, pool or Pool())
+        DEVICE.compile_only = True
+
+    def capture_end(self) -> None:
+        capture = DEVICE.capture
+        if not isinstance(capture, NpuCapture) or capture.graph is not self:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        work = self.abandon()
+        if current_stream() is not capture.stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        if capture.open_group is not None:
+            raise DeviceRefusal(f"capture_end at {here()}: a task group is not closed")
+        program, nbytes = capture.close()
+        capture.pool.enter(nbytes)
+        self._pool, self._program, self.work = capture.pool, program, work
+        for tensor in capture.externals.values():
+            self._watch(tensor)
+        capture.externals.clear()
+        self._record = GraphRecord("NPUGraph", "", self._where, len(program.calls), nbytes)
+        DEVICE.graphs.append(self._record)
+        DEVICE.compiled("graph capture", "NPUGraph", self._where)
+
+    def abandon(self) -> Tally:
+        """The capture is over, whatever became of it."""
+        DEVICE.capture = None
+        DEVICE.compile_only = False
+        work, DEVICE.counters.step = DEVICE.counters.step, self._outside
+        return work
+
+    def _watch(self, tensor: DeviceTensor) -> None:
+        """A graph does not keep what it reads alive: on a card its memory would be somebody else's by then."""
+        what = f"a tensor of {tuple(tensor.shape)}, {tensor.dtype}"
+        lost = self._lost
+        self._watched.append(weakref.ref(tensor.memory, lambda _: lost.append(what)))
+
+    def replay(self) -> None:
+        DEVICE.refuse_in_capture("a graph is replayed")
+        program = self._captured("replay")
+        if self._lost:
+            raise DeviceRefusal(
+                f"a graph captured at {self._where} is replayed at {here()}, but memory that it uses was freed: "
+                f"{self._lost[0]}"
+            )
+        self.last_replay = current_stream().issue()
+        program.run([])
+        step = DEVICE.counters.step
+        step.graph_replays += 1
+        step.launches += 1
+        for name in REPEATED:
+            setattr(step, name, getattr(step, name) + getattr(self.work, name))
+        self._record.replays += 1
+
+    def reset(self) -> None:
+        DEVICE.refuse_in_capture("a graph is reset")
+        if self._program is not None and self._pool is not None:
+            self._pool.leave()
+        self._program = None
+        self._watched.clear()
+
+    def pool(self) -> Pool:
+        self._captured("pool()")
+        assert self._pool is not None
+        return self._pool
+
+    def _captured(self, what: str) -> Program:
+        if self._program is None:
+            raise RuntimeError(f"Called NPUGraph::{what} without a preceding successful capture.")
+        return self._program
+
+    def update(self, group: TaskGroup, calls: list[Call], work: Tally) -> None:
+        """Put the new calls in the place of the group's."""
+        program = self._captured("update")
+        for place, call in zip(group.tasks, calls, strict=True):
+            program.calls[place] = call._replace(dead=program.calls[place].dead)
+        for name in REPEATED:
+            old = getattr(self.work, name) - getattr(group.work, name)
+            setattr(self.work, name, old + getattr(work, name))
+        group.work = work
+
+
+class graph:
+    """Captures what is issued inside."""
+
+    _own_stream: Stream | None = None
+
+    def __init__(
+        self,
+        npu_graph: NPUGraph,
+        pool: Pool | None = None,
+        stream: Stream | None = None,
+        auto_dispatch_capture: bool = False,
+        capture_error_mode: str = "global",
+    ) -> None:
+        if auto_dispatch_capture:
+            raise NotImplementedError("torch.npu.graph: auto_dispatch_capture is not emulated")
+        if graph._own_stream is None:
+            graph._own_stream = Stream()
+        self._graph, self._pool, self._mode = npu_graph, pool, capture_error_mode
+        self._inside = STREAMS.stream(stream or graph._own_stream)
+
+    def __enter__(self) -> None:
+        synchronize()
+        self._inside.__enter__()
+        try:
+            self._graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
+        except BaseException:
+            self._inside.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if error is None:
+                self._graph.capture_end()
+            else:
+                self._graph.abandon()
+        finally:
+            self._inside.__exit__(None, None, None)
+
+
+class TaskUpdate(Capture):
+    """Open while a group's operations are issued anew: they are noted, and nothing is computed."""
+
+    what = "the update of a task group"
+
+    def __init__(self, group: TaskGroup, stream: Stream) -> None:
+        super().__init__("update")
+        self.group = group
+        self.stream = stream
+        self.names: list[str] = []
+        self.outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
+
+    def record(
+        self,
+        info: OpInfo,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        results: Sequence[Any],
+        new: Sequence[DeviceTensor],
+        single: bool,
+    ) -> None:
+        if not info.computes(new):
+            # A view: of the same memory, and no task.
+            viewed = run(*(real(arg) if isinstance(arg, DeviceTensor) else arg for arg in args), **kwargs)
+            new[0].inner, new[0].ghost = viewed, False
+            return
+        if new:
+            raise DeviceRefusal(f"during {self.what}: {info.name} at {here()} makes new memory; use its `.out` form")
+        super().record(info, run, args, kwargs, results, new, single)
+        self.names.append(info.name)
+
+    def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
+        raise DeviceRefusal(f"during {self.what}: something else than an operation of the group, at {here()}")
+
+    def record_event(self, stream: Stream, run: Callable[[Stream], None]) -> NoReturn:
+        raise DeviceRefusal(f"during {self.what}: an ExternalEvent, at {here()}")
+
+
+def is_current_stream_capturing() -> bool:
+    capture = DEVICE.capture
+    return isinstance(capture, NpuCapture) and capture.stream is current_stream()
+
+
+def _capturing(what: str) -> NpuCapture:
+    capture = DEVICE.capture
+    if not isinstance(capture, NpuCapture):
+        raise DeviceRefusal(f"{what} at {here()} outside of a capture")
+    return capture
+
+
+def graph_task_group_begin(stream: Stream) -> None:
+    _capturing("graph_task_group_begin").begin_group(stream)
+
+
+def graph_task_group_end(stream: Stream) -> TaskGroup:
+    return _capturing("graph_task_group_end").end_group(stream)
+
+
+def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
+    DEVICE.refuse_in_capture("graph_task_update_begin")
+    if not isinstance(handle, TaskGroup):
+        raise TypeError(f"graph_task_update_begin takes what graph_task_group_end returned, not {type(handle)}")
+    if stream is not current_stream():
+        raise DeviceRefusal(
+            f"graph_task_update_begin at {here()}: its stream is not the current one, so what comes next would not be "
+            "a part of the update"
+        )
+    last = handle.graph.last_replay
+    if last is not None and not stream.follows(last):
+        raise DeviceRefusal(
+            f"graph_task_update_begin at {here()}: the stream did not wait for the last replay of the graph, which may "
+            "still be running the tasks that are changed"
+        )
+    DEVICE.capture = TaskUpdate(handle, stream)
+    DEVICE.compile_only = True
+
+
+def graph_task_update_end(stream: Stream) -> None:
+    update = DEVICE.capture
+    if not isinstance(update, TaskUpdate):
+        raise DeviceRefusal(f"graph_task_update_end at {here()} without graph_task_update_begin")
+    DEVICE.capture = None
+    DEVICE.compile_only = False
+    work, DEVICE.counters.step = DEVICE.counters.step, update.outside
+    if stream is not update.stream:
+        raise DeviceRefusal(f"graph_task_update_end at {here()}: the update began on another stream")
+    wanted = list(update.group.tasks.values())
+    if update.names != wanted:
+        raise DeviceRefusal(f"graph_task_update_end at {here()}: the group has {wanted}, the update {update.names}")
+    update.group.graph.update(update.group, update.program.calls, work)
+
+
+CONTENTS: dict[str, Any] = {
+    "NPUGraph": NPUGraph,
+    "graph": graph,
+    "graph_pool_handle": Pool,
+    **{
+        function.__name__: function
+        for function in (
+            is_current_stream_capturing,
+            graph_task_group_begin,
+            graph_task_group_end,
+            graph_task_update_begin,
+            graph_task_update_end,
+        )
+    },
+}
