@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.backends import ascend_device  # noqa: F401  (gives torch the device)
 from vllm_gaudi_spec.platform import CapturingPlatform
 
 
@@ -14,6 +15,7 @@ class AscendSpecPlatform(CapturingPlatform):
     ray_device_key = "NPU"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    loads_on_host = True
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -20,6 +20,7 @@ class HpuSpecPlatform(CapturingPlatform):
     ray_device_key = "HPU"
     dist_backend = "hccl"
     device_control_env_var = "HABANA_VISIBLE_MODULES"
+    loads_on_host = True
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -29,9 +30,6 @@ class HpuSpecPlatform(CapturingPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         set_gaudi_defaults()
         super().check_and_update_config(vllm_config)
-        if vllm_config.load_config.device is None:
-            # Weights are read and put together on the host, and copied once: thousands of small programs fewer.
-            vllm_config.load_config.device = "cpu"
 
     @classmethod
     def norm_provider(cls) -> str:

@@ -128,10 +128,14 @@ class CapturingPlatform(SpecPlatform):
     _enum = PlatformEnum.OOT
     # For helpers of vLLM, some made while it is imported, when the device's software is not there yet.
     simple_compile_backend = "eager"
+    loads_on_host = False
+    """Whether weights are read and put together on the host, and copied once: thousands of small programs fewer."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
+        if cls.loads_on_host and vllm_config.load_config.device is None:
+            vllm_config.load_config.device = "cpu"
         wishes = vllm_config.model_config, vllm_config.speculative_config
         if any(given is not None and given.enforce_eager for given in wishes):
             device = load_backend().name

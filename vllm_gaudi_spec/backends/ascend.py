@@ -54,7 +54,9 @@ class Backend(StreamDevice):
         return getattr(self._torch_npu, "npu_scatter_pa_kv_cache", None)
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Weights were loaded where they stay."""
+        with torch.inference_mode():
+            model.to(self.torch_device)
+        self.synchronize()
 
     def write_kv(
         self,
