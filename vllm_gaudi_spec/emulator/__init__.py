@@ -44,7 +44,7 @@ def install_npu() -> None:
 
     if not DEVICE.installed:
         torch.utils.rename_privateuse1_backend("npu")
-    from vllm_gaudi_spec.emulator.ascend import fused, torch_npu
+    from vllm_gaudi_spec.emulator.ascend import fused, host, torch_npu
     from vllm_gaudi_spec.emulator.ascend.models import ASCEND_910B
 
     if not _configured(ASCEND_910B, lazy=False):
@@ -53,6 +53,7 @@ def install_npu() -> None:
     module = torch_npu.make_npu_module()
     torch_npu.enter_modules(module)
     _enter(module)
+    host.install()
 
 
 def _configured(model: Model, lazy: bool) -> bool:

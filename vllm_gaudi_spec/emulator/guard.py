@@ -52,7 +52,7 @@ def _indexed(device: Any) -> Any:
     return device
 
 
-def _patch(owner: Any, name: str, make: Any) -> None:
+def patch(owner: Any, name: str, make: Any) -> None:
     original = getattr(owner, name)
     patched = make(original)
     functools.update_wrapper(patched, original, assigned=("__name__", "__qualname__", "__doc__"), updated=())
@@ -131,12 +131,12 @@ def _parameter_class(cls: type) -> Any:
 
 
 def install_patches() -> None:
-    _patch(torch.Tensor, "to", _patched_to)
-    _patch(torch.Tensor, "new_tensor", _patched_new_tensor)
+    patch(torch.Tensor, "to", _patched_to)
+    patch(torch.Tensor, "new_tensor", _patched_new_tensor)
     if not DEVICE.model.pins_memory:
-        _patch(torch.Tensor, "pin_memory", _patched_pin)
+        patch(torch.Tensor, "pin_memory", _patched_pin)
     for name in ("tensor", "as_tensor"):
-        _patch(torch, name, _patched_constructor)
+        patch(torch, name, _patched_constructor)
     original = torch.nn.Parameter.__new__
     setattr(torch.nn.Parameter, "__new__", _patched_parameter_new(original))  # noqa: B010
     setattr(torch.Tensor, DEVICE.where.type, lambda self, *args, **kwargs: self.to(DEVICE.where))

@@ -49,7 +49,7 @@ def _upload(target: DeviceTensor, host: torch.Tensor) -> None:
 def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, DeviceTensor):
-        DEVICE.host_read("copy to the host", source.inner.nbytes)
+        DEVICE.host_read("copy to the host", source.inner.nbytes, waits=len(args) < 3 or not args[2])
         if DEVICE.compile_only:
             return target.zero_()
         return target.copy_(real(source))

@@ -46,23 +46,24 @@ _GATHERS = names("index_select gather embedding index")
 _SORTS = names("sort argsort topk msort")
 
 
-def _flops_of_product(args: Sequence[Any], out: Any) -> int:
+def _flops_of_product(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     result: int = 2 * out.numel() * args[0].shape[-1]
     return result
 
 
-def _flops_of_addmm(args: Sequence[Any], out: Any) -> int:
+def _flops_of_addmm(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     result: int = 2 * out.numel() * args[1].shape[-1]
     return result
 
 
-def _flops_of_attention(args: Sequence[Any], out: Any) -> int:
+def _flops_of_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     query, key = args[0], args[1]
     result: int = 4 * query.numel() * key.shape[-2]
     return result
 
 
-_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
+# By packet, from arguments and the first result.
+FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
     **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
     **dict.fromkeys(("scaled_dot_product_attention", "sdpa_fwd"), _flops_of_attention),
@@ -98,7 +99,7 @@ class OpInfo:
     int_arithmetic: bool
     gathers: bool
     sorts: bool
-    flops: Callable[[Sequence[Any], Any], int] | None
+    flops: Callable[[Sequence[Any], dict[str, Any], Any], int] | None
     handler: Callable[..., Any] | None = None
     """Runs instead of the common path."""
 
@@ -146,7 +147,7 @@ def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
         sorts=among(_SORTS),
         int_arithmetic=among(_INT_ARITHMETIC),
         gathers=packet in _GATHERS,
-        flops=_FLOPS.get(packet),
+        flops=FLOPS.get(packet),
     )
     info.special = info.dynamic or info.reads or info.on_host or info.reshapes or info.random or info.sorts
     return info

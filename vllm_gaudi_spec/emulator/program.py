@@ -130,7 +130,7 @@ class Capture:
 
     def _bind(self, box: Any, key: Any, value: Any, holes: list[tuple[Any, Any, int]]) -> None:
         if isinstance(value, DeviceTensor):
-            if value.capture is self:
+            if self.owns(value):
                 box[key] = None
                 holes.append((box, key, value.slot))
             else:

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
 from vllm_gaudi_spec.emulator.queue import Queue
 from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.traffic import changed_bytes, distinct_bytes, gathered_bytes
+from vllm_gaudi_spec.emulator.traffic import changed_bytes, gathered_bytes, read_bytes
 
 _make = torch.Tensor._make_wrapper_subclass
 _infos: dict[Any, OpInfo] = {}
@@ -378,13 +378,13 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
         elif info.gathers and position == 0:
             read = gathered_bytes(inner, made)
         else:
-            read = distinct_bytes(inner)
+            read = read_bytes(info.packet, position, args, kwargs, inner)
         moved += read
         if wrapper.memory.kv:
             step.kv_bytes_read += read
     step.bytes_moved += moved
     if info.flops is not None:
-        step.flops += info.flops(args, results[0])
+        step.flops += info.flops(args, kwargs, results[0])
 
 
 def download(what: str, tensor: DeviceTensor, waits: bool = True) -> torch.Tensor:

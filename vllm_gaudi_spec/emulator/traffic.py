@@ -25,6 +25,13 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
     return distinct_elements(tensor) * tensor.element_size()
 
 
+def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
+    """Of an operand, all, unless the operation says that it needs a part."""
+    part = READS.get(packet)
+    nbytes = part(position, args, kwargs) if part is not None else None
+    return distinct_bytes(operand) if nbytes is None else nbytes
+
+
 def gathered_bytes(table: torch.Tensor, made: int) -> int:
     """A gather reads what it returns, however large the table; dimensions that were expanded are read once."""
     numel = table.numel()
@@ -35,7 +42,7 @@ def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch
     """(read, written) of the target of an operation that changes it in place."""
     elements = distinct_elements(target)
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
-    touched = _TOUCHED.get(packet)
+    touched = TOUCHED.get(packet)
     if touched is not None and read:
         # Of repeated indices each place counts once.
         elements = min(elements, touched(args))
@@ -80,8 +87,10 @@ _OVERWRITES = frozenset(
         *("exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
+# Bytes that an operation reads of an operand, from its position and the arguments; None for all of it.
+READS: dict[str, Callable[[int, Sequence[Any], dict[str, Any]], int | None]] = {}
 # Elements that an indexed update addresses, from its arguments.
-_TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
+TOUCHED: dict[str, Callable[[Sequence[Any]], int]] = {
     **dict.fromkeys(("index_copy_", "index_add_", "index_reduce_"), _numel(3)),
     **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _numel(2)),
     "index_fill_": _filled,

@@ -2,6 +2,7 @@
 
 From docs/zh/custom_APIs/torch_npu of Ascend/op-plugin. Left out, and refused: quantised forms, rope as an input of its
 own (MLA), shared prefixes, padding on the left, position shifts, and layouts that change between input and output.
+One thing is taken that a card does not take: float32, so that what is built on it can be compared number by number.
 """
 
 from __future__ import annotations
@@ -70,12 +71,18 @@ class Call:
         self._check_heads()
         self.paged = self.block_table is not None
         self.query_lengths, self.key_lengths = self._lengths()
+        _require(self.inner_precise < 2 or not self.single, "one query a row: inner_precise is 0 or 1")
         self._check_pages()
         self._check_mask()
 
+    @property
+    def single(self) -> bool:
+        """Whether it is the form for one query a row, which knows no order among queries and keys."""
+        return self.input_layout != "TND" and self.query.shape[2 if self.input_layout == "BNSD" else 1] == 1
+
     def _check_tensors(self) -> None:
         dtype = self.query.dtype
-        _require(dtype in (torch.float16, torch.bfloat16), f"query is {dtype}, not float16 or bfloat16")
+        _require(dtype in (torch.float16, torch.bfloat16, torch.float32), f"query is {dtype}")
         _require(self.key.dtype == self.value.dtype == dtype, "query, key and value have one dtype")
         for name in ("query", "key", "value", "atten_mask", "block_table"):
             tensor = getattr(self, name)
@@ -226,7 +233,7 @@ def attend(call: Call) -> torch.Tensor:
             part, target = query[row, :queries], out[row, :queries]
         if queries and keys:
             key_SND, value_SND = (_keys_of(call, source, row, start_kv, keys) for source in (call.key, call.value))
-            target.copy_(_attend_row(part, key_SND, value_SND, _hidden(call, row, queries, keys), call.scale))
+            target.copy_(_attend_row(part, key_SND, value_SND, _hidden(call, row, queries, keys), call))
         start, start_kv = start + queries, start_kv + keys
     return out.view_as(call.query)
 
@@ -251,49 +258,68 @@ def _keys_of(call: Call, source: torch.Tensor, row: int, start: int, keys: int) 
 
 def _hidden(call: Call, row: int, queries: int, keys: int) -> torch.Tensor | None:
     """[queries, keys], or None where all is seen."""
-    single = call.query_lengths == [1] * len(call.query_lengths) and call.input_layout != "TND"
     row_of, column = torch.arange(queries)[:, None], torch.arange(keys)
     aligned = row_of + keys - queries
-    if call.sparse_mode == 2 and not single:
+    if call.sparse_mode == 2 and not call.single:
         return column > row_of
-    if call.sparse_mode == 3 and not single:
+    if call.sparse_mode == 3 and not call.single:
         return column > aligned
-    if call.sparse_mode == 4 and not single:
+    if call.sparse_mode == 4 and not call.single:
         return (column > aligned + call.next_tokens) | (column < aligned - call.pre_tokens)
     if call.atten_mask is None or call.sparse_mode > 1:
         return None
     mask = call.atten_mask.bool()
-    if mask.dim() == 2 and call.query.shape[2 if call.input_layout == "BNSD" else 1] == 1:
+    if mask.dim() == 2 and call.single:
         mask = mask[row if mask.shape[0] > 1 else 0][None]
     elif mask.dim() >= 3:
         mask = mask.view(mask.shape[0], *mask.shape[-2:])[row if mask.shape[0] > 1 else 0]
     hidden = mask[:queries, :keys]
-    if call.sparse_mode == 0 and not single:
+    if call.sparse_mode == 0 and not call.single:
         hidden = hidden | (column > row_of + call.next_tokens) | (column < row_of - call.pre_tokens)
     return hidden
 
 
 def _attend_row(
-    query_QND: torch.Tensor,
-    key_SND: torch.Tensor,
-    value_SND: torch.Tensor,
-    hidden_QS: torch.Tensor | None,
-    scale: float,
+    query_QND: torch.Tensor, key_SND: torch.Tensor, value_SND: torch.Tensor, hidden_QS: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """A query that sees nothing gets the mean of all values, as one that sees all alike: documented as inexact."""
+    """A query that sees nothing sees all alike, unless the correction of such rows was asked for: then it gets zero."""
     group = query_QND.shape[1] // key_SND.shape[1]
     key_NDS = key_SND.float().permute(1, 2, 0)
     value_NSD = value_SND.float().transpose(0, 1)
-    scores_NQS = query_QND.float().transpose(0, 1).unflatten(0, (-1, group)) @ key_NDS.unsqueeze(1) * scale
+    scores_NQS = query_QND.float().transpose(0, 1).unflatten(0, (-1, group)) @ key_NDS.unsqueeze(1) * call.scale
     if hidden_QS is not None:
         scores_NQS = scores_NQS.masked_fill(hidden_QS, torch.finfo(torch.float32).min)
-    attended = (scores_NQS.softmax(-1) @ value_NSD.unsqueeze(1)).flatten(0, 1)
-    return attended.transpose(0, 1).to(query_QND.dtype)
+    attended_QND = (scores_NQS.softmax(-1) @ value_NSD.unsqueeze(1)).flatten(0, 1).transpose(0, 1)
+    if hidden_QS is not None and call.inner_precise >= 2:
+        attended_QND = attended_QND.masked_fill(hidden_QS.all(1)[:, None, None], 0.0)
+    return attended_QND.to(query_QND.dtype)
 
 
-def keys_read(call_arguments: dict[str, Any]) -> list[int]:
-    """Of each row, how many keys are fetched: whole blocks where they are paged."""
-    call = Call(**call_arguments)
-    if not call.paged:
-        return call.key_lengths
-    return [-(-length // call.block_size) * call.block_size for length in call.key_lengths]
+def keys_read(kwargs: dict[str, Any]) -> int | None:
+    """How many paged keys all rows fetch, in whole blocks; None where they are not paged."""
+    table = kwargs.get("block_table")
+    if table is None:
+        return None
+    rows, size = table.shape[0], kwargs["block_size"]
+    lengths = kwargs["actual_seq_lengths_kv"]
+    return sum(-(-length // size) * size for length in (lengths * rows if len(lengths) == 1 else lengths[:rows]))
+
+
+def operand_bytes(position: int, args: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> int | None:
+    """What is read of an operand; None where that is all of it."""
+    if position not in (1, 2):
+        return None
+    keys, source = keys_read(kwargs), args[position]
+    if keys is None:
+        return None
+    width = source.numel() // (source.shape[0] * kwargs["block_size"])
+    return keys * width * source.element_size()
+
+
+def flops(args: Sequence[torch.Tensor], kwargs: dict[str, Any], out: torch.Tensor) -> int:
+    query, key = args[0], args[1]
+    keys = keys_read(kwargs)
+    if keys is None:
+        layout = kwargs.get("input_layout", "BSH")
+        return 4 * query.numel() * int(key.shape[{"TND": 0, "BNSD": 2}.get(layout, 1)])
+    return 4 * (query.numel() // kwargs["block_table"].shape[0]) * keys

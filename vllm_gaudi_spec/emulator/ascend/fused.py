@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import Library
 
-from vllm_gaudi_spec.emulator import kernels
+from vllm_gaudi_spec.emulator import kernels, ops, traffic
 from vllm_gaudi_spec.emulator.ascend import attention
 from vllm_gaudi_spec.emulator.card import DeviceRefusal
 
@@ -188,5 +188,9 @@ def register() -> None:
         _libraries.append(library)
         for schema in schemas.strip().splitlines():
             library.define(schema)
+    for name in ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache"):
+        traffic.TOUCHED[name] = lambda args: int(args[0].numel())
+    traffic.READS["npu_fused_infer_attention_score"] = attention.operand_bytes
+    ops.FLOPS["npu_fused_infer_attention_score"] = attention.flops
     # Reached through the tensors of the card only, and without the dispatcher.
     kernels.KERNELS.update(_KERNELS)

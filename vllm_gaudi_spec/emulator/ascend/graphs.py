@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Stream, Work, current_stream, synchronize
-from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
+from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program
@@ -43,8 +43,10 @@ class Pool:
 class TaskGroup:
     """Operations of a graph that may be given new arguments; the handle of graph_task_group_end."""
 
-    def __init__(self, graph: NPUGraph) -> None:
+    def __init__(self, graph: NPUGraph, capture: NpuCapture) -> None:
         self.graph = graph
+        self.capture = capture
+        """Where its tensors come from."""
         self.tasks: dict[int, str] = {}
         """Names of operations by their place in the graph."""
         self.work = Tally()
@@ -86,7 +88,7 @@ class NpuCapture(Capture):
         self._check_stream(stream, "graph_task_group_begin")
         if self.open_group is not None:
             raise DeviceRefusal(f"graph_task_group_begin at {here()}: the group before is not closed")
-        self.open_group = TaskGroup(self.graph)
+        self.open_group = TaskGroup(self.graph, self)
         self._before_group = Tally()
         self._before_group.add(DEVICE.counters.step)
 
@@ -317,6 +319,15 @@ class graph:
             self._inside.__exit__(None, None, None)
 
 
+def weak_ref_tensor(tensor: DeviceTensor) -> DeviceTensor:
+    """A tensor in the same place that does not keep the memory. Of one that a graph makes for itself it names the
+    place, and can be given to updates of that graph alone."""
+    place = DeviceTensor(tensor.inner, Allocation(0), part=True)
+    place.memory.kv = tensor.memory.kv
+    place.capture, place.slot = tensor.capture, tensor.slot
+    return place
+
+
 class TaskUpdate(Capture):
     """Open while a group's operations are issued anew: they are noted, and nothing is computed."""
 
@@ -341,6 +352,10 @@ class TaskUpdate(Capture):
     ) -> None:
         if not info.computes(new):
             # A view: of the same memory, and no task.
+            if any(isinstance(arg, DeviceTensor) and arg.ghost for arg in args):
+                raise DeviceRefusal(
+                    f"during {self.what}: a view of memory that is known by its place only, at {here()}"
+                )
             viewed = run(*(real(arg) if isinstance(arg, DeviceTensor) else arg for arg in args), **kwargs)
             new[0].inner, new[0].ghost = viewed, False
             return
@@ -348,6 +363,10 @@ class TaskUpdate(Capture):
             raise DeviceRefusal(f"during {self.what}: {info.name} at {here()} makes new memory; use its `.out` form")
         super().record(info, run, args, kwargs, results, new, single)
         self.names.append(info.name)
+
+    def owns(self, tensor: DeviceTensor) -> bool:
+        """Places of the graph stand for what the graph has there when it comes to the group."""
+        return tensor.capture is self.group.capture
 
     def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
         raise DeviceRefusal(f"during {self.what}: something else than an operation of the group, at {here()}")

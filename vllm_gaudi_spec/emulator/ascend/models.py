@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from vllm_gaudi_spec.emulator.ascend.streams import NpuQueue
 from vllm_gaudi_spec.emulator.card import GIB, Model
+from vllm_gaudi_spec.emulator.ops import names
+
+# Torch has a CPU kernel for these, and neither npu_native_functions.yaml of Ascend/pytorch nor op_plugin_functions.yaml
+# of Ascend/op-plugin (both of August 2026) names them; torch_npu runs such operations on the host.
+_ON_HOST = names(
+    "_assert_async _functional_assert_async _int_mm _logcumsumexp binomial cauchy cholesky_inverse conj_physical "
+    "copysign digamma fmax fmin frexp geometric geqrf heaviside histogram huber_loss hypot i0 igamma igammac "
+    "index_reduce lcm lgamma log_normal lu_unpack mode mvlgamma narrow_copy nextafter nonzero_static ormqr poisson "
+    "polygamma unique_dim_consecutive"
+)
+_ON_HOST_PREFIXES = ("linalg_", "_linalg_", "special_")
+_NOT_ON_HOST = names("linalg_cholesky linalg_cross linalg_qr linalg_solve_triangular linalg_vector_norm _linalg_svd")
 
 
 def _lacks(packet: str, name: str) -> bool:
-    return False
+    function = packet if packet.startswith("_") else packet.rstrip("_")
+    return function in _ON_HOST or (function.startswith(_ON_HOST_PREFIXES) and function not in _NOT_ON_HOST)
 
 
 ASCEND_910B = Model(

@@ -20,10 +20,6 @@ def get_device_name(device: Any = None) -> str:
     return DEVICE.model.name
 
 
-def memory_reserved(device: Any = None) -> int:
-    return runtime.memory_allocated()
-
-
 def make_npu_module() -> ModuleType:
     return runtime.make_module(
         {
@@ -32,7 +28,7 @@ def make_npu_module() -> ModuleType:
             "ExternalEvent": ExternalEvent,
             "synchronize": synchronize,
             "get_device_name": get_device_name,
-            "memory_reserved": memory_reserved,
+            "memory_reserved": runtime.memory_allocated,
             **STREAMS.contents(),
             **graphs.CONTENTS,
         }
@@ -73,12 +69,24 @@ def max_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     return workspace
 
 
+def _private() -> ModuleType:
+    module = ModuleType("torch_npu._C")
+    vars(module)["_weak_ref_tensor"] = graphs.weak_ref_tensor
+    return module
+
+
+def npu_fusion_attention(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("npu_fusion_attention is not emulated; transformers imports it")
+
+
 def enter_modules(npu: ModuleType) -> None:
     module = ModuleType("torch_npu")
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.__path__ = []  # a package, so that its submodules can be imported
     vars(module).update(
         npu=npu,
+        _C=_private(),
+        npu_fusion_attention=npu_fusion_attention,
         npu_fused_infer_attention_score=FusedInferAttention(),
         _npu_fused_infer_attention_score_get_max_workspace=max_workspace,
         _npu_reshape_and_cache=torch.ops.atb._npu_reshape_and_cache,
