@@ -71,7 +71,8 @@ class Backend(StreamDevice):
         if value_TKD is None or values is None or self._scatter_kv is None:
             kv_cache.write(key_TKD, value_TKD, slots_T, operations)
         else:
-            self._scatter_kv(key_TKD.contiguous(), value_TKD.contiguous(), keys, values, slots_T)
+            # "Norm" is this layout. The operation's own default, on some builds, is another.
+            self._scatter_kv(key_TKD.contiguous(), value_TKD.contiguous(), keys, values, slots_T, cache_mode="Norm")
 
     def attend(
         self,
