@@ -76,7 +76,18 @@ DEVICES = {
             software="habana_frameworks",
             packages=("habana-torch-plugin",),
             tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
-            is_available=lambda: backends.gaudi_is_available(),
+            is_available=backends.gaudi_is_available,
+        ),
+        Device(
+            name="ascend",
+            kind="Ascend NPU",
+            article="an",
+            card="ascend",
+            emulated="ascend-emulated",
+            software="torch_npu",
+            packages=("torch-npu",),
+            tool=("npu-smi", "info"),
+            is_available=backends.ascend_is_available,
         ),
     )
 }

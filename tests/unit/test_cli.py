@@ -45,14 +45,15 @@ def test_help_loads_nothing_heavy() -> None:
         (["/no/such/model"], "there is no model folder /no/such/model"),
         (["--speculative-config", '{"method": "draft_model", "model": "./no"}'], "there is no model folder ./no"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
-        (["--device", "hpu"], "needs Intel's image"),
+        (["--device", "hpu"], "needs the vendor's image with habana_frameworks"),
+        (["--device", "ascend"], "needs the vendor's image with torch_npu"),
     ],
 )
 def test_wrong_options_end_with_status_2(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_bridge(name: str) -> object:
-        return None if name == "habana_frameworks" else object()
+        return None if name in ("habana_frameworks", "torch_npu") else object()
 
     monkeypatch.setattr(graph_check, "find_spec", no_bridge)
     monkeypatch.setattr(graph_check, "become", lambda command: pytest.fail(f"{command} was started"))
@@ -146,6 +147,7 @@ def report(
         "steps": list(steps)[-4:],
         "events": [{**dict(zip(names, key, strict=True)), "count": count} for key, count in (events or {}).items()],
         "graphs": graphs,
+        "estimate": {},
     }
     return real_report(len(steps), total["compiles"], emulated=emulated)
 
@@ -251,6 +253,23 @@ def test_a_signature_outside_the_list_is_found() -> None:
 def test_steps_that_were_not_kept_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="5 steps passed since the last look, of which 4 were kept"):
         result_after(report([GOOD] * 5, {READ: 5}))
+
+
+def test_what_another_card_captured_is_counted() -> None:
+    """By the backend, and without estimates: nothing is published that one could count with."""
+
+    def captured(programs: int, steps: int) -> dict[str, Any]:
+        found = report([GOOD] * steps, {READ: steps})
+        emulated = {**found["device"]["emulator"], "estimate": None}
+        return {**found, "device": {"captured": {"Runner._forward": programs, "_pack": 2}, "emulator": emulated}}
+
+    result = result_after(captured(5, 3), first=captured(5, 0))
+    assert result["graphs"]["compiles_until_ready"] == 7
+    assert result["phases"]["mixed"]["compiles"] == 0
+    assert "estimate" not in summary.table(result)
+    late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
+    first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
+    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 programs"]
 
 
 def test_a_card_counts_less() -> None:

@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("device", ["cpu", "hpu-emulated", "ascend-emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    "device", ["cpu", "hpu-emulated", "ascend-emulated", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 def test_a_backend(device: str) -> None:
     command = [sys.executable, "-m", "pytest", "tests/conformance", "-q", "--no-header", "-p", "no:cacheprovider"]
     environment = os.environ | {"VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "1", "PYTHONPATH": str(ROOT)}

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-# Tokens of a KV block on Gaudi.
+# Tokens of a KV block on either kind of card.
 _BLOCK = 128
 # Engine steps between two looks at the counters.
 _LOOK_EVERY = 1000

@@ -23,16 +23,19 @@ def emulated(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def total_compiles(report: dict[str, Any]) -> int | None:
-    """Programs made since the process began, as habana_frameworks counts them."""
-    return _metric(report, "graph_compilation")
+    """Programs made since the process began: as habana_frameworks counts them, or as the backend captures them."""
+    device = report["device"]
+    if (captured := device.get("captured")) is not None:
+        return sum(captured.values())
+    return _metric(device, "graph_compilation")
 
 
 def total_fallbacks(report: dict[str, Any]) -> int | None:
-    return _metric(report, "cpu_fallback")
+    return _metric(report["device"], "cpu_fallback")
 
 
-def _metric(report: dict[str, Any], name: str) -> int | None:
-    number = report["device"].get(name, {}).get("TotalNumber")
+def _metric(device: dict[str, Any], name: str) -> int | None:
+    number = device.get(name, {}).get("TotalNumber")
     return None if number is None else int(number)
 
 
@@ -81,7 +84,7 @@ class Phase:
     download_bytes: int | None = None
     kv_bytes_read: int | None = None
     estimate_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By generation: mean, median and longest step, computed and not measured."""
+    """Of a Gaudi, by generation: mean, median and longest step, computed and not measured."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +120,8 @@ def phase(meter: Meter) -> Phase:
     found.upload_bytes = amounts["upload_bytes"]
     found.download_bytes = amounts["download_bytes"]
     found.kv_bytes_read = amounts["kv_bytes_read"]
-    found.estimate_seconds = {generation: estimate(meter.steps, generation) for generation in GENERATIONS}
+    if after["estimate"] is not None:
+        found.estimate_seconds = {generation: estimate(meter.steps, generation) for generation in GENERATIONS}
     return found
 
 

@@ -13,14 +13,17 @@ from typing import Any, NoReturn
 from vllm_gaudi_spec.argument_types import at_least, json_object, positive
 
 DESCRIPTION = """\
-Run a mixed workload on a model and say whether a Gaudi would stay on the graphs that warm-up made: prompts of many
-lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. By default on an emulated card,
-which needs none. Figures named estimate are computed from counted bytes and operations; nothing is measured.
+Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
+prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. By default on an
+emulated Gaudi, which needs none. Figures named estimate are computed from counted bytes and operations; nothing is
+measured.
 
 Exit status: 0 when no step compiles after warm-up and none reads the host more often than it may, 1 when one does or
 the model does not run, 2 for options that make no sense.
 """
-DEVICES = ("hpu-emulated", "hpu")
+DEVICES = ("hpu-emulated", "hpu", "ascend-emulated", "ascend")
+# What a real card needs of its vendor's image.
+SOFTWARE = {"hpu": "habana_frameworks", "ascend": "torch_npu"}
 # The variables in which an answer would depend on what the shell happens to have.
 ENVIRONMENT = {
     "PT_HPU_LAZY_MODE": "1",
@@ -75,8 +78,12 @@ def mistake_in(options: argparse.Namespace) -> str | None:
             return f"there is no model folder {model}; give a folder or a Hugging Face id"
     if options.json is not None and not options.json.absolute().parent.is_dir():
         return f"there is no folder {options.json.absolute().parent} for --json; make it first"
-    if options.device == "hpu" and find_spec("habana_frameworks") is None:
-        return "--device hpu needs Intel's image with habana_frameworks in it; leave it out for the emulated card"
+    software = SOFTWARE.get(options.device)
+    if software is not None and find_spec(software) is None:
+        device = options.device
+        return (
+            f"--device {device} needs the vendor's image with {software} in it; take {device}-emulated without a card"
+        )
     if find_spec("vllm") is None:
         return "vLLM is not installed here; run `make setup`, or use the Python of an environment that has it"
     return None
