@@ -1,0 +1,131 @@
+"""On the emulated Ascend NPU: what the vllm-ascend guide configures runs, or is refused in one line.
+
+Runs with VGS_DEVICE=ascend-emulated in a process of its own. The table in docs/ascend.md has a line for each case.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.full_tests.engines import counter, engine
+from tests.full_tests.heads import head, target
+from tests.full_tests.speculation import accepted, speculating
+from tests.full_tests.test_refusals import refusal
+from tests.full_tests.tiny_models import save_deepseek_with_mtp
+from tests.full_tests.workload import differences, mixed_requests, run_together
+from vllm_gaudi_spec.backends import describe_device, load_backend
+
+pytestmark = pytest.mark.ascend
+
+SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=384, max_num_batched_tokens=256)
+# The guide's own: with a drafter on the device it asks for overlapping steps, and heads have no tensor parallelism.
+OPTIONS: dict[str, Any] = dict(async_scheduling=True, enforce_eager=True)
+PADDED: dict[str, Any] = dict(disable_padded_drafter_batch=False)
+ALONE: dict[str, Any] = dict(draft_tensor_parallel_size=1, **PADDED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    assert describe_device() == {"device": "ascend-emulated", "mode": "captured"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    def path(method: str) -> str:
+        if method == "deepseek_mtp":
+            return save_deepseek_with_mtp(tmp_path_factory.mktemp("deepseek"))
+        return target(method) if method in ("eagle", "eagle3", "medusa", "mtp") else looping_llama
+
+    return path
+
+
+def drafter(config: dict[str, Any], looping_llama: str, twin: str) -> dict[str, Any]:
+    models = {"draft_model": looping_llama, "universal_draft": twin}
+    return config | ({"model": models[config["method"]]} if config["method"] in models else {})
+
+
+NGRAM: dict[str, Any] = dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4)
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ngram": (NGRAM, {}),
+    "ngram, most drafts": (NGRAM | dict(num_speculative_tokens=14), {}),
+    "eagle": (head("eagle", 2, **ALONE), OPTIONS),
+    "eagle3": (head("eagle3", 2, **ALONE), OPTIONS),
+    "eagle3, drafts by batch size": (
+        head("eagle3", 3, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 2, 1], [3, 512, 0]]),
+        {},
+    ),
+    "medusa": (head("medusa", 3), {}),
+    "mtp": (head("mtp", 2, **PADDED), {}),
+    "deepseek_mtp": (dict(method="deepseek_mtp", num_speculative_tokens=2, **PADDED), OPTIONS),
+    "suffix": (dict(method="suffix", num_speculative_tokens=15), dict(enforce_eager=True)),
+    "draft_model": (dict(method="draft_model", num_speculative_tokens=3, **ALONE), OPTIONS),
+    "universal_draft": (dict(method="universal_draft", num_speculative_tokens=3, **ALONE), OPTIONS),
+}
+QUICK = ("eagle", "suffix")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in RUNS])
+def test_what_runs(case: str, model: Callable[[str], str], looping_llama: str, twin: str) -> None:
+    """Answers are those without speculation, and nothing is captured behind warm-up, as `engine` sees to."""
+    config, options = RUNS[case]
+    path, requests = model(config["method"]), mixed_requests(10)
+    with engine(path, **SIZES) as llm:
+        expected = run_together(llm, requests)
+    with speculating(path, drafter(config, looping_llama, twin), **SIZES, **options) as llm:
+        assert not differences(requests, run_together(llm, requests), expected)
+        assert accepted(llm) > 0
+        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+        assert bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling) == (
+            config["method"] not in ("ngram", "suffix")
+        )
+
+
+@pytest.mark.slow
+def test_synthetic_acceptance(looping_llama: str) -> None:
+    rates = dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.9, 0.6, 0.3])
+    config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **rates)
+    with speculating(looping_llama, config, **SIZES) as llm:
+        run_together(llm, mixed_requests(10))
+        share = accepted(llm) / counter(llm, "vllm:spec_decode_num_draft_tokens")
+        assert 0.3 < share < 0.9
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "drafts of their own lengths": (
+        head("eagle3", 2, disable_padded_drafter_batch=True),
+        {},
+        "disable_padded_drafter_batch is not supported",
+    ),
+    "more drafts than the operation takes": (NGRAM | dict(num_speculative_tokens=16), {}, "to 15 or less"),
+    "a head on one card, its target on two": (
+        head("eagle", 2, draft_tensor_parallel_size=1),
+        dict(tensor_parallel_size=2),
+        "draft_tensor_parallel_size 1 is not the target's 2",
+    ),
+    "hidden states": (
+        dict(
+            method="extract_hidden_states",
+            num_speculative_tokens=1,
+            draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+        ),
+        {},
+        "",
+    ),
+    "dflash": (dict(method="dflash", model="eagle", num_speculative_tokens=3), {}, "dflash"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    config, options, words = REFUSED[case]
+    if config.get("model") == "eagle":
+        config = config | dict(model=head("eagle", 1)["model"])
+    assert words in refusal(target("eagle"), speculative_config=config, **options)
+
+
+def test_as_many_drafts_as_the_backend_verifies() -> None:
+    assert load_backend().max_drafts == 15
