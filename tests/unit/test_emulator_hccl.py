@@ -1,4 +1,4 @@
-"""Collectives of the emulated device, over gloo."""
+"""Collectives of the emulated cards, over gloo."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import torch.multiprocessing as mp
 from vllm_gaudi_spec import emulator
 
 
-def work(rank: int, world: int, path: str) -> None:
+def work(rank: int, world: int, path: str, device: str) -> None:
     torch.set_num_threads(1)
-    emulator.install()
+    emulator.install() if device == "hpu" else emulator.install_npu()
     card = emulator.device()
     dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
     try:
         with torch.inference_mode():
-            collectives(rank, world)
-            inside_a_graph(card, world)
+            collectives(rank, world, device)
+            inside_an_hpu_graph(card, world) if device == "hpu" else inside_an_npu_graph(world)
     finally:
         dist.destroy_process_group()
 
 
-def collectives(rank: int, world: int) -> None:
-    x = torch.full((world,), float(rank + 1)).to("hpu")
+def collectives(rank: int, world: int, device: str) -> None:
+    x = torch.full((world,), float(rank + 1)).to(device)
     every = [float(other + 1) for other in range(world)]
     total = x.clone()
     dist.all_reduce(total)
     assert total.tolist() == [sum(every)] * world
-    flat = torch.empty(world * world, device="hpu")
+    flat = torch.empty(world * world, device=device)
     dist.all_gather_into_tensor(flat, x)
     assert flat.view(world, world)[:, 0].tolist() == every
-    parts = [torch.empty(world, device="hpu") for _ in range(world)]
+    parts = [torch.empty(world, device=device) for _ in range(world)]
     dist.all_gather(parts, x)
     assert [part[0].item() for part in parts] == every
-    own = torch.empty(1, device="hpu")
+    own = torch.empty(1, device=device)
     dist.reduce_scatter_tensor(own, x)
     assert own.item() == sum(every)
     sent = x.clone()
@@ -49,12 +49,12 @@ def collectives(rank: int, world: int) -> None:
         if rank == 0:
             dist.send(x, 1)
         elif rank == 1:
-            got = torch.zeros(world, device="hpu")
+            got = torch.zeros(world, device=device)
             dist.recv(got, 0)
             assert got[0].item() == 1.0
 
 
-def inside_a_graph(card: Any, world: int) -> None:
+def inside_an_hpu_graph(card: Any, world: int) -> None:
     import habana_frameworks.torch as htorch
 
     class Sum(torch.nn.Module):
@@ -76,6 +76,20 @@ def inside_a_graph(card: Any, world: int) -> None:
     assert card.counters.implicit_markers == before + 1
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_collectives(tmp_path: Path, world: int) -> None:
-    mp.spawn(work, (world, str(tmp_path / "store")), nprocs=world)
+def inside_an_npu_graph(world: int) -> None:
+    x = torch.zeros(1, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x + 1
+        dist.all_reduce(y)
+        y = y * 2
+    for value in (0, 1):
+        x.fill_(value)
+        graph.replay()
+        assert y.item() == 2.0 * world * (value + 1)
+    graph.reset()  # as above
+
+
+@pytest.mark.parametrize(("device", "world"), [("hpu", 1), ("hpu", 2), ("npu", 2)])
+def test_collectives(tmp_path: Path, device: str, world: int) -> None:
+    mp.spawn(work, (world, str(tmp_path / "store"), device), nprocs=world)

@@ -191,6 +191,7 @@ def register() -> None:
     for name in ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache"):
         traffic.TOUCHED[name] = lambda args: int(args[0].numel())
     traffic.READS["npu_fused_infer_attention_score"] = attention.operand_bytes
+    traffic.READS["_npu_fused_infer_attention_score_get_max_workspace"] = lambda *call: 0
     ops.FLOPS["npu_fused_infer_attention_score"] = attention.flops
     # Reached through the tensors of the card only, and without the dispatcher.
     kernels.KERNELS.update(_KERNELS)

@@ -21,23 +21,27 @@ _ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class Pool:
-    """Memory that graphs share: they run one after another, so that it is as large as the largest needs it."""
+    """Memory that graphs share: they run one after another, so that it is as large as the largest needs it. It goes
+    with the last of them."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        self.num_graphs = 0
+        self.gone = False
+        self._nbytes = 0
+        self._num_graphs = 0
+        self._records = DEVICE.graphs
 
     def enter(self, nbytes: int) -> None:
-        more = max(nbytes - self.nbytes, 0)
+        more = max(nbytes - self._nbytes, 0)
         DEVICE.charge_graph(more)
-        self.nbytes += more
-        self.num_graphs += 1
+        self._nbytes += more
+        self._num_graphs += 1
 
     def leave(self) -> None:
-        self.num_graphs -= 1
-        if not self.num_graphs:
-            DEVICE.graph_bytes -= self.nbytes
-            self.nbytes = 0
+        self._num_graphs -= 1
+        if not self._num_graphs:
+            self.gone = True
+            if DEVICE.graphs is self._records:  # else the card was reset meanwhile
+                DEVICE.graph_bytes -= self._nbytes
 
 
 class TaskGroup:
@@ -195,6 +199,8 @@ class NPUGraph:
         stream = current_stream()
         if stream is STREAMS.default_stream():
             raise RuntimeError("NPU graphs must be captured on a non-default stream.")
+        if pool is not None and pool.gone:
+            raise RuntimeError("the memory pool went with its last graph; ask graph_pool_handle for another")
         if DEVICE.blocked is not None:
             raise DeviceRefusal(DEVICE.blocked)
         DEVICE.opened()
@@ -254,10 +260,18 @@ class NPUGraph:
 
     def reset(self) -> None:
         DEVICE.refuse_in_capture("a graph is reset")
+        self._free()
+
+    def _free(self) -> None:
         if self._program is not None and self._pool is not None:
             self._pool.leave()
         self._program = None
         self._watched.clear()
+
+    def __del__(self) -> None:
+        # At interpreter exit the module's names may be gone before the last graph.
+        if DEVICE is not None:
+            self._free()
 
     def pool(self) -> Pool:
         self._captured("pool()")

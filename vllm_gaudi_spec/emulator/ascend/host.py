@@ -40,7 +40,21 @@ def _patched_factory(original: Any) -> Any:
     return make
 
 
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """Asked wherever torch wants to know what accelerator there is."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
 def install() -> None:
+    torch._C._acc.register_python_privateuseone_hook(_Hooks())
     patch(torch.Tensor, "pin_memory", _patched_pin)
     patch(torch.Tensor, "is_pinned", lambda original: is_pinned)
     # What `with torch.device(...)` acts on is looked up once, and has to be the functions of torch itself.
@@ -50,6 +64,7 @@ def install() -> None:
     for name, function in {
         "synchronize": synchronize,
         "empty_cache": runtime.empty_cache,
+        "empty_host_cache": runtime.empty_cache,
         "current_stream": STREAMS.current_stream,
         "set_stream": STREAMS.set_stream,
         "current_device_index": runtime.current_device,

@@ -1,0 +1,28 @@
+"""Tests that need a process of their own: an emulated card changes torch for good, and a process has one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_tests(folder: str, **environment: str) -> None:
+    """All tests of a folder, in a fresh process."""
+    command = [sys.executable, "-m", "pytest", folder, "-q", "--no-header", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.fail(f"{folder} {environment or ''}:\n{done.stdout}", pytrace=False)
