@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -12,17 +13,54 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
 
+class FrontEnd(NamedTuple):
+    """What vLLM has of a platform before it starts its engine process."""
+
+    backend: DeviceBackend
+    name: str
+    total_memory: int
+    opened_by: list[str]
+    """Calls that would have opened the card."""
+
+
+OPENING = ("Stream", "Event", "mem_get_info", "synchronize", "current_stream", "set_device", "empty_cache", "init")
+
+
 @pytest.fixture(scope="session")
-def backend() -> DeviceBackend:
+def front_end() -> FrontEnd:
+    from vllm.platforms import current_platform
+
+    from vllm_gaudi_spec import backends
+
+    # The device's software, or what stands in for it, comes with the module.
+    importlib.import_module(backends._DEVICES[backends.choose_device() or "cpu"].module)
+    device, called = getattr(torch, current_platform.device_type), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPENING:
+            if hasattr(device, name):
+                patch.setattr(device, name, _noted(name, getattr(device, name), called))
+        backend = backends.load_backend()
+        current_platform.import_ir_kernels()
+        name, total_memory = current_platform.get_device_name(), current_platform.get_device_total_memory()
+    return FrontEnd(backend, name, total_memory, called)
+
+
+def _noted(name: str, original: Any, called: list[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def backend(front_end: FrontEnd) -> DeviceBackend:
     """As a worker finds it when it loads its model."""
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_spec.backends import load_backend
-
-    backend = load_backend()
+    backend = front_end.backend
     current_platform.set_device(torch.device(backend.torch_device.type, 0))
     current_platform.import_kernels()
-    current_platform.import_ir_kernels()
     return backend
 
 

@@ -16,11 +16,14 @@ CLOSE = dict(atol=1e-5, rtol=1e-5)
 
 @pytest.fixture(autouse=True)
 def as_in_a_model(backend: DeviceBackend) -> Iterator[None]:
+    from vllm import ir
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.platforms import current_platform
 
     config = VllmConfig()
-    with set_current_vllm_config(config), current_platform.get_default_ir_op_priority(config).set_priority():
+    priority = current_platform.get_default_ir_op_priority(config)
+    # The last as workers do where vLLM compiles nothing.
+    with set_current_vllm_config(config), priority.set_priority(), ir.enable_torch_wrap(False):
         yield
 
 
