@@ -98,12 +98,15 @@ def test_memory(card: Any) -> None:
         torch.empty(2 * total, dtype=torch.int8, device="npu")
 
 
-def test_one_device(card: Any) -> None:
+def test_a_process_uses_one_of_the_devices(card: Any) -> None:
     torch.npu.set_device("npu:0")
     torch.npu.set_device(0)
+    torch.ones(1, device="npu")
     with pytest.raises(RuntimeError, match="one device"):
         torch.npu.set_device(1)
-    assert torch.npu.device_count() == torch.accelerator.device_count() == 1
+    with pytest.raises(RuntimeError, match="one device"):
+        torch.ones(1, device="npu:1")
+    assert torch.npu.device_count() == torch.accelerator.device_count() == 8
     assert torch.npu.get_device_name().startswith("Ascend910B")
     assert torch.accelerator.current_accelerator() == torch.device("npu")
     assert torch.accelerator.current_device_index() == 0

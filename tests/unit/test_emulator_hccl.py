@@ -15,7 +15,11 @@ from vllm_gaudi_spec import emulator
 
 def work(rank: int, world: int, path: str, device: str) -> None:
     torch.set_num_threads(1)
-    emulator.install() if device == "hpu" else emulator.install_npu()
+    if device == "hpu":
+        emulator.install()
+    else:
+        emulator.install_npu()
+        torch.npu.set_device(rank)
     card = emulator.device()
     dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
     try:
@@ -78,6 +82,7 @@ def inside_an_hpu_graph(card: Any, world: int) -> None:
 
 def inside_an_npu_graph(world: int) -> None:
     x = torch.zeros(1, device="npu")
+    assert x.device.index == torch.npu.current_device() == dist.get_rank()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         y = x + 1

@@ -35,6 +35,8 @@ class Model:
     dispatch_key: str
     guard_slot: int
     """Its c10::DeviceType, part of torch's ABI."""
+    count: int
+    """How many of them a process sees. It uses one."""
     memory: int
     """Bytes that the allocator offers."""
     e4m3_max: float
@@ -115,6 +117,12 @@ class Device:
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
+
+    def choose(self, index: int) -> None:
+        """Which of those that it sees the process uses, once and for all."""
+        if index != self.where.index and (self.pid or not 0 <= index < self.model.count):
+            raise RuntimeError(f"a process has one device, {self.where}; {self.where.type}:{index} was asked for")
+        self.where = torch.device(self.where.type, index)
 
     def opened(self) -> None:
         """First use: from here on a fork is fatal."""

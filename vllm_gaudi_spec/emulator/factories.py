@@ -47,7 +47,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
     device.opened()
     kwargs.pop("pin_memory", None)  # nothing on the device is pinned
     kwargs.pop("layout", None)
-    if torch.device(kwargs.get("device") or DEVICE.where).index not in (None, 0):
+    if torch.device(kwargs.get("device") or DEVICE.where).index not in (None, DEVICE.where.index):
         raise RuntimeError(f"a process has one device, {DEVICE.where}; {kwargs['device']} was asked for")
     kwargs["device"] = "cpu"
     if info.packet == "randperm" and kwargs.get("generator") is None:

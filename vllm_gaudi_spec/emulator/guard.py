@@ -46,7 +46,7 @@ def _indexed(device: Any) -> Any:
     if isinstance(device, str) and device.startswith(DEVICE.where.type):
         device = torch.device(device)
     if isinstance(device, torch.device) and device.type == DEVICE.where.type:
-        if device.index not in (None, 0):
+        if device.index not in (None, DEVICE.where.index):
             raise RuntimeError(f"a process has one device, {DEVICE.where}; {device} was asked for")
         return DEVICE.where
     return device

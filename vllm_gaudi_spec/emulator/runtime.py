@@ -112,11 +112,11 @@ def init() -> None:
 
 
 def device_count() -> int:
-    return 1
+    return DEVICE.model.count
 
 
 def current_device() -> int:
-    return 0
+    return DEVICE.where.index
 
 
 def get_device_name(device: Any = None) -> str:
@@ -125,8 +125,7 @@ def get_device_name(device: Any = None) -> str:
 
 def set_device(device: Any) -> None:
     index = device if isinstance(device, int) else (torch.device(device).index or 0)
-    if index != 0:
-        raise RuntimeError(f"a process has one device, {DEVICE.where}; set_device({device}) was called")
+    DEVICE.choose(index)
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -67,6 +67,7 @@ def install() -> None:
         "empty_host_cache": runtime.empty_cache,
         "current_stream": STREAMS.current_stream,
         "set_stream": STREAMS.set_stream,
+        "device_count": runtime.device_count,
         "current_device_index": runtime.current_device,
         "set_device_index": runtime.set_device,
         "get_memory_info": runtime.mem_get_info,

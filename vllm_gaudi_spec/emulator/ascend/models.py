@@ -28,6 +28,7 @@ ASCEND_910B = Model(
     device_type="npu",
     dispatch_key="PrivateUse1",
     guard_slot=20,
+    count=8,
     # As messages about memory that ran out print it for a card of 64 GB.
     memory=int(60.97 * GIB),
     e4m3_max=448.0,

@@ -29,6 +29,7 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         device_type="hpu",
         dispatch_key="HPU",
         guard_slot=15,
+        count=1,
         memory=memory,
         e4m3_max=e4m3_max,
         float64_on_host=False,
