@@ -3,7 +3,9 @@
 Runs with VGS_DEVICE=ascend-emulated in a process of its own. The table in docs/ascend.md has a line for each case.
 """
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,33 +100,40 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "drafts of their own lengths": (
         head("eagle3", 2, disable_padded_drafter_batch=True),
         {},
-        "disable_padded_drafter_batch is not supported",
+        "disable_padded_drafter_batch is not supported, since all rows of a batch draft in one shape",
     ),
-    "more drafts than the operation takes": (NGRAM | dict(num_speculative_tokens=16), {}, "to 15 or less"),
-    "a head on one card, its target on two": (
-        head("eagle", 2, draft_tensor_parallel_size=1),
+    "more drafts than the attention takes": (NGRAM | dict(num_speculative_tokens=16), {}, "at most 15 drafts a step"),
+    "a drafter on one card, its target on two": (
+        dict(method="draft_model", num_speculative_tokens=2, draft_tensor_parallel_size=1),
         dict(tensor_parallel_size=2),
         "draft_tensor_parallel_size 1 is not the target's 2",
     ),
-    "hidden states": (
+    "dflash": (dict(method="dflash", num_speculative_tokens=3), {}, "Speculative method dflash is not supported yet"),
+    "extract_hidden_states": (
         dict(
             method="extract_hidden_states",
             num_speculative_tokens=1,
             draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
         ),
         {},
-        "",
+        "Speculative method extract_hidden_states is not supported yet",
     ),
-    "dflash": (dict(method="dflash", model="eagle", num_speculative_tokens=3), {}, "dflash"),
 }
 
 
+@pytest.fixture
+def dflash(tmp_path: Path) -> str:
+    """The configuration of one: its weights are not looked for."""
+    config = json.loads((Path(head("eagle", 1)["model"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(architectures=["DFlashDraftModel"])))
+    return str(tmp_path)
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_what_is_refused(case: str, model: Callable[[str], str], looping_llama: str, twin: str, dflash: str) -> None:
     config, options, words = REFUSED[case]
-    if config.get("model") == "eagle":
-        config = config | dict(model=head("eagle", 1)["model"])
-    assert words in refusal(target("eagle"), speculative_config=config, **options)
+    config = drafter(config, looping_llama, twin) | (dict(model=dflash) if config["method"] == "dflash" else {})
+    assert words in refusal(model(config["method"]), speculative_config=config, **options)
 
 
 def test_as_many_drafts_as_the_backend_verifies() -> None:
