@@ -119,6 +119,7 @@ def test_random_numbers_differ_from_replay_to_replay(card: Any) -> None:
         (lambda x: torch.ones(2).to("npu"), "a host tensor is copied"),
         (lambda x: torch.tensor([1.0], device="npu"), "a host tensor is copied"),
         (lambda x: torch.lgamma(x), "falls back to the CPU"),
+        (lambda x: x.double(), "in float64 falls back to the CPU"),
         (lambda x: torch.npu.synchronize(), "waits for the device"),
         (lambda x: torch.npu.current_stream().synchronize(), "waits for the device"),
         (lambda x: torch.npu.Event().synchronize(), "an event is waited for"),

@@ -200,7 +200,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         for item in results:
             if item.dtype is torch.int64:
                 check_range(item.inner, info.name)
-    if computes and not device.compile_only:
+    if computes and (not device.compile_only or device.model.float64_on_host):
         for item in new:
             if item.dtype is torch.float64:
                 wide(item, info.name)
@@ -348,11 +348,9 @@ def check_range(values: torch.Tensor, what: str) -> None:
 
 def wide(tensor: DeviceTensor, what: str) -> None:
     """A float64 result: has the precision of the card, and cost what it costs there."""
-    step = DEVICE.counters.step
-    step.float64_ops += 1
+    DEVICE.counters.step.float64_ops += 1
     if DEVICE.model.float64_on_host:
-        step.fallbacks += 1
-        DEVICE.counters.event("CPU fallback", f"{what} in float64")
+        DEVICE.fallback(f"{what} in float64")
         return
     DEVICE.counters.event("float64 computed as float32", what)
     kernels.through_float32(tensor.inner)

@@ -129,6 +129,8 @@ class NpuCapture(Capture):
             if memory in foreign:
                 home = foreign[memory]
             else:
+                if memory not in self._origins:
+                    raise DeviceRefusal(f"{self.what}: a view of memory that is known by its place only is kept")
                 slot, geometry = self._origins[memory]
                 if slot not in places:
                     places[slot] = _poisoned(geometry)
