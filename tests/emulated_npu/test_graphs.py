@@ -202,6 +202,16 @@ def test_graphs_of_a_pool_share_its_memory(card: Any) -> None:
         captured(lambda: work(1))
 
 
+def test_results_are_memory_like_any_other(card: Any) -> None:
+    x = torch.zeros(1024, device="npu")
+    before = card.in_use
+    _graph, results = captured(lambda: [(y := x * 2), (y + 1)[:1]])
+    assert (card.in_use - before, card.graph_bytes) == (2 * x.nbytes, 0)
+    del results[1]
+    gc.collect()
+    assert card.in_use - before == x.nbytes
+
+
 def test_captures_after_warm_up_are_defects(card: Any) -> None:
     captured(lambda: torch.zeros(1, device="npu"))
     card.seal()

@@ -92,6 +92,19 @@ def test_an_update_changes_what_the_next_replay_is_told(card: Any, attention: At
         assert torch.equal(attention.result.cpu(), attention.expected(bounds))
 
 
+def test_what_is_held_is_in_the_same_place_and_serves_as_well(torch_npu: Any) -> None:
+    attention = Attention(torch_npu)
+    attention.place_of = lambda tensor: tensor
+    attention.capture([5, 6])
+    for bounds in ([200, 7], [1, 256]):
+        attention.updates.wait_event(attention.done)
+        attention.query.normal_()
+        attention.update(bounds)
+        attention.replay()
+        assert torch.equal(attention.result.cpu(), attention.expected(bounds))
+        assert torch.equal(attention.kept["query"].cpu(), (attention.query * 2).cpu())
+
+
 def test_without_an_update_a_replay_is_told_what_it_was_told_last(attention: Attention) -> None:
     attention.ready.record()
     attention.replay()
