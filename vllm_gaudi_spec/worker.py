@@ -34,9 +34,10 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         self.backend = load_backend()
-        self.device = self.backend.torch_device
         parallel = self.parallel_config
-        self.current_platform.set_device(torch.device(self.device.type, self.local_rank))
+        # vLLM says it again in each thread that waits for results.
+        self.device = torch.device(self.backend.torch_device.type, self.local_rank)
+        self.current_platform.set_device(self.device)
         name_process_group(self.distributed_init_method)
         init_distributed_environment(
             parallel.world_size,
