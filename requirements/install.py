@@ -2,6 +2,7 @@
 
 python requirements/install.py cpu    torch, the CPU stack and this project
 python requirements/install.py dev    what the tests and the linters need on top
+python requirements/install.py vllm-ascend    vllm-ascend as far as it runs without an NPU, its vLLM and this project
 
 Only the standard library is used. An interrupted run leaves `.installing` in the environment, because pip
 takes a half-unpacked package for an installed one: after `cpu` the Makefile then starts afresh, `dev` unpacks
@@ -9,6 +10,7 @@ its few packages again.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +62,7 @@ class Progress:
         print(f"      {time.monotonic() - self.started:4.0f} s  done", flush=True)
 
 
-def pip(progress: Progress, *arguments: str) -> list[str]:
+def pip(progress: Progress, *arguments: str, **environment: str) -> list[str]:
     """Run pip; returns its output when it succeeded, raises CalledProcessError with it when it did not."""
     command = [
         sys.executable,
@@ -72,7 +74,12 @@ def pip(progress: Progress, *arguments: str) -> list[str]:
         "--no-deps",
     ]
     process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        [*command, *arguments],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     lines: list[str] = []
 
@@ -126,6 +133,22 @@ def install_cpu() -> None:
     install_project("[4/4] this project")
 
 
+# What its build asks for: which card, and not to compile for it.
+ASCEND_BUILD = {"SOC_VERSION": "ascend910b1", "COMPILE_CUSTOM_KERNELS": "0"}
+
+
+def install_vllm_ascend() -> None:
+    install_torch(f"[1/4] {TORCH}")
+    install_lock(
+        "[2/4] requirements/vllm-ascend.txt: vLLM's CPU build of that release and what both need", "vllm-ascend"
+    )
+    progress = Progress("[3/4] requirements/vllm-ascend-source.txt: vllm-ascend", expected=1)
+    source = HERE / "vllm-ascend-source.txt"
+    pip(progress, "--require-hashes", "--no-build-isolation", "-r", str(source), **ASCEND_BUILD)
+    progress.done()
+    install_project("[4/4] this project")
+
+
 def install_dev(interrupted: bool) -> None:
     options = ["--ignore-installed"] if interrupted else []
     install_lock("[1/1] requirements/dev.txt: tests and linters", "dev", *options)
@@ -133,7 +156,7 @@ def install_dev(interrupted: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["cpu", "dev"])
+    parser.add_argument("what", choices=["cpu", "dev", "vllm-ascend"])
     what = parser.parse_args().what
     if sys.prefix == sys.base_prefix:
         print("error: run this with the Python of a virtual environment (`make setup` does)")
@@ -142,7 +165,12 @@ def main() -> int:
     interrupted = marker.exists()
     marker.touch()
     try:
-        install_cpu() if what == "cpu" else install_dev(interrupted)
+        if what == "cpu":
+            install_cpu()
+        elif what == "dev":
+            install_dev(interrupted)
+        else:
+            install_vllm_ascend()
     except KeyboardInterrupt:
         print("interrupted; run the same make command again to go on")
         return 130

@@ -23,6 +23,11 @@ def platform_plugin() -> str | None:
 
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`: runs in every vLLM process, after vLLM is imported."""
+    from vllm_gaudi_spec.integrations import vllm_ascend
+
+    if vllm_ascend.is_active():  # with a vLLM of its own, for which what follows is not made
+        vllm_ascend.register()
+        return
     from vllm_gaudi_spec import compat
     from vllm_gaudi_spec.platform import is_active
 

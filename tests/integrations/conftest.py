@@ -1,0 +1,45 @@
+"""vllm-ascend's own code, and the vLLM it runs on, in an environment of theirs on a CPU: `make verify` makes it.
+
+Real are vLLM, vllm-ascend's platform, configuration, proposers and attention, and the models. torch_npu and the compiled
+parts of vllm-ascend are those of doubles/. Tensors are the CPU's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+DOUBLES = str(Path(__file__).parent / "doubles")
+
+
+def prepare() -> None:
+    """What a process of vllm-ascend's does before anything else, its plugins and ours included."""
+    sys.path.insert(0, DOUBLES)
+    # vLLM looks at models in a process of their own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [DOUBLES, os.environ.get("PYTHONPATH")]))
+    from vllm_ascend.platform import NPUPlatform
+
+    NPUPlatform.dispatch_key = "CPU"
+    NPUPlatform.is_pin_memory_available = classmethod(lambda cls: False)
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    import vllm_ascend.ops  # noqa: F401  (its other modules can only be imported behind it)
+
+
+if importlib.util.find_spec("vllm_ascend") is None:
+    collect_ignore_glob = ["test_*.py"]  # the environment of our own platform
+else:
+    prepare()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target and a drafter with other tokens."""
+    from tests.integrations import models
+
+    return {name: models.save(name, tmp_path_factory.mktemp(name)) for name in models.SIZES}

@@ -1,0 +1,3 @@
+"""As much as is named when vllm-ascend is imported."""
+
+memcpy = None

@@ -1,0 +1,53 @@
+"""A target and a drafter whose tokens have other ids, other texts and another number, and share some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+TEXTS = {
+    "target": "The quick brown fox jumps over the lazy dog, and the dog does not mind. 0123456789 bucket by bucket, seconds ",
+    "drafter": "A compile costs seconds; the decode step has one shape per bucket, whatever the fox says. ",
+}
+SIZES = {"target": 340, "drafter": 312}
+# All tokens, then the one that ends a text. Other numbers of them give even single bytes other ids.
+SPECIAL = {"target": (["<s>", "</s>"], "</s>"), "drafter": (["<pad>", "<mask>", "<s>", "<|end|>"], "<|end|>")}
+PADDING = 8  # rows that a model has more than its tokenizer has tokens
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special, end = SPECIAL[name]
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZES[name],
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    made.train_from_iterator([TEXTS[name] * 4], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token=end)
+
+
+def save(name: str, folder: Path, padding: int = PADDING) -> str:
+    """The model of that name with its tokenizer."""
+    set_seed(len(name))
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer(name)) + padding,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,  # wide, so that no two logits are nearly the same
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer(name).bos_token_id,
+        eos_token_id=tokenizer(name).eos_token_id,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    tokenizer(name).save_pretrained(folder)
+    return str(folder)

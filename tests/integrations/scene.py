@@ -1,0 +1,157 @@
+"""A drafter of vllm-ascend as its runner makes and calls it: real configuration, real proposer, real drafter model, real
+attention backend. Only the runner around them is a stand-in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.utils import CpuGpuBuffer
+from vllm_ascend.ascend_config import clear_ascend_config, init_ascend_config
+from vllm_ascend.attention.attention_v1 import AscendAttentionState
+from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+
+K = 4
+BLOCK = 128
+BLOCKS_PER_ROW = 2
+MAX_ROWS = 4
+CPU = torch.device("cpu")
+
+
+def configuration(target: str, drafter: str, method: str = "universal_draft", **more: Any) -> VllmConfig:
+    speculative = {"method": method, "model": drafter, "num_speculative_tokens": K, **more.pop("speculative", {})}
+    arguments = EngineArgs(
+        model=target,
+        speculative_config=speculative,
+        enforce_eager=True,
+        max_model_len=BLOCK * BLOCKS_PER_ROW,
+        max_num_seqs=MAX_ROWS,
+        dtype="float32",
+        **more,
+    )
+    config = arguments.create_engine_config()
+    config.device_config.device = CPU
+    return config
+
+
+def start(config: VllmConfig) -> None:
+    """What a worker does before it makes its runner. Once for each process, but for the configuration."""
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+            initialize_model_parallel()
+        clear_ascend_config()
+        init_ascend_config(config)
+
+
+def runner() -> Any:
+    """As much of vllm-ascend's runner as its proposers look at."""
+
+    def make_buffer(*size: int, dtype: torch.dtype, numpy: bool = True) -> CpuGpuBuffer:
+        return CpuGpuBuffer(*size, dtype=dtype, device=CPU, pin_memory=False, with_numpy=numpy)
+
+    return SimpleNamespace(
+        max_num_reqs=MAX_ROWS,
+        max_num_tokens=1024,
+        pcp_size=1,
+        dcp_size=1,
+        pin_memory=False,
+        enable_enpu=False,
+        use_eagle=False,
+        dynamic_eplb=False,
+        attn_state=AscendAttentionState.ChunkedPrefill,
+        actual_seq_lengths_q=[],
+        decode_token_per_req=1 + K,
+        input_batch=SimpleNamespace(lora_id_to_lora_request={}),
+        get_model=lambda: None,
+        _use_aclgraph=lambda: False,
+        _make_buffer=make_buffer,
+        _sync_metadata_across_dp=lambda num_tokens, is_draft_model=False: (num_tokens, None, None),
+    )
+
+
+@dataclass
+class Scene:
+    config: VllmConfig
+    proposer: Any
+
+    @classmethod
+    def load(cls, config: VllmConfig) -> Scene:
+        """Make the proposer by the name of its method, load its model and give it KV."""
+        from vllm_ascend.spec_decode import get_spec_decode_method
+
+        start(config)
+        with set_current_vllm_config(config):
+            proposer = get_spec_decode_method(config.speculative_config.method, config, CPU, runner())
+            proposer.load_model(torch.nn.ModuleDict({"model": torch.nn.Module()}))  # in the target's place
+            layers = {name: config.compilation_config.static_forward_context[name] for name in proposer.attn_layer_names}
+            spec = next(iter(layers.values())).get_kv_cache_spec(config)
+            assert isinstance(spec, FullAttentionSpec)
+            shape = (2, MAX_ROWS * BLOCKS_PER_ROW, BLOCK, spec.num_kv_heads, spec.head_size)
+            for layer in layers.values():
+                layer.kv_cache = tuple(torch.full(shape, torch.nan))  # what was not written shall show
+            group = KVCacheGroupSpec(list(layers), spec)
+            proposer.initialize_attn_backend(KVCacheConfig(shape[1], [], [group]), [BLOCK])
+        return cls(config, proposer)
+
+    def draft(
+        self,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        following: Sequence[int],
+        accepted: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """One call as the runner makes it: each row has read these tokens of the target's from its start on, and
+        `following` was sampled. With `accepted` its tokens are a sampled one and K drafts, so many of which count."""
+        lengths = [len(row) for row in tokens]
+        locations = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+        ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)], dtype=torch.int32)
+        places = [(row, start + i) for row, start in enumerate(starts) for i in range(lengths[row])]
+        table = torch.arange(len(tokens) * BLOCKS_PER_ROW, dtype=torch.int32).view(-1, BLOCKS_PER_ROW)
+        slots = [int(table[row, at // BLOCK]) * BLOCK + at % BLOCK for row, at in places]
+        metadata = AscendCommonAttentionMetadata(
+            query_start_loc=locations,
+            query_start_loc_cpu=locations.clone(),
+            seq_lens=ends,
+            seq_lens_cpu=ends.clone(),
+            _seq_lens_cpu=ends.clone(),
+            num_computed_tokens_cpu=torch.tensor(starts, dtype=torch.int32),
+            num_reqs=len(tokens),
+            num_actual_tokens=len(places),
+            num_input_tokens=len(places),
+            max_query_len=max(lengths),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots, dtype=torch.int32),
+            positions=torch.zeros(1024, dtype=torch.int64),
+            attn_state=AscendAttentionState.ChunkedPrefill,
+        )
+        to_sample = refused = None
+        if accepted is not None:
+            drafts = SimpleNamespace(cu_num_draft_tokens=torch.full((len(tokens),), K, dtype=torch.int32).cumsum(0).int())
+            metadata, _, to_sample, refused = self.proposer.prepare_inputs_padded(
+                metadata, drafts, torch.tensor(accepted, dtype=torch.int32) + 1
+            )
+        with torch.inference_mode(), set_current_vllm_config(self.config):
+            made = self.proposer._propose(
+                target_token_ids=torch.tensor([token for row in tokens for token in row], dtype=torch.int32),
+                target_positions=torch.tensor([at for _, at in places], dtype=torch.int64),
+                target_hidden_states=torch.zeros(len(places), 1),
+                next_token_ids=torch.tensor(following, dtype=torch.int32),
+                token_indices_to_sample=to_sample,
+                common_attn_metadata=metadata,
+                target_model_batch_desc=BatchDescriptor(num_tokens=len(places)),
+                sampling_metadata=None,
+                num_rejected_tokens_gpu=refused,
+            )
+        assert made.shape == (len(tokens), K)
+        return made.tolist()

@@ -1,0 +1,25 @@
+"""Method `universal_draft` for users of vllm-ascend, who keep its platform, its worker and its version of vLLM.
+
+Nothing here or below needs the vLLM of our own platform: what is shared with it is proposers/universal/ and config.py.
+versions.py says what it is made for, patches.py what it changes there, proposer.py is the drafter.
+"""
+
+from __future__ import annotations
+
+
+def is_active() -> bool:
+    """Whether vllm-ascend is the platform of this process."""
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__module__.split(".")[0] == "vllm_ascend"
+
+
+def register() -> None:
+    """Teach vllm-ascend and its vLLM the method, or, where they are others than we know, to refuse it. Safe to call
+    again: vLLM does in each of its processes."""
+    from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions
+
+    if (reason := versions.why_unsupported()) is not None:
+        patches.refuse_universal_draft(reason)
+    else:
+        patches.apply()

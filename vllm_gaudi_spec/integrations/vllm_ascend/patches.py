@@ -1,0 +1,117 @@
+"""Every in-memory change to vllm-ascend and to the vLLM that it runs on: what, why, and when it can go.
+
+tests/integrations/ fails when upstream moves under one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.patching import widen, wrap
+
+_DRAFT_MODEL = "draft_model"
+
+
+def apply() -> None:
+    """All patches for the supported releases. Safe to call again."""
+    admit_universal_draft()
+    make_universal_proposers()
+
+
+def admit_universal_draft() -> None:
+    """Method `universal_draft` in a speculative configuration: to vLLM a `draft_model` with a vocabulary of its own.
+
+    Reason: upstream's methods are a closed list, it gives a drafter the target's tokenizer, and it refuses vocabularies
+    of other sizes. Everything else that it decides by the method's name, it shall decide as for a draft model.
+    Remove when: the vLLM that vllm-ascend runs on has `use_heterogeneous_vocab`, and vllm-ascend heeds it.
+    """
+    from vllm.config import SpeculativeConfig
+
+    widen(SpeculativeConfig, {"method": (UNIVERSAL_DRAFT,)})
+    wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _compare_sizes_of_others)
+
+
+def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
+    if config.method != UNIVERSAL_DRAFT:
+        original(config)
+        return
+    for name, only in (("draft_sample_method", "greedy"), ("use_local_argmax_reduction", False)):
+        if getattr(config, name) != only:
+            raise UnsupportedConfigError(
+                f"Method {UNIVERSAL_DRAFT} on vllm-ascend drafts each time the best token of both vocabularies: leave "
+                f"{name} out of --speculative-config."
+            )
+    config.method = _DRAFT_MODEL
+    original(config)
+    if config.method != _DRAFT_MODEL:
+        raise UnsupportedConfigError(
+            f"vLLM takes {config.model} for a drafter of method {config.method}, which is no model of its own; method "
+            f"{UNIVERSAL_DRAFT} needs one."
+        )
+    setattr(config, IS_UNIVERSAL, True)
+    draft = config.draft_model_config
+    draft.tokenizer, draft.tokenizer_revision = draft.model, draft.revision
+
+
+def _compare_sizes_of_others(original: Callable[..., None], config: Any) -> None:
+    if not is_universal(config):
+        original(config)
+
+
+def is_universal(config: Any) -> bool:
+    return getattr(config, IS_UNIVERSAL, False)
+
+
+def make_universal_proposers() -> None:
+    """Let vllm-ascend's `get_spec_decode_method` make our proposer where that method was asked for.
+
+    Reason: it chooses among classes of its own, by the method's name. It is taught when a worker starts, because its
+    module can only be imported behind others of vllm-ascend, whose worker imports all of them in the right order.
+    Remove when: vllm-ascend lets a plugin add a method.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    wrap(WorkerBase, "__init__", _teach_when_a_worker_starts)
+
+
+def _teach_when_a_worker_starts(original: Callable[..., None], worker: Any, *args: Any, **named: Any) -> None:
+    original(worker, *args, **named)
+    if is_universal(worker.vllm_config.speculative_config):
+        from vllm_ascend import spec_decode
+        from vllm_ascend.worker import model_runner_v1
+
+        for module in (spec_decode, model_runner_v1):  # the runner has the function under a name of its own
+            wrap(module, "get_spec_decode_method", _get_spec_decode_method)
+
+
+def _get_spec_decode_method(
+    original: Callable[..., Any], method: str, vllm_config: Any, device: Any, runner: Any
+) -> Any:
+    if not is_universal(vllm_config.speculative_config):
+        return original(method, vllm_config, device, runner)
+    from vllm_gaudi_spec.integrations.vllm_ascend.proposer import AscendUniversalDraftProposer
+
+    if ADDITIONAL_CONFIG_KEY in (vllm_config.additional_config or {}):
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY} is for the platform of its name; vllm-ascend has its own."
+        )
+    return AscendUniversalDraftProposer(vllm_config, device, runner)
+
+
+def refuse_universal_draft(reason: str) -> None:
+    """Answer who asks for the method with the reason why it is not here; nothing else changes.
+
+    Reason: upstream would answer with its list of methods.
+    Remove when: there are no releases any more that we do not know.
+    """
+    from vllm.config import SpeculativeConfig
+
+    def init(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
+        if named.get("method") == UNIVERSAL_DRAFT:
+            raise UnsupportedConfigError(reason)
+        original(config, *args, **named)
+
+    wrap(SpeculativeConfig, "__init__", init)

@@ -1,0 +1,63 @@
+"""vllm-ascend's draft-model proposer, for a drafter that has another vocabulary than its target.
+
+The drafter reads and writes its own tokens all the way through upstream's loop over k, which stays as it is: what goes
+in, what is looked at for the best token, and what comes out are the only places where the two vocabularies meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm_ascend.ascend_config import get_ascend_config
+from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
+
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError, cache_folder
+from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens
+from vllm_gaudi_spec.proposers.universal.pairs import Pair
+
+
+class AscendUniversalDraftProposer(AscendDraftModelProposer):
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner=runner)
+        if get_ascend_config().enable_reduce_sample:
+            raise UnsupportedConfigError(
+                f"Method {UNIVERSAL_DRAFT} looks at logits of the whole vocabulary: turn enable_reduce_sample off in "
+                f"additional_config."
+            )
+
+    def _raise_if_vocab_size_mismatch(self) -> None:
+        """Sizes may differ: tokens are compared when the models are loaded, and none in common is an error there."""
+
+    def load_model(self, model: torch.nn.Module) -> None:
+        super().load_model(model)
+        pair = Pair.load(self.vllm_config, cache_folder())
+        self._read: MappedTokens = pair.mapped(self.device)
+        self._said = OwnTokens(pair.map.draftable, self.device)
+        # What is not drafted is no token of the target's either; some id has to stand there.
+        self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)
+        self._last_target = len(pair.map.target_to_draft) - 1
+        self.model.compute_logits = _then(self._said.to_target, self.model.compute_logits)
+
+    def set_inputs_first_pass(
+        self, target_token_ids: torch.Tensor, next_token_ids: torch.Tensor, *args: Any, **named: Any
+    ) -> Any:
+        return super().set_inputs_first_pass(
+            self._to_drafter(target_token_ids), self._to_drafter(next_token_ids), *args, **named
+        )
+
+    def _to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Steps that overlap leave ids of -1 where a token is not known yet; nothing that is read then counts.
+        return self._read.to_drafter(tokens.clamp(0, self._last_target)).to(tokens.dtype)
+
+    def _run_merged_draft(self, *args: Any, **named: Any) -> torch.Tensor:
+        """With the logits confined to tokens of both, each step's best token is the drafter's next input as it is."""
+        drafts = super()._run_merged_draft(*args, **named)
+        return self._target_U.index_select(0, drafts.flatten()).view(drafts.shape).to(drafts.dtype)
+
+
+def _then(
+    last: Callable[[torch.Tensor], torch.Tensor], first: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    return lambda *args, **named: last(first(*args, **named))

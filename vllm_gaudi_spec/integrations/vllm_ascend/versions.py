@@ -1,0 +1,23 @@
+"""The one pair of releases that the integration is made for, and tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+VLLM_ASCEND = "0.23.0.post1"
+VLLM = "0.23.0"
+
+
+def why_unsupported() -> str | None:
+    """What to tell who asks for the method beside other releases; None beside these."""
+    import vllm
+
+    found = {"vllm-ascend": version("vllm-ascend"), "vLLM": vllm.__version__}
+    # What stands behind a plus tells builds of one release apart, such as vLLM's for platforms of others.
+    if {name: text.split("+")[0] for name, text in found.items()} == {"vllm-ascend": VLLM_ASCEND, "vLLM": VLLM}:
+        return None
+    return (
+        f"Method universal_draft works with vllm-ascend {VLLM_ASCEND} and vLLM {VLLM}; installed are "
+        f"{' and '.join(f'{name} {text}' for name, text in found.items())}. Install that pair, or use another "
+        f"method in --speculative-config."
+    )

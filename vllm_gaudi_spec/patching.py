@@ -1,0 +1,39 @@
+"""How patches of others' code are made, for the files that list them: compat.py and those of integrations/."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+_OURS = "_wrapped_by_gaudi_spec"
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Make each call of `owner.name` a call of `wrapper`, which gets the original first. Once, however often asked."""
+    original = getattr(owner, name)
+    if hasattr(original, _OURS):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _OURS, True)
+    setattr(owner, name, wrapped)
+
+
+def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:
+    """Let fields of a pydantic dataclass, which are closed lists, say these values as well."""
+    from pydantic.dataclasses import rebuild_dataclass
+
+    fields, changed = config_class.__dataclass_fields__, False
+    for name, more in more_values.items():
+        values = get_args(fields[name].type)
+        known = get_args(values[0]) or values  # an optional field is a union of its values and None
+        if not set(more) <= set(known):
+            wider: Any = Literal[(*known, *more)]
+            fields[name].type = wider if known is values else wider | None
+            changed = True
+    if changed:
+        rebuild_dataclass(config_class, force=True)
