@@ -29,6 +29,8 @@ DEVICES = {
     "test_ascend": ("ascend-emulated",),
     "test_cuda": ("cuda",),
 }
+# Tests of these folders run beside other releases, in an environment of their own: see requirements/environment.py.
+OTHER_RELEASES = {"integrations": "vllm-ascend"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def tree_hash() -> str:
 
 def all_jobs() -> list[Job]:
     """Unit tests first: they are quick, and what they find explains what follows."""
-    files = [file for folder in ("unit", "full_tests") for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    folders = ("unit", *OTHER_RELEASES, "full_tests")
+    files = [file for folder in folders for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     return [Job(file, device) for file in files for device in devices(file)]
 
 
@@ -103,11 +106,25 @@ def earlier_outcome(job: Job, tree: str) -> Outcome | None:
     return outcome if outcome.tree == tree and outcome.good else None
 
 
+def python_for(file: Path) -> str | None:
+    """The Python that a file's tests run on; None if it can not be had, of which the reason was printed."""
+    what = OTHER_RELEASES.get(file.parent.name)
+    if what is None:
+        return sys.executable
+    folder = STATE / what
+    make = [sys.executable, str(ROOT / "requirements" / "environment.py"), what, str(folder)]
+    made = subprocess.run(make, cwd=ROOT, check=False).returncode == 0
+    return str(folder / "bin" / "python") if made else None
+
+
 def run(job: Job, tree: str) -> Outcome:
     report = job.stem.with_suffix(".xml")
     report.unlink(missing_ok=True)
+    python = python_for(job.file)
+    if python is None:
+        return Outcome(tree=tree, status=1, passed=0, failed=0, skipped=0, seconds=0.0)
     command = [
-        sys.executable,
+        python,
         "-m",
         "pytest",
         str(job.file),

@@ -1,7 +1,7 @@
 """vllm-ascend's own code, and the vLLM it runs on, in an environment of theirs on a CPU: `make verify` makes it.
 
-Real are vLLM, vllm-ascend's platform, configuration, proposers and attention, and the models. torch_npu and the compiled
-parts of vllm-ascend are those of doubles/. Tensors are the CPU's.
+Real are vLLM, vllm-ascend's platform, configuration, proposers and attention, and the models. torch_npu and the
+compiled parts of vllm-ascend are those of doubles/. Tensors are the CPU's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,15 @@ def prepare() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    import vllm_ascend.ops  # noqa: F401  (its other modules can only be imported behind it)
+    # Image processors take torchvision for granted, whose builds do not go with torch's for a CPU. No image comes here.
+    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+        parent, _, last = f"torchvision{name}".rpartition(".")
+        module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
+        module.__path__ = []
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    # The worker's module imports all others in the order in which they can be, its patches of vLLM included.
+    import vllm_ascend.worker.worker  # noqa: F401
 
 
 if importlib.util.find_spec("vllm_ascend") is None:

@@ -7,11 +7,15 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+# What they learn their tokens from.
 TEXTS = {
-    "target": "The quick brown fox jumps over the lazy dog, and the dog does not mind. 0123456789 bucket by bucket, seconds ",
-    "drafter": "A compile costs seconds; the decode step has one shape per bucket, whatever the fox says. ",
+    "target": "The quick brown fox jumps over the lazy dog, and the dog does not mind. 0123456789 bucket by bucket, "
+    "seconds go by while requests wait for one another; who comes late finds nothing left to read or to write. ",
+    "drafter": "A compile costs seconds; the decode step has one shape per bucket, whatever the fox says. Drafts are "
+    "proposed by a small model, verified by a large one, and forgotten when they were wrong. Nothing else changes, "
+    "neither what is written nor how probable it was: the lazy dog sleeps through all of it, every single night. ",
 }
-SIZES = {"target": 340, "drafter": 312}
+SIZES = {"target": 360, "drafter": 460}
 # All tokens, then the one that ends a text. Other numbers of them give even single bytes other ids.
 SPECIAL = {"target": (["<s>", "</s>"], "</s>"), "drafter": (["<pad>", "<mask>", "<s>", "<|end|>"], "<|end|>")}
 PADDING = 8  # rows that a model has more than its tokenizer has tokens

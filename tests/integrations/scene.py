@@ -1,5 +1,7 @@
-"""A drafter of vllm-ascend as its runner makes and calls it: real configuration, real proposer, real drafter model, real
-attention backend. Only the runner around them is a stand-in."""
+"""A drafter of vllm-ascend as its runner makes and calls it.
+
+Configuration, proposer, drafter model and attention backend are real; only the runner around them is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Scene:
         with set_current_vllm_config(config):
             proposer = get_spec_decode_method(config.speculative_config.method, config, CPU, runner())
             proposer.load_model(torch.nn.ModuleDict({"model": torch.nn.Module()}))  # in the target's place
-            layers = {name: config.compilation_config.static_forward_context[name] for name in proposer.attn_layer_names}
+            layers = {
+                name: config.compilation_config.static_forward_context[name] for name in proposer.attn_layer_names
+            }
             spec = next(iter(layers.values())).get_kv_cache_spec(config)
             assert isinstance(spec, FullAttentionSpec)
             shape = (2, MAX_ROWS * BLOCKS_PER_ROW, BLOCK, spec.num_kv_heads, spec.head_size)
@@ -137,7 +141,9 @@ class Scene:
         )
         to_sample = refused = None
         if accepted is not None:
-            drafts = SimpleNamespace(cu_num_draft_tokens=torch.full((len(tokens),), K, dtype=torch.int32).cumsum(0).int())
+            drafts = SimpleNamespace(
+                cu_num_draft_tokens=torch.full((len(tokens),), K, dtype=torch.int32).cumsum(0).int()
+            )
             metadata, _, to_sample, refused = self.proposer.prepare_inputs_padded(
                 metadata, drafts, torch.tensor(accepted, dtype=torch.int32) + 1
             )

@@ -78,7 +78,7 @@ def test_the_method_is_taken_for_a_draft_model_with_its_own_tokenizer(folders: d
 def test_other_methods_are_what_they_were(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="same vocabulary size"):
         configuration(folders["target"], folders["drafter"], "draft_model")
-    with pytest.raises(ValueError, match="'ngram'.*'universal_draft'"):
+    with pytest.raises(ValueError, match=r"'ngram'.*'universal_draft'"):
         configuration(folders["target"], folders["drafter"], "universal_drift")
     found = configuration(folders["target"], folders["target"], "draft_model").speculative_config
     assert not patches.is_universal(found)

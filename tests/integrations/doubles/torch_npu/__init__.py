@@ -41,6 +41,7 @@ npu = _module(
     is_available=lambda: False,  # transformers asks, and would run on it
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda seed: None,
+    current_device=lambda: 0,
     current_stream=_Stream,
     stream=lambda stream: contextlib.nullcontext(),
     synchronize=lambda: None,
@@ -54,8 +55,12 @@ torch.utils.rename_privateuse1_backend("npu")
 torch.npu = npu
 torch.distributed.is_hccl_available = lambda: False
 
-_C = _module("torch_npu._C", _NPUTaskGroupHandle=type("_NPUTaskGroupHandle", (), {}))
-_module("torch_npu._C._distributed_c10d", ProcessGroupHCCL=None)
+_hccl = types.SimpleNamespace(Options=type("Options", (), {}))
+_C = _module(
+    "torch_npu._C",
+    _NPUTaskGroupHandle=type("_NPUTaskGroupHandle", (), {}),
+    _distributed_c10d=_module("torch_npu._C._distributed_c10d", ProcessGroupHCCL=_hccl),
+)
 profiler = _module("torch_npu.profiler", dynamic_profile=None)
 for _name in ("torch_npu.op_plugin", "torch_npu.op_plugin.atb"):
     _module(_name)
