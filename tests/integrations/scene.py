@@ -102,10 +102,18 @@ class Scene:
             assert isinstance(spec, FullAttentionSpec)
             shape = (2, MAX_ROWS * BLOCKS_PER_ROW, BLOCK, spec.num_kv_heads, spec.head_size)
             for layer in layers.values():
-                layer.kv_cache = tuple(torch.full(shape, torch.nan))  # what was not written shall show
+                layer.kv_cache = tuple(torch.empty(shape))
             group = KVCacheGroupSpec(list(layers), spec)
             proposer.initialize_attn_backend(KVCacheConfig(shape[1], [], [group]), [BLOCK])
-        return cls(config, proposer)
+        scene = cls(config, proposer)
+        scene.forget()
+        return scene
+
+    def forget(self, written: float = torch.nan) -> None:
+        """Start anew: what no row has written since shall show where it is read."""
+        for name in self.proposer.attn_layer_names:
+            for cache in self.config.compilation_config.static_forward_context[name].kv_cache:
+                cache.fill_(written)
 
     def draft(
         self,

@@ -114,7 +114,9 @@ def npu_fused_infer_attention_score(
         )
         scores = torch.einsum("qnd,knd->nqk", query[begin:end], keys) * scale
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - (end - begin) + 1)
-        outs.append(torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+        # A key that is no number shows in the weights; the value of a hidden one, times zero, shall not.
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("nqk,knd->qnd", weights, values.nan_to_num()))
         begin = end
     return torch.cat(outs), None
 
