@@ -55,7 +55,7 @@ setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
 .PHONY: lock
 lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
-	cd requirements && for name in cpu dev; do \
+	cd requirements && for name in cpu dev vllm-ascend; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
 			--custom-compile-command 'make lock' --quiet -o $$name.txt; done
 
