@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ class Device:
         """Settings and counters as after installation. Tensors and captured graphs stay alive."""
         self.counters = Counters()
         self.queue = self.model.queue(self)
-        self.capture: Capture | None = None
+        self._recording = threading.local()
         self.graphs: list[GraphRecord] = []
         self.graph_bytes = 0
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
@@ -117,6 +118,15 @@ class Device:
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
         self.blocked: str | None = None
+
+    @property
+    def capture(self) -> Capture | None:
+        """What the calling thread records. Others may wait for results meanwhile."""
+        return getattr(self._recording, "capture", None)
+
+    @capture.setter
+    def capture(self, capture: Capture | None) -> None:
+        self._recording.capture = capture
 
     def choose(self, index: int) -> None:
         """Which of those that it sees the process uses, once and for all."""
