@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from vllm_gaudi_spec.backends import ascend_device  # noqa: F401  (gives torch the device)
+from vllm_gaudi_spec.backends import ascend_device, load_backend  # noqa: F401  (the first gives torch the device)
 from vllm_gaudi_spec.platform import CapturingPlatform
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class AscendSpecPlatform(CapturingPlatform):
@@ -20,6 +25,11 @@ class AscendSpecPlatform(CapturingPlatform):
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        super().pre_register_and_update(parser)
+        load_backend()  # where torch_npu is missing, the first to say so
 
     @classmethod
     def norm_provider(cls) -> str:

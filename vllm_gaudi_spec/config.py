@@ -24,9 +24,6 @@ class UnsupportedConfigError(RuntimeError):
     """
 
 
-ASCEND = ("ascend", "ascend-emulated")
-
-
 def requested_device() -> str | None:
     """The device named by VGS_DEVICE, or None when the choice is ours."""
     return os.environ.get("VGS_DEVICE") or None

@@ -60,7 +60,7 @@ class SpecPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        refuse_unsupported(vllm_config, load_backend().name)
+        refuse_unsupported(vllm_config, load_backend())
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)

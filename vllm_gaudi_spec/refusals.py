@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
-    ASCEND,
     EAGLE,
     EAGLE3,
     HEAD_METHODS,
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
+    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
 
 
-def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
+def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
@@ -45,7 +45,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: str) -> None:
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
     for of_device in (_format_refusals, _weight_refusals, _quantization_refusals):
-        for reason in of_device(vllm_config, device):
+        for reason in of_device(vllm_config, backend):
             raise UnsupportedConfigError(reason)
 
 
@@ -99,30 +99,34 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
 
 
-def _format_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
-    model = vllm_config.model_config
-    if device in ASCEND and model.quantization is not None:
+def _format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    given, models = vllm_config.speculative_config, [vllm_config.model_config]
+    if given is not None and given.method not in WEIGHTLESS_METHODS:
+        models.append(given.draft_model_config)
+    for model in models:
+        if backend.takes_weight_formats or model.quantization is None:
+            continue
         yield (
             f"{model.model} has weights in a format of its own ({model.quantization}), for which there are no kernels "
-            f"yet on {device}; use a model in bfloat16 or float16."
+            f"yet on {backend.name}; use a model in bfloat16 or float16."
         )
 
 
-def _weight_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+def _weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
     given = vllm_config.speculative_config
     if wanted is None or (given is not None and model is not given.target_model_config):
         return  # a drafter's weights may have a format of their own
-    if device != "cpu":
-        yield f"{name} is for device cpu, and this is {device}; leave it out."
+    if backend.name != "cpu":
+        yield f"{name} is for device cpu, and this is {backend.name}; leave it out."
     if str(model.dtype) != "torch.float32":
         yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
     if model.quantization is not None:
         yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
 
 
-def _quantization_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str]:
+def _quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     options, given, model = Options.from_vllm(vllm_config), vllm_config.speculative_config, vllm_config.model_config
     if given is not None and model is not given.target_model_config:
         return  # the drafter's part of a configuration that was looked at as a whole
@@ -138,17 +142,17 @@ def _quantization_refusals(vllm_config: VllmConfig, device: str) -> Iterator[str
         name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
         yield f"QUANT_CONFIG brings a format of its own; leave {name} out."
     for config, of_model in quantized:
-        yield from _quantized_model_refusals(config, of_model, device)
+        yield from _quantized_model_refusals(config, of_model, backend)
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
-        if not config.measures and device != "hpu":
+        if not config.measures and backend.name != "hpu":
             yield from missing_scales(config, vllm_config.parallel_config.tensor_parallel_size)
 
 
-def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    if device in ("cuda", *ASCEND):
-        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {device}; unset it."
-    elif device != "hpu":
+def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: DeviceBackend) -> Iterator[str]:
+    if not backend.takes_quant_config:
+        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {backend.name}; unset it."
+    elif backend.name != "hpu":
         yield from config.not_simulated()
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "proposers": {"proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
-    "refusals": {"config", "quantization.config"},
+    "refusals": {"backends.base", "config", "quantization.config"},
     "compat": {"config", "patching"},
     "patching": set(),
     "quantization": {"quantization", "config", "attention.operations"},

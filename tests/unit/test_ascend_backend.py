@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
-from tests.unit.test_config import engine_config, here
+from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import backends, refusals
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
@@ -94,17 +94,21 @@ def test_sixteen_drafts_are_refused() -> None:
 
 def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine_config(tmp_path, None)
-    refusals.refuse_unsupported(made, "ascend")
+    refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
     made.model_config.quantization = "fp8"
-    refusals.refuse_unsupported(made, "hpu")
+    refusals.refuse_unsupported(made, backend_of("hpu"))
     with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\).* no kernels yet on ascend; use a"):
-        refusals.refuse_unsupported(made, "ascend")
+        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
     made.model_config.quantization = None
+    drafting = engine_config(tmp_path, here(dict(method="draft_model"), tmp_path))
+    drafting.speculative_config.draft_model_config.quantization = "fp8"
+    with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\)"):
+        refusals.refuse_unsupported(drafting, cast(Any, ascend.Backend))
     path = tmp_path / "quant.json"
     path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG is for a Gaudi.* and this is ascend; unset it"):
-        refusals.refuse_unsupported(made, "ascend")
+        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
 
 
 def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -147,11 +151,17 @@ def layer(**changes: Any) -> AttentionLayerSpec:
         (dict(value_size=32), False),
         (dict(own_operations=True), False),
         (dict(num_heads=130), False),
+        (dict(num_heads=320, num_kv_heads=64), False),
         (dict(num_heads=512, num_kv_heads=512, head_size=128), False),
     ],
 )
 def test_layers_that_the_operation_takes(changes: dict[str, Any], fused: bool) -> None:
-    assert ascend_attention.takes(layer(**changes), ascend.Backend.fused_dtypes) is fused
+    assert ascend_attention.takes(layer(**changes), 4, 1024, ascend.Backend.fused_dtypes) is fused
+
+
+def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
+    for num_queries, num_keys, fused in ((1, 262_144, True), (1, 262_272, False), (2, 262_272, True)):
+        assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.Backend.fused_dtypes) is fused
 
 
 # --- what it says to graphs ---
@@ -162,7 +172,7 @@ class PlayedRuntime:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self._current = "main"
+        self._current = self.main = self.Stream()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("graph_task"):
@@ -180,7 +190,7 @@ class PlayedRuntime:
     def mem_get_info(self) -> tuple[int, int]:
         return 1, 1
 
-    def current_stream(self) -> str:
+    def current_stream(self) -> Any:
         return self._current
 
     @contextmanager
@@ -190,17 +200,14 @@ class PlayedRuntime:
         self._current = before
 
     def Stream(self) -> Any:
-        return SimpleNamespace(wait_event=lambda event: self.asked.append(("wait_event", event)))
+        stream = SimpleNamespace()
+        stream.wait_event = lambda event: self.asked.append(("wait", event, stream))
+        return stream
 
     def Event(self) -> Any:
-        return SimpleNamespace(record=lambda: self.asked.append(("done", self._current)))
-
-    def ExternalEvent(self) -> Any:
-        return SimpleNamespace(
-            wait=lambda stream: self.asked.append("wait"),
-            reset=lambda stream: self.asked.append("reset"),
-            record=lambda stream: self.asked.append("let through"),
-        )
+        event = SimpleNamespace()
+        event.record = lambda stream=None: self.asked.append(("record", event, stream or self._current))
+        return event
 
     def NPUGraph(self) -> Any:
         return SimpleNamespace(
@@ -221,12 +228,18 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
         runtime.asked.append(lengths)
         out[0].copy_(query)
 
-    operation = HostTold(run, lambda query, lengths: torch.empty(0), "lengths")
+    workspaces = []
+
+    def workspace(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        workspaces.append(lengths)
+        return torch.empty(0)
+
+    operation = HostTold(run, workspace, "lengths")
 
     def program(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(query)
         for _ in range(2):
-            captures.issue(operation, dict(query=query), lengths_B, [out])
+            captures.issue(operation, dict(query=query), lengths_B, 256, [out])
         return out
 
     graphed = Graphed(program, captures)
@@ -236,11 +249,38 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
         graphed(torch.ones(2), torch.tensor(lengths, dtype=torch.int32))
         return [asked if isinstance(asked, list | str) else asked[0] for asked in runtime.asked]
 
-    recorded = ["wait", "reset", "graph_task_group_begin", [3, 4], "graph_task_group_end"]
+    recorded = ["graph_task_group_begin", [3, 4], "graph_task_group_end"]
     assert told(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
-    update = ["graph_task_update_begin", [5, 6], "graph_task_update_end", "let through"]
-    assert told(5, 6) == ["wait_event", *update, *update, "replay", "done"]
+    update = ["graph_task_update_begin", [5, 6], "graph_task_update_end"]
+    for _ in range(2):
+        assert told(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
+    (_, done, updates), (_, updated, by), (_, awaited, runs), (_, done_again, at) = (
+        asked for asked in runtime.asked if asked[0] in ("wait", "record")
+    )
+    assert (done_again, awaited) == (done, updated)
+    assert updates is by
+    assert runs is at is runtime.main
+    assert updates is not runtime.main
     assert len(captures.names) == 1, "lengths make no program"
+    assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
+
+
+def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
+    runtime = PlayedRuntime()
+    captures = NpuCaptures(runtime, torch.device("cpu"))
+
+    def full() -> None:
+        raise RuntimeError(message)
+
+    captures.record(lambda: None)
+    message = "ACL error 207008: stream resources are insufficient"
+    with pytest.raises(
+        UnsupportedConfigError, match=r"no room for more than 0 programs.*batch_buckets and prefill_buck"
+    ):
+        captures.record(full)
+    message = "another fault"
+    with pytest.raises(RuntimeError, match="another fault"):
+        captures.record(full)
 
 
 # --- what the runner says of rows ---

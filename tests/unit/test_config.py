@@ -110,6 +110,14 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
     return EngineArgs(str(folder), speculative_config=speculative, **(defaults | options)).create_engine_config()
 
 
+def backend_of(device: str) -> Any:
+    """What refusals ask of it."""
+    without = device.startswith("ascend")
+    return SimpleNamespace(
+        name=device, takes_quant_config=not without and device != "cuda", takes_weight_formats=not without
+    )
+
+
 @pytest.fixture(autouse=True)
 def start_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a configuration chooses one for this process."""
@@ -325,10 +333,10 @@ def test_weight_formats_that_would_not_work_are_refused(
     made = engine_config(tmp_path, None, **options)
     made.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
     if message is None:
-        refusals.refuse_unsupported(made, device)
+        refusals.refuse_unsupported(made, backend_of(device))
         return
     with pytest.raises(UnsupportedConfigError, match=message):
-        refusals.refuse_unsupported(made, device)
+        refusals.refuse_unsupported(made, backend_of(device))
 
 
 @pytest.mark.parametrize(
@@ -352,10 +360,10 @@ def test_quantisation_that_would_not_work_is_refused(
     made.additional_config = {"gaudi_spec": {k: v.replace("FILE", str(path)) for k, v in options.items()}}
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     if message is None:
-        refusals.refuse_unsupported(made, device)
+        refusals.refuse_unsupported(made, backend_of(device))
         return
     with pytest.raises(UnsupportedConfigError, match=message):
-        refusals.refuse_unsupported(made, device)
+        refusals.refuse_unsupported(made, backend_of(device))
 
 
 def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:

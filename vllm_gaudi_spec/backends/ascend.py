@@ -5,31 +5,39 @@ Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` r
 
 from __future__ import annotations
 
-import importlib
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.backends import ascend_attention
+from vllm_gaudi_spec.backends.ascend_device import torch_npu
 from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
 from vllm_gaudi_spec.backends.kv_pair import KVPair
 from vllm_gaudi_spec.backends.stream_device import StreamDevice
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.sample.rules import TORCH
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+
+logger = init_logger(__name__)
 
 
 class Backend(StreamDevice):
     name = "ascend"
     block_size = 128
     needs_host_lengths = True
+    # The mask is as wide as the table, and plain torch reads all of it.
+    exact_context_width = False
     smallest_prefill = 128
-    # vllm-ascend verifies 16 tokens of a row in a step, drafts and one more.
+    # 16 tokens of a row in a step, drafts and one more, are the most that vllm-ascend verifies.
     max_drafts = 15
+    takes_weight_formats = False
     rules = TORCH
     fused_dtypes = frozenset({torch.float16, torch.bfloat16})
     """What the fused attention computes in. Others are served by plain torch."""
@@ -37,9 +45,8 @@ class Backend(StreamDevice):
     _captures: NpuCaptures
 
     def __init__(self) -> None:
-        # vLLM's front end makes a backend too, and must not open the card. The import does not; it registers the device
-        # "npu" and the process group "hccl".
-        self._torch_npu = _torch_npu()
+        # vLLM's front end makes a backend too, and must not open the card. The import does not.
+        self._torch_npu = torch_npu()
         runtime: Any = torch.npu
         # Each process is given one card (`Platform.set_device`), which this means without its number.
         device = torch.device("npu")
@@ -52,6 +59,18 @@ class Backend(StreamDevice):
     @cached_property
     def _scatter_kv(self) -> Any:
         return getattr(self._torch_npu, "npu_scatter_pa_kv_cache", None)
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+        by_layer = super().allocate_kv(kv_cache_config, layout)
+        for size in {pair.block_size for pair in by_layer.values()}:
+            if not ascend_attention.takes_blocks(size):
+                logger.warning_once(
+                    "KV blocks of %d tokens are not for the fused attention; plain torch serves, which is slower. Use "
+                    "--block-size %d.",
+                    size,
+                    self.block_size,
+                )
+        return by_layer
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
@@ -83,17 +102,8 @@ class Backend(StreamDevice):
         out_THD: torch.Tensor,
         operations: Operations = PLAIN,
     ) -> None:
-        if self._attention is not None and ascend_attention.takes(spec, self.fused_dtypes):
+        num_keys = ascend_attention.num_keys(call, spec)
+        if self._attention is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
             ascend_attention.attend(self._attention, self._captures, query_THD, kv_cache, call, spec, out_THD)
         else:
             padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
-
-
-def _torch_npu() -> Any:
-    try:
-        return importlib.import_module("torch_npu")
-    except ImportError as error:
-        raise UnsupportedConfigError(
-            f"device ascend needs torch_npu and CANN, which come with Huawei's images ({error}); set VGS_DEVICE to "
-            "ascend-emulated or cpu where there is no NPU."
-        ) from error

@@ -19,8 +19,11 @@ from vllm_gaudi_spec.backends.kv_pair import KVPair
 _BLOCK_SIZES = range(128, 513, 128)
 _MOST_HEAD_SIZE = 512
 _MOST_GROUP = 64
+_MOST_HEADS = 256
 _MOST_KV_WIDTH = 65535
-# Only a mask that hides all keys from a query makes a difference: one of padding, behind a window. It comes out zero.
+_MOST_KEYS_OF_ONE_QUERY = 262_144
+# It makes a difference to padding alone: behind a window, or behind a bound, a query of it may see no key at all. It
+# comes out zero.
 _CORRECTS_EMPTY_ROWS = 2
 
 
@@ -33,14 +36,21 @@ def fused_operation(torch_npu: Any) -> HostTold | None:
     return HostTold(attention.out, workspace, "actual_seq_lengths_kv")
 
 
-def takes(spec: AttentionLayerSpec, dtypes: frozenset[torch.dtype]) -> bool:
-    """Whether the operation takes this layer. A latent key is its own value, which it has no form for."""
+def takes_blocks(block_size: int) -> bool:
+    return block_size in _BLOCK_SIZES
+
+
+def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
+    """Whether the operation takes this layer over tables of so many keys. A latent key is its own value, which it has
+    no form for."""
     return (
         spec.dtype in dtypes
         and spec.value_size is None
         and not spec.own_operations
         and not spec.logits_soft_cap
-        and spec.block_size in _BLOCK_SIZES
+        and takes_blocks(spec.block_size)
+        and spec.num_heads <= _MOST_HEADS
+        and (num_queries > 1 or num_keys <= _MOST_KEYS_OF_ONE_QUERY)
         and spec.head_size % 16 == 0
         and spec.head_size <= _MOST_HEAD_SIZE
         and spec.num_heads // spec.num_kv_heads <= _MOST_GROUP
@@ -76,7 +86,13 @@ def attend(
         sparse_mode=0,
         inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
     )
-    captures.issue(fused, arguments, call.host_lengths_B, [out_THD.view(rectangle), _no_sums(out_THD)])
+    out = [out_THD.view(rectangle), _no_sums(out_THD)]
+    captures.issue(fused, arguments, call.host_lengths_B, num_keys(call, spec), out)
+
+
+def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:
+    """For which there is room in each row's table."""
+    return call.block_table_BW.shape[1] * spec.block_size
 
 
 def _no_sums(out: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,32 @@
-"""Gives torch the device "npu". vLLM names it before a backend is made, in a configuration, say, that another process
-unpacks. So this is imported with the platform."""
+"""torch_npu, which gives torch the device "npu" and the process group "hccl".
+
+vLLM names the device before a backend is made, in a configuration, say, that another process unpacks. So this is
+imported with the platform.
+"""
 
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
+from contextlib import suppress
+from typing import Any
 
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.backends import choose_device
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+
+def torch_npu() -> Any:
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        raise UnsupportedConfigError(
+            f"device ascend needs torch_npu and CANN, which come with Huawei's images ({error}); set VGS_DEVICE to "
+            "ascend-emulated or cpu where there is no NPU."
+        ) from error
+
 
 if choose_device() == "ascend-emulated":
     emulator.install_npu()
-
-if find_spec("torch_npu") is not None:
-    importlib.import_module("torch_npu")
+# Where it is missing or broken, the backend says so when it is made.
+with suppress(UnsupportedConfigError):
+    torch_npu()

@@ -6,7 +6,7 @@ import torch
 
 from vllm_gaudi_spec import emulator
 
-# Before the import: the emulator puts a `torch_npu` in place.
+# Before the import: the emulator puts a `torch_npu` in place. The platform has done so where there is one.
 emulator.install_npu()
 
 from vllm_gaudi_spec.backends import ascend  # noqa: E402

@@ -1,8 +1,8 @@
 """NPU graphs. Fused operations that were told lengths on the host are told new ones before their graph runs again.
 
-Such an operation is recorded as a group of tasks behind an event. Before the graph is replayed it is issued once more
-on a stream for updates, which computes nothing and writes what it is told into the recorded tasks, and then lets the
-event through. The updates of a graph wait on the device for its last run, and the host for nothing.
+Such an operation is recorded as a group of tasks. Before the graph is replayed it is issued once more on a stream for
+updates, which computes nothing and writes what it is told into the recorded tasks. On the device the updates of a graph
+wait for its last run, and its next run for them; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_gaudi_spec.backends.stream_graphs import Captures, Recorded
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+# How CANN says that graphs have taken all streams of a card.
+_NO_STREAMS_LEFT = ("207008", "stream resources are insufficient", "insufficient_stream_resources")
 
 
 class HostTold(NamedTuple):
@@ -34,8 +38,6 @@ class _Task(NamedTuple):
     lengths_B: torch.Tensor
     """The program's buffer on the host."""
     handle: Any
-    ready: Any
-    """An event that the graph waits for before the operation."""
 
 
 class NpuCaptures(Captures):
@@ -50,6 +52,13 @@ class NpuCaptures(Captures):
         self._tasks = tasks
         try:
             graph = super().record(run)
+        except RuntimeError as error:
+            if not any(mark in str(error).lower() for mark in _NO_STREAMS_LEFT):
+                raise
+            raise UnsupportedConfigError(
+                f"the card has no room for more than {len(self.names)} programs ({error}); give fewer sizes as "
+                "batch_buckets and prefill_buckets in additional_config.gaudi_spec, or lower --max-num-seqs."
+            ) from error
         finally:
             self._tasks = None
         if self._updates is None:
@@ -57,24 +66,28 @@ class NpuCaptures(Captures):
         return _Updated(graph, tasks, self._runtime, self._updates) if tasks else graph
 
     def issue(
-        self, operation: HostTold, arguments: dict[str, Any], lengths_B: torch.Tensor, out: list[torch.Tensor]
+        self,
+        operation: HostTold,
+        arguments: dict[str, Any],
+        lengths_B: torch.Tensor,
+        longest: int,
+        out: list[torch.Tensor],
     ) -> None:
-        """Run `operation` into `out`. `lengths_B` is an argument of the program."""
+        """Run `operation` into `out`. `lengths_B`, an argument of the program, never says more than `longest`."""
         told = arguments | {operation.lengths: lengths_B.tolist()}
+        # Enough for whatever the recorded operation will be told.
+        workspace = operation.workspace(**arguments, **{operation.lengths: [longest] * len(lengths_B)})
+        given = {"workspace": workspace, "out": out}
         if self._tasks is None:
-            operation.run(**told, workspace=operation.workspace(**told), out=out)
+            operation.run(**told, **given)
             return
         stream = self._runtime.current_stream()
-        ready = self._runtime.ExternalEvent()
-        ready.wait(stream)
-        ready.reset(stream)
-        given = {"workspace": operation.workspace(**told), "out": out}
         self._runtime.graph_task_group_begin(stream)
         operation.run(**told, **given)
         handle = self._runtime.graph_task_group_end(stream)
         # What is kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
         kept = {name: _place_of(value) for name, value in (arguments | given).items()}
-        self._tasks.append(_Task(operation, kept, lengths_B, handle, ready))
+        self._tasks.append(_Task(operation, kept, lengths_B, handle))
 
 
 class _Updated:
@@ -85,17 +98,20 @@ class _Updated:
         self._tasks = tasks
         self._runtime = runtime
         self._updates = updates
-        self._done = runtime.Event()
+        self._told, self._done = runtime.Event(), runtime.Event()
+        self._buffers = list({id(task.lengths_B): task.lengths_B for task in tasks}.values())
 
     def replay(self) -> None:
         runtime, updates = self._runtime, self._updates
+        lengths = {id(buffer): buffer.tolist() for buffer in self._buffers}
         updates.wait_event(self._done)
         with runtime.stream(updates):
-            for operation, arguments, lengths_B, handle, ready in self._tasks:
+            for operation, arguments, lengths_B, handle in self._tasks:
                 runtime.graph_task_update_begin(updates, handle)
-                operation.run(**arguments, **{operation.lengths: lengths_B.tolist()})
+                operation.run(**arguments, **{operation.lengths: lengths[id(lengths_B)]})
                 runtime.graph_task_update_end(updates)
-                ready.record(updates)
+            self._told.record(updates)
+        runtime.current_stream().wait_event(self._told)
         self._graph.replay()
         self._done.record()
 

@@ -52,6 +52,10 @@ class DeviceBackend(Protocol):
     """How often `download` and `start_download` were called."""
     max_drafts: int
     """The most drafts of a row that its kernels verify in one step."""
+    takes_quant_config: bool
+    """True when it measures and quantises models: `loading` and `quantize`."""
+    takes_weight_formats: bool
+    """True when checkpoints may have weights in formats of their own, for which vLLM brings kernels."""
     rules: Rules
     """Sampling and acceptance, as it runs them."""
     warmup_tokens: int

@@ -44,6 +44,8 @@ class Backend:
     smallest_prefill = 16
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
+    takes_quant_config = True
+    takes_weight_formats = True
     rules = RULES
     fp8_range = None
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 class Backend(StreamDevice):
     name = "cuda"
     block_size = 64
+    exact_context_width = True
     smallest_prefill = 32
     max_drafts = MAX_DRAFTS
+    takes_weight_formats = True
 
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.

@@ -54,6 +54,8 @@ class Backend:
     smallest_prefill = 128
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
+    takes_quant_config = True
+    takes_weight_formats = True
     rules = TORCH
     warmup_tokens = -1
 

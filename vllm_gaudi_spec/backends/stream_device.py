@@ -38,10 +38,10 @@ class StreamDevice:
     captures = True
     flat_decode = False
     needs_host_lengths = False
-    exact_context_width = True
     prefill_rows: tuple[int, ...] = (1,)
     prefill_growth = 2.0
     fp8_range = None
+    takes_quant_config = False
     warmup_tokens = -1
 
     def __init__(self, runtime: Any, torch_device: torch.device, captures: Captures) -> None:
