@@ -101,6 +101,7 @@ def test_memory(card: Any) -> None:
 def test_a_process_uses_one_of_the_devices(card: Any) -> None:
     torch.npu.set_device("npu:0")
     torch.npu.set_device(0)
+    torch.npu.set_device("npu")
     torch.ones(1, device="npu")
     with pytest.raises(RuntimeError, match="one device"):
         torch.npu.set_device(1)

@@ -119,6 +119,12 @@ def test_kv_writes_that_it_does_not_take(torch_npu: Any, changes: dict[str, Any]
         write(torch_npu, **changes)
 
 
+def test_two_tokens_for_one_slot(torch_npu: Any) -> None:
+    write(torch_npu, slot_mapping=torch.tensor([15, 15, 20]))  # padding
+    with pytest.raises(DeviceRefusal, match="two tokens for one slot"):
+        write(torch_npu, slot_mapping=torch.tensor([16, 20, 16]))
+
+
 def test_slots_outside_of_the_cache(torch_npu: Any) -> None:
     for slot in (-1, 64):
         with pytest.raises(IndexError, match=f"index {slot} is out of range"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,8 +33,7 @@ class Attention:
             num_key_value_heads=KV_HEADS,
             scale=0.25,
         )
-        self.updates, self.done = torch.npu.Stream(), torch.npu.Event()
-        self.ready = torch.npu.ExternalEvent()
+        self.updates, self.told, self.done = torch.npu.Stream(), torch.npu.Event(), torch.npu.Event()
         self.graph = torch.npu.NPUGraph()
 
     def expected(self, bounds: list[int]) -> torch.Tensor:
@@ -51,8 +51,6 @@ class Attention:
         given = dict(query=self.query * 2, key=self.keys, value=self.values, **self.rest)
         workspace = self.get_workspace(**given, actual_seq_lengths_kv=bounds)
         sums = torch.empty(1, device="npu")
-        self.ready.wait(stream)
-        self.ready.reset(stream)
         torch.npu.graph_task_group_begin(stream)
         self.operation.out(**given, actual_seq_lengths_kv=bounds, workspace=workspace, out=[out, sums])
         self.handle = torch.npu.graph_task_group_end(stream)
@@ -61,15 +59,15 @@ class Attention:
         self.kept = {k: self.place_of(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         self.kept["out"] = [self.place_of(out), self.place_of(sums)]
 
-    def update(self, bounds: list[int], record: bool = True) -> None:
+    def update(self, bounds: list[int]) -> None:
         with torch.npu.stream(self.updates):
             torch.npu.graph_task_update_begin(self.updates, self.handle)
             self.operation.out(**self.kept, actual_seq_lengths_kv=bounds)
             torch.npu.graph_task_update_end(self.updates)
-            if record:
-                self.ready.record(self.updates)
+        self.told.record(self.updates)
 
     def replay(self) -> None:
+        torch.npu.current_stream().wait_event(self.told)
         self.graph.replay()
         self.done.record()
 
@@ -106,14 +104,11 @@ def test_what_is_held_is_in_the_same_place_and_serves_as_well(torch_npu: Any) ->
 
 
 def test_without_an_update_a_replay_is_told_what_it_was_told_last(attention: Attention) -> None:
-    attention.ready.record()
     attention.replay()
     assert torch.equal(attention.result.cpu(), attention.expected([5, 6]))
     attention.update([30, 40])
     attention.replay()
     attention.query.normal_()
-    torch.npu.synchronize()
-    attention.ready.record()
     attention.replay()
     assert torch.equal(attention.result.cpu(), attention.expected([30, 40]))
 
@@ -146,16 +141,6 @@ def test_the_graph_keeps_its_memory_to_itself(card: Any, attention: Attention) -
     assert card.in_use == in_use
 
 
-def test_a_replay_waits_for_nobody_for_ever(attention: Attention) -> None:
-    with pytest.raises(DeviceRefusal, match="ExternalEvent that nobody recorded"):
-        attention.graph.replay()
-    torch.npu.synchronize()
-    attention.update([5, 6])
-    attention.replay()
-    with pytest.raises(DeviceRefusal, match="ExternalEvent that nobody recorded"):
-        attention.graph.replay()
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -173,8 +158,6 @@ def test_an_update_comes_after_the_last_replay(attention: Attention, wait: Calla
     attention.replay()
     with pytest.raises(DeviceRefusal, match="did not wait for the last replay"):
         attention.update([7, 7])
-    with pytest.raises(DeviceRefusal, match="did not wait for the replay that took it"):
-        attention.ready.record(attention.updates)
     attention.result.to("cpu", non_blocking=True)  # nobody waits for it
     with pytest.raises(DeviceRefusal, match="did not wait for the last replay"):
         attention.update([7, 7])
@@ -182,9 +165,46 @@ def test_an_update_comes_after_the_last_replay(attention: Attention, wait: Calla
     attention.update([7, 7])
 
 
+def test_a_replay_comes_after_the_last_update(attention: Attention) -> None:
+    other = torch.npu.Stream()
+    before = torch.npu.Event()
+    before.record(attention.updates)
+    attention.update([7, 7])
+    for wait in (lambda: None, lambda: other.wait_event(before)):
+        wait()
+        with torch.npu.stream(other), pytest.raises(DeviceRefusal, match="did not wait for the last update"):
+            attention.graph.replay()
+    other.wait_stream(attention.updates)
+    with torch.npu.stream(other):
+        attention.graph.replay()
+    assert torch.equal(attention.result.cpu(), attention.expected([7, 7]))
+
+
+def test_other_threads_may_wait_beside_an_update_and_a_capture(card: Any, attention: Attention) -> None:
+    done = torch.npu.Event()
+    done.record()
+
+    def wait() -> float:
+        done.synchronize()
+        return torch.ones(2, device="npu").sum().item()
+
+    card.next_step()
+    with ThreadPoolExecutor(1) as threads, torch.npu.stream(attention.updates):
+        torch.npu.graph_task_update_begin(attention.updates, attention.handle)
+        assert threads.submit(wait).result() == 2
+        attention.operation.out(**attention.kept, actual_seq_lengths_kv=[5, 6])
+        torch.npu.graph_task_update_end(attention.updates)
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            assert threads.submit(wait).result() == 2
+            attention.query * 2
+    counted = card.next_step()
+    assert (counted.syncs, counted.host_reads) == (3, 2)  # one wait is the capture's own
+
+
 def test_an_event_of_before_the_replay_says_nothing_about_it(attention: Attention) -> None:
     attention.done.record()
     attention.update([5, 6])
+    torch.npu.current_stream().wait_stream(attention.updates)
     attention.graph.replay()
     attention.updates.wait_event(attention.done)
     with pytest.raises(DeviceRefusal, match="did not wait for the last replay"):
@@ -221,7 +241,6 @@ def test_an_update_is_what_the_group_was(card: Any, attention: Attention, torch_
             attention.graph.replay()
         with pytest.raises(DeviceRefusal, match="the group has"):
             torch.npu.graph_task_update_end(updates)
-    attention.ready.record()
     attention.replay()
     assert torch.equal(attention.result.cpu(), attention.expected([5, 6]))
 
@@ -270,15 +289,3 @@ def test_groups_are_closed_and_hold_something(card: Any) -> None:
     for function in (torch.npu.graph_task_group_begin, torch.npu.graph_task_group_end):
         with pytest.raises(DeviceRefusal, match="outside of a capture"):
             function(torch.npu.current_stream())
-
-
-def test_an_external_event_is_a_flag(card: Any) -> None:
-    event = torch.npu.ExternalEvent()
-    with pytest.raises(DeviceRefusal, match="nobody recorded"):
-        event.wait()
-    event.record()
-    event.wait()
-    event.wait()
-    event.reset()
-    with pytest.raises(DeviceRefusal, match="nobody recorded"):
-        event.wait()

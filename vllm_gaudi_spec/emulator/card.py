@@ -106,14 +106,14 @@ class Device:
         self._recording = threading.local()
         self.graphs: list[GraphRecord] = []
         self.graph_bytes = 0
+        self.graphs_held = 0
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None
         self.allow_fallbacks = True
-        # Programs are made and nothing is computed.
-        self.compile_only = False
+        self._compile_only = False
         self.bridge_flags: dict[str, Any] = {}
         self.generator = torch.Generator()
         self.generator.manual_seed(0)
@@ -127,6 +127,18 @@ class Device:
     @capture.setter
     def capture(self, capture: Capture | None) -> None:
         self._recording.capture = capture
+
+    @property
+    def compile_only(self) -> bool:
+        """Whether the calling thread makes programs and computes nothing."""
+        if self._compile_only:
+            return True
+        capture = self.capture
+        return capture is not None and not capture.computes
+
+    @compile_only.setter
+    def compile_only(self, value: bool) -> None:
+        self._compile_only = value
 
     def choose(self, index: int) -> None:
         """Which of those that it sees the process uses, once and for all."""

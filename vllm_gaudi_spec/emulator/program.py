@@ -66,6 +66,8 @@ class Capture:
 
     what = "graph capture"
     """What goes on, for messages."""
+    computes = True
+    """Whether operations run while they are recorded."""
 
     def __init__(self, name: str, track_results: bool = False) -> None:
         self.name = name
@@ -161,10 +163,6 @@ class Capture:
 
     def check_collective(self, name: str) -> None:
         """Before a collective is recorded."""
-
-    def record_event(self, stream: Any, run: Callable[[Any], None]) -> None:
-        """What a stream does about an event becomes a part of the graph, where the card has such graphs."""
-        raise NotImplementedError
 
     def makes(self, memory: Any) -> bool:
         """Whether this memory was made while recording."""

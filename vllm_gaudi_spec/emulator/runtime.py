@@ -124,8 +124,8 @@ def get_device_name(device: Any = None) -> str:
 
 
 def set_device(device: Any) -> None:
-    index = device if isinstance(device, int) else (torch.device(device).index or 0)
-    DEVICE.choose(index)
+    index = device if isinstance(device, int) else torch.device(device).index
+    DEVICE.choose(DEVICE.where.index if index is None else index)
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

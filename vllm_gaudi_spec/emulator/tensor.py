@@ -164,13 +164,14 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
         kwargs = _before(info, args, kwargs)
     run = run or info.run
     capture = device.capture
-    call = Operands(info, device.queue if capture is None and device.queue.keyed else None, device.compile_only)
+    compile_only = device.compile_only
+    call = Operands(info, device.queue if capture is None and device.queue.keyed else None, compile_only)
     inner_args = call.unwrap_all(args)
     inner_kwargs = {}
     for name, value in kwargs.items():
         call.key.append(name)
         inner_kwargs[name] = call.unwrap(value)
-    if device.compile_only and "generator" in inner_kwargs:
+    if compile_only and "generator" in inner_kwargs:
         inner_kwargs["generator"] = None
     out = run(*inner_args, **inner_kwargs)
 
@@ -196,11 +197,11 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     else:
         device.counters.step.stray_ops += computes
         device.queue.record(call.key, new, written(info, args, kwargs) if info.writes else (), computes)
-    if info.int_arithmetic and device.lazy and not device.compile_only:
+    if info.int_arithmetic and device.lazy and not compile_only:
         for item in results:
             if item.dtype is torch.int64:
                 check_range(item.inner, info.name)
-    if computes and (not device.compile_only or device.model.float64_on_host):
+    if computes and (not compile_only or device.model.float64_on_host):
         for item in new:
             if item.dtype is torch.float64:
                 wide(item, info.name)

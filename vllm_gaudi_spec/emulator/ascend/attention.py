@@ -72,6 +72,7 @@ class Call:
         self.paged = self.block_table is not None
         self.query_lengths, self.key_lengths = self._lengths()
         _require(self.inner_precise < 2 or not self.single, "one query a row: inner_precise is 0 or 1")
+        _require(not self.single or max(self.key_lengths, default=0) <= 262144, "one query a row: 262144 keys at most")
         self._check_pages()
         self._check_mask()
 

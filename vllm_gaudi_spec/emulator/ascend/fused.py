@@ -131,10 +131,19 @@ def _scatter(
     _require(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype, f"{name}: one dtype for all")
     _require(key.dim() == 3 and key.shape[:2] == value.shape[:2], f"{name}: key is {tuple(key.shape)}")
     _require(slots.dim() == 1 and slots.shape[0] == key.shape[0], f"{name}: a slot for each token")
+    _refuse_duplicates(name, slots, key_cache.shape[1])
     for new, cache in ((key, key_cache), (value, value_cache)):
         _require(cache.dim() == 4 and cache.shape[2:] == new.shape[1:], f"{name}: a cache of {tuple(cache.shape)}")
         kernels.checked(slots, cache.shape[0] * cache.shape[1], name)
         cache.flatten(0, 1).index_copy_(0, slots.long(), new)
+
+
+def _refuse_duplicates(name: str, slots: torch.Tensor, block_size: int) -> None:
+    """Which of two tokens stays in a slot is not defined. Padding goes to the first block, which nobody reads."""
+    if slots.is_meta:
+        return
+    places = slots[slots >= block_size]
+    _require(places.unique().numel() == places.numel(), f"{name}: two tokens for one slot outside of the first block")
 
 
 def fused_infer_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -40,8 +41,13 @@ class Pool:
         self._num_graphs -= 1
         if not self._num_graphs:
             self.gone = True
-            if DEVICE.graphs is self._records:  # else the card was reset meanwhile
+            if self.is_counted:
                 DEVICE.graph_bytes -= self._nbytes
+
+    @property
+    def is_counted(self) -> bool:
+        """Not after the card was reset."""
+        return DEVICE.graphs is self._records
 
 
 class TaskGroup:
@@ -58,6 +64,7 @@ class TaskGroup:
 
 class NpuCapture(Capture):
     what = "NPU graph capture"
+    computes = False
 
     def __init__(self, graph: NPUGraph, stream: Stream, pool: Pool) -> None:
         super().__init__("NPUGraph", track_results=True)
@@ -82,11 +89,6 @@ class NpuCapture(Capture):
         super().record(info, run, args, kwargs, results, new, single)
         if self.open_group is not None and info.computes(new):
             self.open_group.tasks[len(self.program.calls) - 1] = info.name
-
-    def record_event(self, stream: Stream, run: Callable[[Stream], None]) -> None:
-        """`run` at this place of the graph, on the stream that replays it."""
-        self._check_stream(stream, "an ExternalEvent")
-        self.record_kernel(lambda: run(current_stream()), [])
 
     def begin_group(self, stream: Stream) -> None:
         self._check_stream(stream, "graph_task_group_begin")
@@ -181,12 +183,23 @@ def _put_into_place(program: Program, places: dict[int, torch.Tensor]) -> list[i
     return moved
 
 
+def _count_again(outside: Tally) -> Tally:
+    """Go on with the counts of before, and what other threads did meanwhile; the answer is what was recorded."""
+    work, DEVICE.counters.step = DEVICE.counters.step, outside
+    for field in fields(Tally):
+        if field.name not in REPEATED:
+            setattr(outside, field.name, getattr(outside, field.name) + getattr(work, field.name))
+    return work
+
+
 class NPUGraph:
     def __init__(self) -> None:
         self._program: Program | None = None
         self._pool: Pool | None = None
         self.work = Tally()
         self.last_replay: Work | None = None
+        self._updates: dict[int, Work] = {}
+        """The last one on each stream."""
         self._lost: list[str] = []
         self._watched: list[weakref.ref[Any]] = []
 
@@ -209,7 +222,6 @@ class NPUGraph:
         self._where = here()
         self._outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
         DEVICE.capture = NpuCapture(self, stream, pool or Pool())
-        DEVICE.compile_only = True
 
     def capture_end(self) -> None:
         capture = DEVICE.capture
@@ -223,6 +235,7 @@ class NPUGraph:
         program, nbytes = capture.close()
         capture.pool.enter(nbytes)
         self._pool, self._program, self.work = capture.pool, program, work
+        DEVICE.graphs_held += 1
         for tensor in capture.externals.values():
             self._watch(tensor)
         capture.externals.clear()
@@ -233,9 +246,7 @@ class NPUGraph:
     def abandon(self) -> Tally:
         """The capture is over, whatever became of it."""
         DEVICE.capture = None
-        DEVICE.compile_only = False
-        work, DEVICE.counters.step = DEVICE.counters.step, self._outside
-        return work
+        return _count_again(self._outside)
 
     def _watch(self, tensor: DeviceTensor) -> None:
         """A graph does not keep what it reads alive: on a card its memory would be somebody else's by then."""
@@ -251,7 +262,13 @@ class NPUGraph:
                 f"a graph captured at {self._where} is replayed at {here()}, but memory that it uses was freed: "
                 f"{self._lost[0]}"
             )
-        self.last_replay = current_stream().issue()
+        stream = current_stream()
+        if not all(stream.follows(update) for update in self._updates.values()):
+            raise DeviceRefusal(
+                f"a graph is replayed at {here()}, on a stream that did not wait for the last update of its tasks: it "
+                "may run with the old arguments, or with some of both"
+            )
+        self.last_replay = stream.issue()
         program.run([])
         step = DEVICE.counters.step
         step.graph_replays += 1
@@ -267,6 +284,8 @@ class NPUGraph:
     def _free(self) -> None:
         if self._program is not None and self._pool is not None:
             self._pool.leave()
+            if self._pool.is_counted:
+                DEVICE.graphs_held -= 1
         self._program = None
         self._watched.clear()
 
@@ -294,6 +313,8 @@ class NPUGraph:
             old = getattr(self.work, name) - getattr(group.work, name)
             setattr(self.work, name, old + getattr(work, name))
         group.work = work
+        number, _ = update = current_stream().issue()
+        self._updates[number] = update
 
 
 class graph:
@@ -348,6 +369,7 @@ class TaskUpdate(Capture):
     """Open while a group's operations are issued anew: they are noted, and nothing is computed."""
 
     what = "the update of a task group"
+    computes = False
 
     def __init__(self, group: TaskGroup, stream: Stream) -> None:
         super().__init__("update")
@@ -387,9 +409,6 @@ class TaskUpdate(Capture):
     def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
         raise DeviceRefusal(f"during {self.what}: something else than an operation of the group, at {here()}")
 
-    def record_event(self, stream: Stream, run: Callable[[Stream], None]) -> NoReturn:
-        raise DeviceRefusal(f"during {self.what}: an ExternalEvent, at {here()}")
-
 
 def is_current_stream_capturing() -> bool:
     capture = DEVICE.capture
@@ -427,7 +446,6 @@ def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
             "still be running the tasks that are changed"
         )
     DEVICE.capture = TaskUpdate(handle, stream)
-    DEVICE.compile_only = True
 
 
 def graph_task_update_end(stream: Stream) -> None:
@@ -435,8 +453,7 @@ def graph_task_update_end(stream: Stream) -> None:
     if not isinstance(update, TaskUpdate):
         raise DeviceRefusal(f"graph_task_update_end at {here()} without graph_task_update_begin")
     DEVICE.capture = None
-    DEVICE.compile_only = False
-    work, DEVICE.counters.step = DEVICE.counters.step, update.outside
+    work = _count_again(update.outside)
     if stream is not update.stream:
         raise DeviceRefusal(f"graph_task_update_end at {here()}: the update began on another stream")
     wanted = list(update.group.tasks.values())

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_gaudi_spec.emulator import runtime
-from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.card import DEVICE
 from vllm_gaudi_spec.emulator.queue import Queue
-from vllm_gaudi_spec.emulator.source import here
 
 # How much of each stream's work somebody waited for, by the stream's number.
 Clock = dict[int, int]
@@ -82,56 +81,6 @@ class Event(runtime.Event):
     def synchronize(self) -> None:
         super().synchronize()
         _merge(_known_to_host, self._known)
-
-
-class ExternalEvent:
-    """A flag that a graph waits for and takes down, and that somebody outside raises."""
-
-    def __init__(self) -> None:
-        self._raised = False
-        self._known: Clock = {}
-        self._taken: Work | None = None
-        """The replay that took it down last."""
-
-    def record(self, stream: Stream | None = None) -> None:
-        DEVICE.refuse_in_capture("an ExternalEvent is recorded")
-        stream = stream or current_stream()
-        if self._taken is not None and not stream.follows(self._taken):
-            raise DeviceRefusal(
-                f"an ExternalEvent is recorded at {here()}, on a stream that did not wait for the replay that took it "
-                "last: that replay might take it a second time, and the next one wait for ever"
-            )
-        self._raised = True
-        self._known = dict(stream.known)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        stream = stream or current_stream()
-        if not self._put_in_graph(stream, self._pass):
-            self._pass(stream)
-
-    def reset(self, stream: Stream | None = None) -> None:
-        stream = stream or current_stream()
-        if not self._put_in_graph(stream, self._take):
-            self._take(stream)
-
-    def _put_in_graph(self, stream: Stream, run: Any) -> bool:
-        capture = DEVICE.capture
-        if capture is None:
-            return False
-        capture.record_event(stream, run)
-        return True
-
-    def _pass(self, stream: Stream) -> None:
-        if not self._raised:
-            raise DeviceRefusal(
-                "a stream waits for an ExternalEvent that nobody recorded since it was reset: here work is done when "
-                "a call returns, so it has to be recorded before"
-            )
-        _merge(stream.known, self._known)
-
-    def _take(self, stream: Stream) -> None:
-        self._raised = False
-        self._taken = (stream.number, stream.known.get(stream.number, 0))
 
 
 class NpuStreams(runtime.Streams):

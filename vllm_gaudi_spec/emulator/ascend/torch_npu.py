@@ -12,7 +12,7 @@ import torch
 from vllm_gaudi_spec.emulator import runtime
 from vllm_gaudi_spec.emulator.ascend import graphs
 from vllm_gaudi_spec.emulator.ascend.attention import NOT_EMULATED
-from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Event, ExternalEvent, Stream, synchronize
+from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Event, Stream, synchronize
 from vllm_gaudi_spec.emulator.card import DEVICE
 
 
@@ -25,7 +25,6 @@ def make_npu_module() -> ModuleType:
         {
             "Stream": Stream,
             "Event": Event,
-            "ExternalEvent": ExternalEvent,
             "synchronize": synchronize,
             "get_device_name": get_device_name,
             "memory_reserved": runtime.memory_allocated,

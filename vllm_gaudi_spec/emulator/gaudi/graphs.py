@@ -139,6 +139,10 @@ class CapturedGraph:
             return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
         return self.outputs
 
+    def release(self) -> None:
+        DEVICE.graph_bytes -= self.record.nbytes
+        DEVICE.graphs_held -= 1
+
     def _current(self, tensor: DeviceTensor, inputs: Sequence[DeviceTensor]) -> DeviceTensor:
         """An output that is an input: the one of this call."""
         slot = self._passed_on.get(id(tensor))
@@ -171,6 +175,7 @@ def _finish(capture: Capture, work: Tally, outputs: Any, key: Any, where: str) -
     kept = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
     program, nbytes = capture.finish(kept)
     device.charge_graph(nbytes)
+    device.graphs_held += 1
     record = GraphRecord(capture.name, _describe_key(key), where, len(program.calls), nbytes)
     device.graphs.append(record)
     if not device.compile_only:
@@ -250,7 +255,7 @@ class GraphCache:
 
     def clear_cache(self) -> None:
         for graph in self._graphs.values():
-            DEVICE.graph_bytes -= graph.record.nbytes
+            graph.release()
         self._graphs.clear()
         self._held.clear()
 
@@ -313,5 +318,5 @@ class HPUGraph:
 
     def reset(self) -> None:
         if self._graph is not None:
-            DEVICE.graph_bytes -= self._graph.record.nbytes
+            self._graph.release()
         self._graph = None
