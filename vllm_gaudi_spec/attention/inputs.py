@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     """int32 [3, N]: the same blocks in one list, as `FlatBlocks` has them; for devices that decode over such lists."""
     lengths_B: torch.Tensor | None = None
     """int32, on the host: the most tokens of KV that each row may have when the program that reads this ends, whatever
-    is in flight; for devices that need it."""
+    is in flight; for devices that need it, which read tables."""
 
 
 def rectangle(

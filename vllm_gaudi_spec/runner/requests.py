@@ -69,7 +69,6 @@ class Requests:
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
         self._in_flight = in_flight
-        self._max_context = max_context
         self.pad_row = max_rows
         self.block_sizes = block_sizes
         self.by_id: dict[str, Request] = {}
@@ -227,8 +226,7 @@ class Requests:
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
             tables.append(self._upload(own_np))
             flat.append(self._upload(_listed(own_np, begin_np, end_np, length)))
-        lengths_B = host_lengths(self.backend, len(rows_np), ends, self._max_context)
-        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat), lengths_B)
+        return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
     # --- what the device knows ---
 
