@@ -47,8 +47,6 @@ class Device:
     card: str
     """What VGS_DEVICE calls it."""
     emulated: str
-    software: str
-    """The package without which there is no such card."""
     packages: tuple[str, ...]
     """Distributions whose versions matter."""
     tool: tuple[str, ...]
@@ -73,7 +71,6 @@ DEVICES = {
             article="a",
             card="hpu",
             emulated="hpu-emulated",
-            software="habana_frameworks",
             packages=("habana-torch-plugin",),
             tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
             is_available=backends.gaudi_is_available,
@@ -84,9 +81,8 @@ DEVICES = {
             article="an",
             card="ascend",
             emulated="ascend-emulated",
-            software="torch_npu",
             packages=("torch-npu",),
-            tool=("npu-smi", "info"),
+            tool=("npu-smi", "-v"),
             is_available=backends.ascend_is_available,
         ),
     )
@@ -359,8 +355,8 @@ def what_is_missing(options: argparse.Namespace) -> str | None:
     device: Device = options.device
     if not options.rehearse and not device.is_available():
         return (
-            f"there is no {device.kind} here: verify-{device.name} needs a card, its driver and a Python with "
-            f"{device.software}, which {sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"
+            f"there is no {device.kind} here: verify-{device.name} needs a card, its driver and the Python "
+            f"of its vendor's image, which {sys.executable} may not be; ARGS=--rehearse runs it on the emulated card"
         )
     needed = ("vllm", *(("pytest", "pytest_timeout") if options.tests != [] else ()))
     if missing := [name for name in needed if find_spec(name) is None]:

@@ -21,6 +21,7 @@ class FrontEnd(NamedTuple):
     total_memory: int
     opened_by: list[str]
     """Calls that would have opened the card."""
+    opened: bool
 
 
 OPENING = ("Stream", "Event", "mem_get_info", "synchronize", "current_stream", "set_device", "empty_cache", "init")
@@ -42,7 +43,7 @@ def front_end() -> FrontEnd:
         backend = backends.load_backend()
         current_platform.import_ir_kernels()
         name, total_memory = current_platform.get_device_name(), current_platform.get_device_total_memory()
-    return FrontEnd(backend, name, total_memory, called)
+    return FrontEnd(backend, name, total_memory, called, backend.captures and device.is_initialized())
 
 
 def _noted(name: str, original: Any, called: list[str]) -> Any:

@@ -85,6 +85,9 @@ def test_no_front_end_opens_the_card(front_end: FrontEnd) -> None:
     from vllm.platforms import current_platform
 
     assert front_end.opened_by == []
+    assert not front_end.opened
     assert current_platform.device_type == front_end.backend.torch_device.type
     if front_end.backend.captures:
         assert (front_end.name, front_end.total_memory) == (front_end.backend.name, 0)
+    if front_end.backend.torch_device.type == "hpu":
+        assert not current_platform.is_pin_memory_available()

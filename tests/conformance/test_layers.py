@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.conformance.fused import Called, of_layer
+
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
@@ -40,8 +42,12 @@ def test_norms(backend: DeviceBackend) -> None:
     layer.to(backend.torch_device)
     norm, added = backend.graph(lambda x: layer(x)), backend.graph(lambda x, residual: layer(x, residual))
     upload, download = backend.upload, backend.download
-    torch.testing.assert_close(download(norm(upload(x.clone()))), expected(x), **CLOSE)
-    both = added(upload(x.clone()), upload(residual.clone()))
+    with Called() as called:
+        torch.testing.assert_close(download(norm(upload(x.clone()))), expected(x), **CLOSE)
+    assert called.names == of_layer(backend, "norm")
+    with Called() as called:
+        both = added(upload(x.clone()), upload(residual.clone()))
+    assert called.names == of_layer(backend, "added norm")
     for one, other in zip(both, (expected(x + residual), x + residual), strict=True):
         torch.testing.assert_close(download(one), other, **CLOSE)
 
@@ -57,7 +63,9 @@ def test_rotary_embedding(backend: DeviceBackend, neox: bool, rotary_dim: int) -
     plain = layer.forward_native(positions, query.clone(), key.clone())
     layer = layer.to(backend.torch_device)
     turn = backend.graph(lambda positions, query, key: layer(positions, query, key))
-    turned = turn(*(backend.upload(tensor.clone()) for tensor in (positions, query, key)))
+    with Called() as called:
+        turned = turn(*(backend.upload(tensor.clone()) for tensor in (positions, query, key)))
+    assert called.names == of_layer(backend, "rotary")
     for one, other in zip(turned, plain, strict=True):
         torch.testing.assert_close(backend.download(one), other, **CLOSE)
 
@@ -67,4 +75,7 @@ def test_gated_activation(backend: DeviceBackend) -> None:
 
     layer, x = SiluAndMul(), torch.randn(5, 96)
     run = backend.graph(lambda x: layer(x))
-    torch.testing.assert_close(backend.download(run(backend.upload(x.clone()))), layer.forward_native(x), **CLOSE)
+    with Called() as called:
+        gated = run(backend.upload(x.clone()))
+    assert called.names == of_layer(backend, "gate")
+    torch.testing.assert_close(backend.download(gated), layer.forward_native(x), **CLOSE)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
 
+# Devices that have a mode in which programs are made and nothing is computed.
+KNOW_COMPILING_ONLY = ("hpu", "hpu-emulated")
+
+
 class Pair(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor | None
@@ -139,8 +143,7 @@ def test_what_is_made_while_compiling_only_is_known_afterwards(backend: DeviceBa
     made = compiled(backend)
     found = backend.download(program(backend.upload(numbers(2, 2, 2)))).tolist()
     assert compiled(backend) == made
-    # Devices without such a mode have run it.
-    assert found in ([2.0] * 3, [3.0] * 3)
+    assert found == ([2.0] * 3 if backend.name in KNOW_COMPILING_ONLY else [3.0] * 3)
 
 
 def test_counts(backend: DeviceBackend) -> None:

@@ -68,7 +68,7 @@ def drafter(config: dict[str, Any], looping_llama: str, twin: str) -> dict[str, 
 NGRAM: dict[str, Any] = dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ngram": (NGRAM, {}),
-    "ngram, most drafts": (NGRAM | dict(num_speculative_tokens=14), {}),
+    "ngram, most drafts": (NGRAM | dict(num_speculative_tokens=15), {}),
     "eagle": (head("eagle", 2, **ALONE), OPTIONS),
     "eagle3": (head("eagle3", 2, **ALONE), OPTIONS),
     "eagle3, drafts by batch size": (
@@ -128,6 +128,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         dict(tensor_parallel_size=2),
         "draft_tensor_parallel_size 1 is not the target's 2",
     ),
+    "eagle, likewise": (head("eagle", 2, **ALONE), dict(tensor_parallel_size=2), "is not the target's 2"),
+    "eagle3, likewise": (head("eagle3", 2, **ALONE), dict(tensor_parallel_size=2), "is not the target's 2"),
     "dflash": (dict(method="dflash", num_speculative_tokens=3), {}, "Speculative method dflash is not supported yet"),
     "extract_hidden_states": (
         dict(

@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+_SECONDS = 500
 
 
 def run_tests(folder: str, **environment: str) -> None:
     """All tests of a folder, in a fresh process."""
+    inherited = {name: value for name, value in os.environ.items() if name != "VGS_DEVICE"}
     command = [sys.executable, "-m", "pytest", folder, "-q", "--no-header", "-p", "no:cacheprovider"]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=inherited | {"PYTHONPATH": str(ROOT)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        timeout=_SECONDS,
     )
     if done.returncode:
         pytest.fail(f"{folder} {environment or ''}:\n{done.stdout}", pytrace=False)

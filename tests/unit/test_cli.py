@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import verify_device
-from vllm_gaudi_spec import cli
+from vllm_gaudi_spec import backends, cli
 from vllm_gaudi_spec.cli import counting, graph_check, summary, workload
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
@@ -55,6 +55,7 @@ def test_wrong_options_end_with_status_2(
     def no_bridge(name: str) -> object:
         return None if name in ("habana_frameworks", "torch_npu") else object()
 
+    monkeypatch.setattr(backends, "find_spec", no_bridge)
     monkeypatch.setattr(graph_check, "find_spec", no_bridge)
     monkeypatch.setattr(graph_check, "become", lambda command: pytest.fail(f"{command} was started"))
     try:

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 class _Entry(NamedTuple):
     module: str
     platform: str
+    software: str | None = None
+    """The package that comes with a card's image, without which there is no such card."""
 
 
 # One line a device: where its backend lives, and which platform class presents it to vLLM.
 _DEVICES = {
     "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
-    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
+    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform", "habana_frameworks"),
     "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
-    "ascend": _Entry("vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform"),
+    "ascend": _Entry(
+        "vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform", "torch_npu"
+    ),
     "ascend-emulated": _Entry(
         "vllm_gaudi_spec.backends.ascend_emulated", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform"
     ),
@@ -49,18 +53,24 @@ def choose_device() -> str | None:
 @cache
 def gaudi_is_available() -> bool:
     """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
-    return _is_here("habana_frameworks", _GAUDI_NODES)
+    return _is_here("hpu", _GAUDI_NODES)
 
 
 @cache
 def ascend_is_available() -> bool:
     """The same of an NPU."""
-    return _is_here("torch_npu", _ASCEND_NODES)
+    return _is_here("ascend", _ASCEND_NODES)
 
 
-def _is_here(software: str, nodes: tuple[tuple[str, str], ...]) -> bool:
+def missing_software(device: str) -> str | None:
+    """The package that a card needs and that is not installed."""
+    software = _DEVICES[device].software
+    return software if software is not None and find_spec(software) is None else None
+
+
+def _is_here(device: str, nodes: tuple[tuple[str, str], ...]) -> bool:
     try:
-        return find_spec(software) is not None and any(map(_has_entry, nodes))
+        return missing_software(device) is None and any(map(_has_entry, nodes))
     except (ImportError, OSError, ValueError):
         return False
 

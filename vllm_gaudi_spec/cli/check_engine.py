@@ -14,8 +14,6 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-# Tokens of a KV block on either kind of card.
-_BLOCK = 128
 # Engine steps between two looks at the counters.
 _LOOK_EVERY = 1000
 # Where the emulated card says that a real one would fail.
@@ -99,13 +97,14 @@ def open_engine(options: argparse.Namespace) -> LLM:
     try:
         from vllm import LLM
 
+        from vllm_gaudi_spec.backends import load_backend
         from vllm_gaudi_spec.demo_model import DemoModelError, demo_model_path
         from vllm_gaudi_spec.platform import is_active
     except ImportError as error:
         raise WrongOptions(f"vLLM does not load here: {in_one_line(error)}; run `make setup`") from error
     if not is_active():
         raise WrongOptions("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")
-    blocks = max(options.max_num_seqs, 4) * -(-options.max_model_len // _BLOCK)
+    blocks = max(options.max_num_seqs, 4) * -(-options.max_model_len // load_backend().block_size)
     try:
         return LLM(
             model=options.model or demo_model_path(),

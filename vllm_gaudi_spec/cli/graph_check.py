@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_gaudi_spec.argument_types import at_least, json_object, positive
+from vllm_gaudi_spec.backends import missing_software
 
 DESCRIPTION = """\
 Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
@@ -22,8 +23,6 @@ Exit status: 0 when no step compiles after warm-up and none reads the host more 
 the model does not run, 2 for options that make no sense.
 """
 DEVICES = ("hpu-emulated", "hpu", "ascend-emulated", "ascend")
-# What a real card needs of its vendor's image.
-SOFTWARE = {"hpu": "habana_frameworks", "ascend": "torch_npu"}
 # The variables in which an answer would depend on what the shell happens to have.
 ENVIRONMENT = {
     "PT_HPU_LAZY_MODE": "1",
@@ -78,9 +77,8 @@ def mistake_in(options: argparse.Namespace) -> str | None:
             return f"there is no model folder {model}; give a folder or a Hugging Face id"
     if options.json is not None and not options.json.absolute().parent.is_dir():
         return f"there is no folder {options.json.absolute().parent} for --json; make it first"
-    software = SOFTWARE.get(options.device)
-    if software is not None and find_spec(software) is None:
-        device = options.device
+    device = options.device
+    if (software := missing_software(device)) is not None:
         return (
             f"--device {device} needs the vendor's image with {software} in it; take {device}-emulated without a card"
         )
