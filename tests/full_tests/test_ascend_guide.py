@@ -128,8 +128,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         dict(tensor_parallel_size=2),
         "draft_tensor_parallel_size 1 is not the target's 2",
     ),
-    "eagle, likewise": (head("eagle", 2, **ALONE), dict(tensor_parallel_size=2), "is not the target's 2"),
-    "eagle3, likewise": (head("eagle3", 2, **ALONE), dict(tensor_parallel_size=2), "is not the target's 2"),
+    # The target has three heads.
+    "eagle, likewise": (head("eagle", 2, **ALONE), dict(tensor_parallel_size=3), "is not the target's 3"),
+    "eagle3, likewise": (head("eagle3", 2, **ALONE), dict(tensor_parallel_size=3), "is not the target's 3"),
     "dflash": (dict(method="dflash", num_speculative_tokens=3), {}, "Speculative method dflash is not supported yet"),
     "extract_hidden_states": (
         dict(

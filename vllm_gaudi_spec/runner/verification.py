@@ -62,7 +62,8 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if speculation is None:
         return strict
     if speculation.rule == "synthetic":
-        rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
+        with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
+            rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
         return partial(_synthetic, rules, rates_K=rates_K)
     if speculation.keeps_laws:
         return partial(_by_law, rules, {"standard": rules.standard, "block": rules.block}[speculation.rule])
