@@ -49,8 +49,18 @@ class Job:
         parts = self.file.relative_to(ROOT / "tests").with_suffix("").parts
         return STATE / "-".join((*parts, *([self.device] if self.device else [])))
 
+    @property
+    def other_release(self) -> str | None:
+        return OTHER_RELEASES.get(self.file.parent.name)
+
     def environment(self) -> dict[str, str]:
-        return dict(os.environ, VGS_DEVICE=self.device, PT_HPU_LAZY_MODE="1") if self.device else dict(os.environ)
+        found = dict(os.environ)
+        if self.other_release:  # whose platform it is, and which plugins there are, is what is tested there
+            for name in ("VGS_DEVICE", "VLLM_PLUGINS"):
+                found.pop(name, None)
+        if self.device:
+            found |= {"VGS_DEVICE": self.device, "PT_HPU_LAZY_MODE": "1"}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +116,9 @@ def earlier_outcome(job: Job, tree: str) -> Outcome | None:
     return outcome if outcome.tree == tree and outcome.good else None
 
 
-def python_for(file: Path) -> str | None:
-    """The Python that a file's tests run on; None if it can not be had, of which the reason was printed."""
-    what = OTHER_RELEASES.get(file.parent.name)
+def python_for(job: Job) -> str | None:
+    """The Python that its tests run on; None if it can not be had, of which the reason was printed."""
+    what = job.other_release
     if what is None:
         return sys.executable
     folder = STATE / what
@@ -120,7 +130,7 @@ def python_for(file: Path) -> str | None:
 def run(job: Job, tree: str) -> Outcome:
     report = job.stem.with_suffix(".xml")
     report.unlink(missing_ok=True)
-    python = python_for(job.file)
+    python = python_for(job)
     if python is None:
         return Outcome(tree=tree, status=1, passed=0, failed=0, skipped=0, seconds=0.0)
     command = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,5 +37,28 @@ def test_all_others_run_on_the_device_that_is_chosen() -> None:
     assert {job.device for job in JOBS if job.file not in FULL_TESTS} == {None}
 
 
-def test_tests_beside_other_releases_are_among_them() -> None:
-    assert any("integrations" in job.file.parts for job in JOBS)
+def test_what_runs_beside_other_releases_has_a_python_and_an_environment_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[list[str]] = []
+
+    def run(command: list[str], **named: object) -> SimpleNamespace:
+        made.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("tests.verify.subprocess.run", run)
+    monkeypatch.setenv("VGS_DEVICE", "cpu")
+    monkeypatch.setenv("VLLM_PLUGINS", "gaudi_spec")
+    beside = [job for job in JOBS if job.file.parent == verify.ROOT / "tests" / "integrations"]
+    assert {job.file.name for job in beside} == {
+        "test_doubles.py",
+        "test_vllm_ascend_patches.py",
+        "test_vllm_ascend_proposer.py",
+    }
+    for job in beside:
+        assert not {"VGS_DEVICE", "VLLM_PLUGINS"} & job.environment().keys()
+        assert verify.python_for(job) == str(verify.STATE / "vllm-ascend" / "bin" / "python")
+    assert [command[-2:] for command in made] == [["vllm-ascend", str(verify.STATE / "vllm-ascend")]] * len(beside)
+    other = next(job for job in JOBS if job not in beside)
+    assert verify.python_for(other) == sys.executable
+    assert other.environment()["VLLM_PLUGINS"] == "gaudi_spec"
