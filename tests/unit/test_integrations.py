@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,27 @@ def test_another_vllm_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ou
     assert f"and vLLM {ours}." in (versions.why_unsupported() or "")
 
 
+def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.MonkeyPatch) -> None:
+    """vLLM lets what a general plugin raises end each of its processes."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    installed.setattr(versions, "version", version)
+    assert "installed are vllm-ascend of an unknown version and vLLM 0.23.0+empty." in (
+        versions.why_unsupported() or ""
+    )
+
+
 def test_beside_other_releases_only_who_asks_is_refused(installed: pytest.MonkeyPatch) -> None:
     installed.setattr(SpeculativeConfig, "__init__", SpeculativeConfig.__init__)  # as it was, when this ends
     installed.setattr(vllm, "__version__", "0.24.0")
+    said: list[str] = []
+    installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
     for _ in range(2):
         vllm_ascend.register()
+    assert all("adds nothing to vllm-ascend: Method universal_draft works with" in line for line in said)
+    assert len(said) == 2
     with pytest.raises(UnsupportedConfigError, match=r"works with vllm-ascend 0\.23\.0\.post1 and vLLM 0\.23\.0;"):
         SpeculativeConfig(method="universal_draft", model="some/model", num_speculative_tokens=2)
     assert SpeculativeConfig(method="ngram", num_speculative_tokens=2).method == "ngram"
@@ -79,17 +96,51 @@ def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch:
     assert registered == [True]
 
 
-def test_our_platform_stays_inactive_beside_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_when_it_serves(installed: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.integrations.vllm_ascend import patches
+
+    said: list[str] = []
+    installed.setattr(patches, "apply", lambda: None)
+    installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
+    vllm_ascend.register()
+    assert said == ["vllm_gaudi_spec adds method universal_draft to vllm-ascend 0.23.0.post1."]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "level", "text"),
+    [
+        ("ascend", logging.INFO, "The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's."),
+        (
+            "hpu",
+            logging.WARNING,
+            "vllm_gaudi_spec stays inactive beside the platform plugin hpu; set VGS_DEVICE to use it.",
+        ),
+    ],
+)
+def test_our_platform_stays_inactive_beside_theirs(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, level: int, text: str
+) -> None:
+    """Beside vllm-ascend the other half of the package may well serve."""
     from vllm_gaudi_spec import backends
 
-    theirs = EntryPoint("ascend", "vllm_ascend:register", "vllm.platform_plugins")
+    theirs = EntryPoint(plugin, "somebodys:register", "vllm.platform_plugins")
+    said: list[tuple[int, str]] = []
+    logger = logging.getLogger("vllm")
+    for name, found in (("info", logging.INFO), ("warning", logging.WARNING)):
+        monkeypatch.setattr(
+            logger, name, lambda text, *values, found=found: said.append((found, text % values if values else text))
+        )
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(backends, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    backends.other_platform_plugins.cache_clear()
+    kept = (backends.other_platform_plugins, backends._say_inactive)
+    for cached in kept:
+        cached.cache_clear()
     try:
         assert vllm_gaudi_spec.platform_plugin() is None
     finally:
-        backends.other_platform_plugins.cache_clear()
+        for cached in kept:
+            cached.cache_clear()
+    assert said == [(level, text)]
 
 
 def test_what_is_imported_there_is_not_made_for_our_vllm_alone() -> None:

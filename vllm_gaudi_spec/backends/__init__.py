@@ -98,9 +98,13 @@ def other_platform_plugins() -> tuple[str, ...]:
 
 @cache
 def _say_inactive(others: tuple[str, ...]) -> None:
-    logging.getLogger("vllm").warning(
-        "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.", ", ".join(others)
-    )
+    logger = logging.getLogger("vllm")
+    if others == ("ascend",):  # whether integrations/ serves there is said as soon as it is known
+        logger.info("The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's.")
+    else:
+        logger.warning(
+            "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.", ", ".join(others)
+        )
 
 
 def platform_class(device: str) -> str:

@@ -6,6 +6,8 @@ versions.py says what it is made for, patches.py what it changes there, proposer
 
 from __future__ import annotations
 
+import logging
+
 
 def is_active() -> bool:
     """Whether vllm-ascend is the platform of this process."""
@@ -19,7 +21,10 @@ def register() -> None:
     again: vLLM does in each of its processes."""
     from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions
 
+    logger = logging.getLogger("vllm")
     if (reason := versions.why_unsupported()) is not None:
         patches.refuse_universal_draft(reason)
+        logger.info("vllm_gaudi_spec adds nothing to vllm-ascend: %s", reason)
     else:
         patches.apply()
+        logger.info("vllm_gaudi_spec adds method universal_draft to vllm-ascend %s.", versions.VLLM_ASCEND)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 VLLM_ASCEND = "0.23.0.post1"
 VLLM = "0.23.0"
@@ -12,7 +12,7 @@ def why_unsupported() -> str | None:
     """What to tell who asks for the method beside other releases; None beside these."""
     import vllm
 
-    found = {"vllm-ascend": version("vllm-ascend"), "vLLM": vllm.__version__}
+    found = {"vllm-ascend": _vllm_ascend(), "vLLM": vllm.__version__}
     # What stands behind a plus tells builds of one release apart, such as vLLM's for platforms of others.
     if {name: text.split("+")[0] for name, text in found.items()} == {"vllm-ascend": VLLM_ASCEND, "vLLM": VLLM}:
         return None
@@ -21,3 +21,10 @@ def why_unsupported() -> str | None:
         f"{' and '.join(f'{name} {text}' for name, text in found.items())}. Install that pair, or use another "
         f"method in --speculative-config."
     )
+
+
+def _vllm_ascend() -> str:
+    try:
+        return version("vllm-ascend")
+    except PackageNotFoundError:  # it runs from a folder on the path that was never installed
+        return "of an unknown version"
