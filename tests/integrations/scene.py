@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -18,15 +19,19 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.utils import CpuGpuBuffer
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm_ascend.ascend_config import clear_ascend_config, init_ascend_config
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 K = 4
 BLOCK = 128
 BLOCKS_PER_ROW = 2
 MAX_ROWS = 4
+FALSE = 77  # what is sampled for a row of which more is to be read first
 CPU = torch.device("cpu")
+LIMITS: dict[str, Any] = {"max_model_len": BLOCK * BLOCKS_PER_ROW, "max_num_seqs": MAX_ROWS, "dtype": "float32"}
 
 
 def configuration(target: str, drafter: str, method: str = "universal_draft", **more: Any) -> VllmConfig:
@@ -34,12 +39,13 @@ def configuration(target: str, drafter: str, method: str = "universal_draft", **
     arguments = EngineArgs(
         model=target,
         speculative_config=speculative,
-        enforce_eager=True,
-        max_model_len=BLOCK * BLOCKS_PER_ROW,
-        max_num_seqs=MAX_ROWS,
-        dtype="float32",
-        **more,
+        **{"enforce_eager": True, **more},
+        **LIMITS,
     )
+    return made(arguments)
+
+
+def made(arguments: EngineArgs) -> VllmConfig:
     config = arguments.create_engine_config()
     config.device_config.device = CPU
     return config
@@ -55,8 +61,9 @@ def start(config: VllmConfig) -> None:
         init_ascend_config(config)
 
 
-def runner() -> Any:
+def runner(config: VllmConfig) -> Any:
     """As much of vllm-ascend's runner as its proposers look at."""
+    decides = SimpleNamespace(compilation_config=config.compilation_config, model_config=config.model_config)
 
     def make_buffer(*size: int, dtype: torch.dtype, numpy: bool = True) -> CpuGpuBuffer:
         return CpuGpuBuffer(*size, dtype=dtype, device=CPU, pin_memory=False, with_numpy=numpy)
@@ -75,7 +82,7 @@ def runner() -> Any:
         decode_token_per_req=1 + K,
         input_batch=SimpleNamespace(lora_id_to_lora_request={}),
         get_model=lambda: None,
-        _use_aclgraph=lambda: False,
+        _use_aclgraph=lambda: NPUModelRunner._use_aclgraph(decides),
         _make_buffer=make_buffer,
         _sync_metadata_across_dp=lambda num_tokens, is_draft_model=False: (num_tokens, None, None),
     )
@@ -93,7 +100,7 @@ class Scene:
 
         start(config)
         with set_current_vllm_config(config):
-            proposer = get_spec_decode_method(config.speculative_config.method, config, CPU, runner())
+            proposer = get_spec_decode_method(config.speculative_config.method, config, CPU, runner(config))
             proposer.load_model(torch.nn.ModuleDict({"model": torch.nn.Module()}))  # in the target's place
             layers = {
                 name: config.compilation_config.static_forward_context[name] for name in proposer.attn_layer_names
@@ -121,9 +128,12 @@ class Scene:
         starts: Sequence[int],
         following: Sequence[int],
         accepted: Sequence[int] | None = None,
+        discarded: Sequence[int] = (),
     ) -> list[list[int]]:
         """One call as the runner makes it: each row has read these tokens of the target's from its start on, and
-        `following` was sampled. With `accepted` its tokens are a sampled one and K drafts, so many of which count."""
+        `following` was sampled. With `accepted` its tokens are a sampled one and K drafts, so many of which count.
+        What was sampled for discarded rows is nothing; there `following` is the last token that the host knows, if any.
+        """
         lengths = [len(row) for row in tokens]
         locations = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
         ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)], dtype=torch.int32)
@@ -147,20 +157,24 @@ class Scene:
             positions=torch.zeros(1024, dtype=torch.int64),
             attn_state=AscendAttentionState.ChunkedPrefill,
         )
+        if accepted is None:
+            sampled = [[FALSE if row in discarded else token] for row, token in enumerate(following)]
+        else:
+            said = [[*row[1 : 1 + n], token] for row, n, token in zip(tokens, accepted, following, strict=True)]
+            sampled = [[*row, *[-1] * (1 + K - len(row))] for row in said]
+        following_B, counts_B = self.following(sampled, following, discarded)
         to_sample = refused = None
         if accepted is not None:
             drafts = SimpleNamespace(
                 cu_num_draft_tokens=torch.full((len(tokens),), K, dtype=torch.int32).cumsum(0).int()
             )
-            metadata, _, to_sample, refused = self.proposer.prepare_inputs_padded(
-                metadata, drafts, torch.tensor(accepted, dtype=torch.int32) + 1
-            )
+            metadata, _, to_sample, refused = self.proposer.prepare_inputs_padded(metadata, drafts, counts_B)
         with torch.inference_mode(), set_current_vllm_config(self.config):
             made = self.proposer._propose(
                 target_token_ids=torch.tensor([token for row in tokens for token in row], dtype=torch.int32),
                 target_positions=torch.tensor([at for _, at in places], dtype=torch.int64),
                 target_hidden_states=torch.zeros(len(places), 1),
-                next_token_ids=torch.tensor(following, dtype=torch.int32),
+                next_token_ids=following_B,
                 token_indices_to_sample=to_sample,
                 common_attn_metadata=metadata,
                 target_model_batch_desc=BatchDescriptor(num_tokens=len(places)),
@@ -169,3 +183,31 @@ class Scene:
             )
         assert made.shape == (len(tokens), K)
         return made.tolist()
+
+    def following(
+        self, sampled: list[list[int]], known: Sequence[int], discarded: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token of each row that the drafter goes on from, and how many were sampled. A row that has no sampled one
+        goes on from what the host knows; -1: its last token is still on the device."""
+        requests = {
+            str(row): CachedRequestState(
+                req_id=str(row),
+                prompt_token_ids=[token] if token >= 0 else [],
+                mm_features=[],
+                sampling_params=None,
+                generator=None,
+                block_ids=([],),
+                num_computed_tokens=0,
+                output_token_ids=[],
+            )
+            for row, token in enumerate(known)
+        }
+        batch = SimpleNamespace(
+            num_reqs=len(known),
+            num_tokens_no_spec=np.ones(len(known), dtype=np.int32),
+            req_ids=list(requests),
+            vocab_size=self.config.model_config.get_vocab_size(),
+        )
+        return self.proposer.prepare_next_token_ids_padded(
+            torch.tensor(sampled, dtype=torch.int32), requests, batch, torch.tensor(discarded).long(), len(discarded)
+        )

@@ -85,7 +85,14 @@ def test_other_methods_are_what_they_were(folders: dict[str, str]) -> None:
     assert found.draft_model_config.tokenizer == folders["target"]
 
 
-@pytest.mark.parametrize("option", [{"draft_sample_method": "probabilistic"}, {"use_local_argmax_reduction": True}])
+OPTIONS_PAST_THE_MAPPING: list[dict[str, Any]] = [
+    {"draft_sample_method": "probabilistic"},
+    {"use_local_argmax_reduction": True},
+    {"parallel_drafting": True},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS_PAST_THE_MAPPING)
 def test_options_that_it_can_not_heed_are_refused(folders: dict[str, str], option: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedConfigError, match=f"leave {next(iter(option))} out"):
         configuration(folders["target"], folders["drafter"], speculative=option)

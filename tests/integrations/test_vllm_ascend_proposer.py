@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +11,22 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import get_forward_context
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_ascend import spec_decode
 from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 
 from tests.integrations import models
-from tests.integrations.scene import CPU, K, Scene, configuration, runner, start
+from tests.integrations.scene import CPU, FALSE, LIMITS, K, Scene, configuration, made, runner, start
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.integrations.vllm_ascend import patches
 from vllm_gaudi_spec.integrations.vllm_ascend.proposer import AscendUniversalDraftProposer
 from vllm_gaudi_spec.patching import wrap
 from vllm_gaudi_spec.proposers.universal.pairs import Pair
 
+DOCS = Path(__file__).parents[2] / "docs" / "ascend_vllm_ascend.md"
 TEXTS = [
     "The quick brown fox costs seconds",
     "whatever the dog says; 0123",
@@ -40,6 +47,7 @@ def loaded(folders: dict[str, str]) -> Scene:
 
 @pytest.fixture
 def scene(loaded: Scene) -> Scene:
+    start(loaded.config)  # others were started since
     loaded.forget()
     return loaded
 
@@ -95,13 +103,25 @@ def test_the_vocabularies_are_worth_a_test(pair: Pair, plain: Plain, prompts: li
     assert any(not pair.map.draftable[token] for prompt in prompts for token in plain.draft(prompt, confined=False))
 
 
-def test_it_is_upstreams_proposer_wholly_constructed(scene: Scene) -> None:
-    assert isinstance(scene.proposer, AscendUniversalDraftProposer)
-    assert isinstance(scene.proposer, AscendDraftModelProposer)
-    assert "__init__" in vars(AscendDraftModelProposer)
-    for made_by_a_constructor in ("attn_mask_builder", "slot_mapping_group", "input_ids", "decode_threshold"):
-        assert hasattr(scene.proposer, made_by_a_constructor)
-    assert scene.proposer._runnable == scene.proposer._run_merged_draft
+def test_it_is_upstreams_proposer_wholly_constructed(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    constructed: list[Any] = []
+    real = vars(AscendDraftModelProposer)["__init__"]
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        constructed.append(self)
+        real(self, *args, **named)
+
+    monkeypatch.setattr(AscendDraftModelProposer, "__init__", init)
+    proposer = construct(configuration(folders["target"], folders["drafter"]))
+    assert isinstance(proposer, AscendUniversalDraftProposer)
+    assert isinstance(proposer, AscendDraftModelProposer)
+    assert constructed == [proposer]
+    assert proposer._runnable == proposer._run_merged_draft
+
+
+def construct(config: VllmConfig) -> Any:
+    start(config)
+    return spec_decode.get_spec_decode_method("draft_model", config, CPU, runner(config))
 
 
 def test_prompts_are_drafted_for_as_by_the_drafter_alone(scene: Scene, plain: Plain, prompts: list[list[int]]) -> None:
@@ -168,8 +188,112 @@ def test_ids_that_are_no_tokens_are_read_as_some(scene: Scene, pair: Pair) -> No
     assert ((read >= 0) & (read < len(pair.map.draftable))).all()
 
 
-def test_a_profile_run_passes(scene: Scene) -> None:
-    scene.proposer.dummy_run(num_tokens=2 * (K + 1), is_profile=True)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_profile_run_goes_through_all_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """With graphs: as far as the proposer decides, the drafter itself was made without."""
+    seen: list[tuple[int, CUDAGraphMode]] = []
+    real = type(scene.proposer.model).forward
+
+    def forward(self: Any, input_ids: torch.Tensor, *args: Any, **named: Any) -> Any:
+        seen.append((len(input_ids), get_forward_context().cudagraph_runtime_mode))
+        return real(self, input_ids, *args, **named)
+
+    monkeypatch.setattr(type(scene.proposer.model), "forward", forward)
+    monkeypatch.setattr(scene.proposer, "use_cuda_graph", graphs)
+    mode, size = CUDAGraphMode.PIECEWISE, 2 * (K + 1)
+    scene.proposer.dummy_run(num_tokens=size, is_profile=True, aclgraph_runtime_mode=mode)
+    assert [length for length, _ in seen] == [size] + (K - 1) * [size if graphs else 2]
+    assert {found for _, found in seen} == {mode if graphs else CUDAGraphMode.NONE}
+
+
+GRAPHS_FOR_THE_TARGET = {"speculative": {"enforce_eager": True}}
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+NO_GRAPHS = {"enforce_eager": True}
+
+
+@pytest.mark.parametrize("mode", [None, "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_full_graphs_are_refused_with_the_ways_out(folders: dict[str, str], mode: str | None) -> None:
+    """Without a mode: what vLLM takes by itself."""
+    asked = {"compilation_config": {"cudagraph_mode": mode}} if mode else {}
+    config = configuration(folders["target"], folders["drafter"], enforce_eager=False, **asked)
+    with pytest.raises(UnsupportedConfigError, match="can not run draft models in full graphs") as refused:
+        construct(config)
+    for way, option in ((PIECEWISE, "compilation_config"), (GRAPHS_FOR_THE_TARGET, "speculative")):
+        assert json.dumps(way[option]).strip("{}") in str(refused.value)
+
+
+@pytest.mark.parametrize(("way", "graphs"), [(PIECEWISE, True), (GRAPHS_FOR_THE_TARGET, False), (NO_GRAPHS, False)])
+def test_the_ways_out_are_taken(folders: dict[str, str], way: dict[str, Any], graphs: bool) -> None:
+    config = configuration(folders["target"], folders["drafter"], **{"enforce_eager": False, **way})
+    proposer = construct(config)
+    assert proposer.use_cuda_graph == graphs
+    assert config.compilation_config.cudagraph_mode.has_full_cudagraphs() == (way is GRAPHS_FOR_THE_TARGET)
+
+
+def test_upstream_still_makes_no_graph_of_draft_models(folders: dict[str, str]) -> None:
+    """Fails when it does: then the refusal of full graphs can go."""
+    config = configuration(folders["target"], folders["target"], "draft_model", enforce_eager=False)
+    proposer = construct(config)
+    proposer._maybe_share_lm_head(None)
+    assert proposer.use_cuda_graph
+    assert not hasattr(proposer, "update_stream")
+    assert proposer._runnable == proposer._run_merged_draft
+
+
+def test_the_commands_of_the_docs_start(folders: dict[str, str]) -> None:
+    text = DOCS.read_text()
+    commands = [line for line in text.replace("\\\n", "").splitlines() if line.startswith("vllm serve ")]
+    assert commands
+    for command in commands:
+        words = command.replace("TARGET", folders["target"]).replace("DRAFTER", folders["drafter"])
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        _, _, target, *options = shlex.split(words)
+        arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", target, *options]))
+        for name, value in LIMITS.items():
+            setattr(arguments, name, value)
+        assert construct(made(arguments)).num_speculative_tokens == K
+
+
+def test_rows_without_a_sampled_token_go_on_from_what_is_known(
+    scene: Scene, plain: Plain, prompts: list[list[int]]
+) -> None:
+    """Of the second row there is more to read, so that what was sampled there does not count."""
+    following = [prompt[-1] for prompt in prompts]
+    assert following[1] != FALSE
+    found = scene.draft([prompt[:-1] for prompt in prompts], [0] * len(prompts), following, discarded=[1])
+    assert found == [plain.drafts(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def overlapping(folders: dict[str, str]) -> Scene:
+    return Scene.load(configuration(folders["target"], folders["drafter"], async_scheduling=True))
+
+
+def test_steps_that_overlap_are_off_unless_asked_for(loaded: Scene, overlapping: Scene) -> None:
+    assert not loaded.proposer.use_async_scheduling
+    assert overlapping.proposer.use_async_scheduling
+
+
+def test_with_overlapping_steps_drafts_are_the_same(overlapping: Scene, plain: Plain, prompts: list[list[int]]) -> None:
+    """Of a row whose last token the host does not know yet nothing is said but that its drafts are tokens; the others
+    are drafted for as ever, then behind accepted and rejected drafts."""
+    scene, starts = overlapping, [0] * len(prompts)
+    start(scene.config)
+    scene.forget()
+    following = [prompts[0][-1], -1, prompts[2][-1]]
+    found = scene.draft([prompt[:-1] for prompt in prompts], starts, following, discarded=[1])
+    assert [found[0], found[2]] == [plain.drafts(prompts[0]), plain.drafts(prompts[2])]
+    assert all(0 <= token < len(plain.map.target_to_draft) for token in found[1])
+
+    scene.forget()
+    drafts = scene.draft([prompt[:-1] for prompt in prompts], starts, [prompt[-1] for prompt in prompts])
+    starts, accepted, following = [len(prompt) - 1 for prompt in prompts], [4, 1, 4], [50, 51, 52]
+    tokens = [[prompt[-1], *draft] for prompt, draft in zip(prompts, drafts, strict=True)]
+    found = scene.draft(tokens, starts, following, accepted)
+    for row, prompt in enumerate(prompts):
+        expected = plain.drafts([*prompt, *drafts[row][: accepted[row]], following[row]])
+        assert found[row][0] == expected[0]
+        assert found[row] == expected or accepted[row] < K
 
 
 @pytest.fixture(scope="module")
@@ -204,26 +328,28 @@ def test_sizes_are_no_matter_and_upstream_still_makes_them_one(folders: dict[str
     setattr(config.speculative_config, patches.IS_UNIVERSAL, False)
     start(config)
     with pytest.raises(ValueError, match="same vocabulary size"):
-        AscendDraftModelProposer(config, CPU, runner())
+        AscendDraftModelProposer(config, CPU, runner(config))
 
 
 def test_the_drafter_has_to_be_as_parallel_as_the_target(folders: dict[str, str]) -> None:
     config = configuration(folders["target"], folders["drafter"])
     config.speculative_config.draft_parallel_config.tensor_parallel_size = 2
-    start(config)
     with pytest.raises(ValueError, match="'draft_tensor_parallel_size' and 'tensor_parallel_size' must be the same"):
-        spec_decode.get_spec_decode_method("draft_model", config, CPU, runner())
+        construct(config)
 
 
-def test_options_that_it_does_not_heed_are_refused(folders: dict[str, str]) -> None:
-    for option, named in (
-        ({"enable_reduce_sample": True}, "turn enable_reduce_sample off"),
-        ({"gaudi_spec": {"universal_match": "slem"}}, "additional_config.gaudi_spec"),
-    ):
-        config = configuration(folders["target"], folders["drafter"], additional_config=option)
-        start(config)
-        with pytest.raises(UnsupportedConfigError, match=named):
-            spec_decode.get_spec_decode_method("draft_model", config, CPU, runner())
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"additional_config": {"enable_reduce_sample": True}}, "turn enable_reduce_sample off"),
+        ({"additional_config": {"gaudi_spec": {"universal_match": "slem"}}}, "additional_config.gaudi_spec"),
+        ({"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
+    ],
+)
+def test_options_that_it_does_not_heed_are_refused(folders: dict[str, str], option: dict[str, Any], named: str) -> None:
+    config = configuration(folders["target"], folders["drafter"], **option)
+    with pytest.raises(UnsupportedConfigError, match=named):
+        construct(config)
 
 
 def test_no_token_in_common_is_an_error(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

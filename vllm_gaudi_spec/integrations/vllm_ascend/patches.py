@@ -12,6 +12,8 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSA
 from vllm_gaudi_spec.patching import widen, wrap
 
 _DRAFT_MODEL = "draft_model"
+# Options of a speculative configuration that others than these values of would pass by the mapping.
+_ONLY = {"draft_sample_method": "greedy", "use_local_argmax_reduction": False, "parallel_drafting": False}
 
 
 def apply() -> None:
@@ -38,11 +40,11 @@ def _note_universal_draft(original: Callable[..., None], config: Any) -> None:
     if config.method != UNIVERSAL_DRAFT:
         original(config)
         return
-    for name, only in (("draft_sample_method", "greedy"), ("use_local_argmax_reduction", False)):
+    for name, only in _ONLY.items():
         if getattr(config, name) != only:
             raise UnsupportedConfigError(
-                f"Method {UNIVERSAL_DRAFT} on vllm-ascend drafts each time the best token of both vocabularies: leave "
-                f"{name} out of --speculative-config."
+                f"Method {UNIVERSAL_DRAFT} on vllm-ascend drafts token by token, each time the best of both "
+                f"vocabularies: leave {name} out of --speculative-config."
             )
     config.method = _DRAFT_MODEL
     original(config)

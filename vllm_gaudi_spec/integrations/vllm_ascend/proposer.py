@@ -14,6 +14,7 @@ from vllm_ascend.ascend_config import get_ascend_config
 from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError, cache_folder
+from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
 from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens
 from vllm_gaudi_spec.proposers.universal.pairs import Pair
 
@@ -21,10 +22,22 @@ from vllm_gaudi_spec.proposers.universal.pairs import Pair
 class AscendUniversalDraftProposer(AscendDraftModelProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner=runner)
+        if self.use_cuda_graph and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            # It makes the stream that updates them where DraftModelProposer, which comes first, does nothing.
+            raise UnsupportedConfigError(
+                f"vllm-ascend {VLLM_ASCEND} can not run draft models in full graphs. For method {UNIVERSAL_DRAFT} "
+                """start with --compilation-config '{"cudagraph_mode": "PIECEWISE"}', or keep full graphs for the """
+                """target alone with "enforce_eager": true in --speculative-config."""
+            )
         if get_ascend_config().enable_reduce_sample:
             raise UnsupportedConfigError(
                 f"Method {UNIVERSAL_DRAFT} looks at logits of the whole vocabulary: turn enable_reduce_sample off in "
                 f"additional_config."
+            )
+        if vllm_config.model_config.enable_sleep_mode:
+            raise UnsupportedConfigError(
+                f"Method {UNIVERSAL_DRAFT} keeps maps of tokens beside the drafter's weights, which sleep of level 2 "
+                f"drops for good: leave --enable-sleep-mode out."
             )
 
     def _raise_if_vocab_size_mismatch(self) -> None:
@@ -34,11 +47,11 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         super().load_model(model)
         pair = Pair.load(self.vllm_config, cache_folder())
         self._read: MappedTokens = pair.mapped(self.device)
-        self._said = OwnTokens(pair.map.draftable, self.device)
         # What is not drafted is no token of the target's either; some id has to stand there.
         self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)
         self._last_target = len(pair.map.target_to_draft) - 1
-        self.model.compute_logits = _then(self._said.to_target, self.model.compute_logits)
+        said = OwnTokens(pair.map.draftable, self.device)
+        self.model.compute_logits = _then(said.to_target, self.model.compute_logits)
 
     def set_inputs_first_pass(
         self, target_token_ids: torch.Tensor, next_token_ids: torch.Tensor, *args: Any, **named: Any
