@@ -97,6 +97,16 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Sampling masks are not reported; leave out --return-sampling-mask."
     if model.enable_trace_replay:
         yield "Trace replay is not supported; leave out --enable-trace-replay."
+    for name, instead in _OTHERS_ADDITIONAL_CONFIG.items():
+        if name in (vllm_config.additional_config or {}):
+            yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+# What decides how vllm-ascend speculates, and what serves here instead.
+_OTHERS_ADDITIONAL_CONFIG = {
+    "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
+    "dynamic_spec_config": f", or set adaptive in additional_config.{ADDITIONAL_CONFIG_KEY}",
+}
 
 
 def _format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

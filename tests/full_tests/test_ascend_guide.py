@@ -141,6 +141,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "Speculative method extract_hidden_states is not supported yet",
     ),
+    "block verify": (
+        NGRAM,
+        dict(additional_config={"rejection_sampler_config": {"enable_block_verify": True}}),
+        "set rejection_sample_method in --speculative-config to block",
+    ),
+    "verifying less": (
+        NGRAM,
+        dict(additional_config={"dynamic_spec_config": {"method": "dspark"}}),
+        "additional_config.dynamic_spec_config is vllm-ascend's",
+    ),
 }
 
 
