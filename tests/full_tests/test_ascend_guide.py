@@ -82,10 +82,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "draft_model": (dict(method="draft_model", num_speculative_tokens=3, **ALONE), OPTIONS),
     "universal_draft": (dict(method="universal_draft", num_speculative_tokens=3, **ALONE), OPTIONS),
 }
-QUICK = ("eagle",)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RUNS)
 def test_what_runs(
     case: str,
     model: Callable[[str], str],
