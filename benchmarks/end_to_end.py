@@ -90,8 +90,11 @@ def engine(options: argparse.Namespace) -> Any:
 
 def set_rate(runner: Any, rates: list[float]) -> None:
     """Where captured programs read them."""
+    import torch
+
     rates_K = runner.rule.keywords["rates_K"]
-    rates_K.copy_(rates_K.new_tensor(rates))
+    with torch.inference_mode():
+        rates_K.copy_(rates_K.new_tensor(rates))
 
 
 # ---- turns ---------------------------------------------------------------------------------------------
