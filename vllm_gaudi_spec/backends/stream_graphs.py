@@ -5,7 +5,9 @@ The runtime is torch's module of the device, `torch.cuda` or one of the same for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -69,7 +71,7 @@ class Captures:
 
     def _record(self, run: Callable[[], Any]) -> Recorded:
         graph = self._new_graph()
-        with self._runtime.stream(self._stream):
+        with _no_collecting(), self._runtime.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -83,6 +85,18 @@ class Captures:
         kept = self._runtime.memory_reserved() - self._runtime.memory_allocated()
         if kept > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """The collector may find graphs of an engine that is gone, and a recording fails when another graph is freed."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Graphed:
