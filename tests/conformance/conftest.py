@@ -51,7 +51,14 @@ def _noted(name: str, original: Any, called: list[str]) -> Any:
         called.append(name)
         return original(*args, **kwargs)
 
-    return call
+    if not isinstance(original, type):
+        return call
+
+    # A class stays one: annotations name it.
+    class Noted(type(original)):  # type: ignore[misc]
+        __call__ = staticmethod(call)
+
+    return Noted(name, (original,), {})
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,12 @@ _SECONDS = 500
 def run_tests(folder: str, **environment: str) -> None:
     """All tests of a folder, in a fresh process."""
     inherited = {name: value for name, value in os.environ.items() if name != "VGS_DEVICE"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", folder, "-q", "--no-header", "-p", "no:cacheprovider"]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=inherited | {"PYTHONPATH": str(ROOT)} | environment,
+        env=inherited | {"PYTHONPATH": paths} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
