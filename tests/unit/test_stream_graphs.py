@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +26,25 @@ class PlayedCaptures(Captures):
 @pytest.fixture
 def captures() -> PlayedCaptures:
     return PlayedCaptures(None, object, torch.device("cpu"))
+
+
+def test_nothing_is_collected_while_a_program_is_recorded() -> None:
+    runtime = SimpleNamespace(
+        graph_pool_handle=object,
+        Stream=object,
+        stream=nullcontext,
+        memory_reserved=lambda: 0,
+        memory_allocated=lambda: 0,
+        mem_get_info=lambda: (1, 1),
+    )
+    seen: list[bool] = []
+
+    def graph() -> SimpleNamespace:
+        return SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None)
+
+    Captures(runtime, graph, torch.device("cpu")).record(lambda: seen.append(gc.isenabled()))
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 class Pair(NamedTuple):
