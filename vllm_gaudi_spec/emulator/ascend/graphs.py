@@ -1,12 +1,11 @@
-"""NPU graphs: a piece of Python run once without computing anything, its operations replayed on the same memory; and
-groups of operations in them that are given new arguments between replays."""
+"""NPU graphs: a piece of Python run once without computing anything, its operations replayed on the same memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program
 from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
 _ERROR_MODES = ("global", "thread_local", "relaxed")
 
@@ -183,7 +182,7 @@ def _put_into_place(program: Program, places: dict[int, torch.Tensor]) -> list[i
     return moved
 
 
-def _count_again(outside: Tally) -> Tally:
+def count_again(outside: Tally) -> Tally:
     """Go on with the counts of before, and what other threads did meanwhile; the answer is what was recorded."""
     work, DEVICE.counters.step = DEVICE.counters.step, outside
     for field in fields(Tally):
@@ -246,7 +245,7 @@ class NPUGraph:
     def abandon(self) -> Tally:
         """The capture is over, whatever became of it."""
         DEVICE.capture = None
-        return _count_again(self._outside)
+        return count_again(self._outside)
 
     def _watch(self, tensor: DeviceTensor) -> None:
         """A graph does not keep what it reads alive: on a card its memory would be somebody else's by then."""
@@ -365,115 +364,14 @@ def weak_ref_tensor(tensor: DeviceTensor) -> DeviceTensor:
     return place
 
 
-class TaskUpdate(Capture):
-    """Open while a group's operations are issued anew: they are noted, and nothing is computed."""
-
-    what = "the update of a task group"
-    computes = False
-
-    def __init__(self, group: TaskGroup, stream: Stream) -> None:
-        super().__init__("update")
-        self.group = group
-        self.stream = stream
-        self.names: list[str] = []
-        self.outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
-
-    def record(
-        self,
-        info: OpInfo,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        results: Sequence[Any],
-        new: Sequence[DeviceTensor],
-        single: bool,
-    ) -> None:
-        if not info.computes(new):
-            # A view: of the same memory, and no task.
-            if any(isinstance(arg, DeviceTensor) and arg.ghost for arg in args):
-                raise DeviceRefusal(
-                    f"during {self.what}: a view of memory that is known by its place only, at {here()}"
-                )
-            viewed = run(*(real(arg) if isinstance(arg, DeviceTensor) else arg for arg in args), **kwargs)
-            new[0].inner, new[0].ghost = viewed, False
-            return
-        if new:
-            raise DeviceRefusal(f"during {self.what}: {info.name} at {here()} makes new memory; use its `.out` form")
-        super().record(info, run, args, kwargs, results, new, single)
-        self.names.append(info.name)
-
-    def owns(self, tensor: DeviceTensor) -> bool:
-        """Places of the graph stand for what the graph has there when it comes to the group."""
-        return tensor.capture is self.group.capture
-
-    def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
-        raise DeviceRefusal(f"during {self.what}: something else than an operation of the group, at {here()}")
-
-
 def is_current_stream_capturing() -> bool:
     capture = DEVICE.capture
     return isinstance(capture, NpuCapture) and capture.stream is current_stream()
-
-
-def _capturing(what: str) -> NpuCapture:
-    capture = DEVICE.capture
-    if not isinstance(capture, NpuCapture):
-        raise DeviceRefusal(f"{what} at {here()} outside of a capture")
-    return capture
-
-
-def graph_task_group_begin(stream: Stream) -> None:
-    _capturing("graph_task_group_begin").begin_group(stream)
-
-
-def graph_task_group_end(stream: Stream) -> TaskGroup:
-    return _capturing("graph_task_group_end").end_group(stream)
-
-
-def graph_task_update_begin(stream: Stream, handle: TaskGroup) -> None:
-    DEVICE.refuse_in_capture("graph_task_update_begin")
-    if not isinstance(handle, TaskGroup):
-        raise TypeError(f"graph_task_update_begin takes what graph_task_group_end returned, not {type(handle)}")
-    if stream is not current_stream():
-        raise DeviceRefusal(
-            f"graph_task_update_begin at {here()}: its stream is not the current one, so what comes next would not be "
-            "a part of the update"
-        )
-    last = handle.graph.last_replay
-    if last is not None and not stream.follows(last):
-        raise DeviceRefusal(
-            f"graph_task_update_begin at {here()}: the stream did not wait for the last replay of the graph, which may "
-            "still be running the tasks that are changed"
-        )
-    DEVICE.capture = TaskUpdate(handle, stream)
-
-
-def graph_task_update_end(stream: Stream) -> None:
-    update = DEVICE.capture
-    if not isinstance(update, TaskUpdate):
-        raise DeviceRefusal(f"graph_task_update_end at {here()} without graph_task_update_begin")
-    DEVICE.capture = None
-    work = _count_again(update.outside)
-    if stream is not update.stream:
-        raise DeviceRefusal(f"graph_task_update_end at {here()}: the update began on another stream")
-    wanted = list(update.group.tasks.values())
-    if update.names != wanted:
-        raise DeviceRefusal(f"graph_task_update_end at {here()}: the group has {wanted}, the update {update.names}")
-    update.group.graph.update(update.group, update.program.calls, work)
 
 
 CONTENTS: dict[str, Any] = {
     "NPUGraph": NPUGraph,
     "graph": graph,
     "graph_pool_handle": Pool,
-    **{
-        function.__name__: function
-        for function in (
-            is_current_stream_capturing,
-            graph_task_group_begin,
-            graph_task_group_end,
-            graph_task_update_begin,
-            graph_task_update_end,
-        )
-    },
+    "is_current_stream_capturing": is_current_stream_capturing,
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_gaudi_spec.emulator import runtime
-from vllm_gaudi_spec.emulator.ascend import graphs
+from vllm_gaudi_spec.emulator.ascend import graphs, tasks
 from vllm_gaudi_spec.emulator.ascend.attention import NOT_EMULATED
 from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Event, Stream, synchronize
 from vllm_gaudi_spec.emulator.card import DEVICE
@@ -30,6 +30,7 @@ def make_npu_module() -> ModuleType:
             "memory_reserved": runtime.memory_allocated,
             **STREAMS.contents(),
             **graphs.CONTENTS,
+            **tasks.CONTENTS,
         }
     )
 

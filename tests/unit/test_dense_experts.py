@@ -36,7 +36,7 @@ def choose(scores: list[float], wanted: list[float], groups: int, top_groups: in
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, biased: bool) -> None:
-    from vllm_gaudi_spec.backends.hpu_moe import route
+    from vllm_gaudi_spec.backends.dense_experts import route
 
     torch.manual_seed(0)
     logits, bias = torch.randn(30, 16), torch.randn(16) * 0.3
@@ -60,7 +60,7 @@ def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, 
 
 
 def test_experts() -> None:
-    from vllm_gaudi_spec.backends.hpu_moe import DenseExperts, route
+    from vllm_gaudi_spec.backends.dense_experts import DenseExperts, route
 
     torch.manual_seed(0)
     experts, hidden, inner = 6, 8, 5
