@@ -20,7 +20,7 @@ class CudaSpecPlatform(CapturingPlatform):
     device_type = "cuda"
     dispatch_key = "CUDA"
     ray_device_key = "GPU"
-    dist_backend = "gloo"
+    dist_backend = "nccl"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
     @property
@@ -34,9 +34,10 @@ class CudaSpecPlatform(CapturingPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        if vllm_config.parallel_config.world_size > 1:
+        wanted, found = vllm_config.parallel_config.local_world_size, torch.cuda.device_count()
+        if wanted > found:
             raise UnsupportedConfigError(
-                "the CUDA reference runs on one GPU; leave out --tensor-parallel-size and --pipeline-parallel-size."
+                f"{wanted} GPUs are wanted and {found} found; set --tensor-parallel-size to {found} or less."
             )
         super().check_and_update_config(vllm_config)
 

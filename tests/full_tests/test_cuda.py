@@ -140,3 +140,26 @@ def test_a_head_that_is_never_wrong(method: str, tmp_path: Path) -> None:
 def reads_once(llm: LLM) -> None:
     """Steps without an answer read nothing."""
     assert 0.9 < llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two
+@pytest.mark.parametrize("method", ["ngram_gpu", "draft_model", "universal_draft"])
+def test_two_gpus(
+    method: str, looping_llama: str, requests: list[Request], alone: Reference, request: pytest.FixtureRequest
+) -> None:
+    """Tensor parallel over NCCL: collectives inside captured programs, and ranks that decide alike without telling."""
+    config = dict(ngram(3), method=method)
+    if method != "ngram_gpu":
+        drafter = looping_llama if method == "draft_model" else request.getfixturevalue("twin")
+        config = dict(method=method, model=drafter, num_speculative_tokens=3, **MODES["coupled"])
+    with speculating(looping_llama, config, **BOTH, async_scheduling=True, tensor_parallel_size=2) as llm:
+        alone.check(requests, run_together(llm, requests))
+        assert accepted(llm) > 50
+        ranks = llm.collective_rpc("step_report")
+        assert len(ranks) == 2
+        assert ranks[0]["device"]["captured"] == ranks[1]["device"]["captured"]
+        for rank in ranks:
+            assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0

@@ -128,9 +128,10 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
         Backend()
 
 
-def test_more_than_one_gpu_is_refused() -> None:
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.cuda_platform import CudaSpecPlatform
 
-    two = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    with pytest.raises(UnsupportedConfigError, match="one GPU; leave out --tensor-parallel-size"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    two = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2))
+    with pytest.raises(UnsupportedConfigError, match="2 GPUs are wanted and 1 found; set --tensor-parallel-size to 1"):
         CudaSpecPlatform.check_and_update_config(two)  # type: ignore[arg-type]

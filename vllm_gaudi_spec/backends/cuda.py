@@ -1,4 +1,4 @@
-"""The reference accelerator: every program a CUDA graph, on one NVIDIA GPU, without vLLM's compiled parts."""
+"""The reference accelerator: every program a CUDA graph, on NVIDIA GPUs, without vLLM's compiled parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Backend(StreamDevice):
                 "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
                 f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
             )
-        device = torch.device("cuda", 0)
+        # Each process is given one card (`Platform.set_device`), which this means without its number.
+        device = torch.device("cuda")
         super().__init__(torch.cuda, device, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
         self.rules = _rules()
 
