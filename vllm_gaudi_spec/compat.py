@@ -13,7 +13,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT
+from vllm_gaudi_spec.config import (
+    IS_UNIVERSAL,
+    METHODS,
+    TRUST_DRAFT_CODE,
+    UNIVERSAL_DRAFT,
+    UnsupportedConfigError,
+    pickled_weights,
+    trusts_draft_code,
+)
 from vllm_gaudi_spec.patching import widen, wrap
 
 _VLLM = "vllm"
@@ -26,6 +34,8 @@ def apply() -> None:
     share_vllm_logging()
     let_engine_finish()
     admit_universal_draft()
+    trust_drafters_apart()
+    refuse_pickled_weights()
     widen_speculative_options()
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
@@ -97,19 +107,77 @@ def admit_universal_draft() -> None:
     """
     from vllm.config import SpeculativeConfig
 
-    wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
+    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
     wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _do_nothing)
 
 
-def _note_universal_draft(original: Callable[..., Any], config: Any) -> Any:
+def trust_drafters_apart() -> None:
+    """Let `--trust-remote-code` run code of the target's folder, and not of a drafter's as well.
+
+    Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two.
+    Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
+    """
+    from vllm.config import SpeculativeConfig
+
+    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
+
+
+def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = "draft_model", True
-    result = original(config)
+    target = config.target_model_config
+    if target is None or not target.trust_remote_code or trusts_draft_code() or _is_in_targets_folder(config):
+        result = original(config)
+    else:
+        result = _describe_untrusted(original, config)
     if config.use_heterogeneous_vocab and config.method == "draft_model":
         # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
     return result
+
+
+def _is_in_targets_folder(config: Any) -> bool:
+    """As the layers are that predict several tokens; then its code is the target's."""
+    target = config.target_model_config
+    same_revision = config.revision in (None, target.revision) and config.code_revision in (None, target.code_revision)
+    return config.model is None or (config.model in (target.model, target.model_weights) and same_revision)
+
+
+def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
+    target = config.target_model_config
+    target.trust_remote_code = False  # what upstream gives the drafter
+    try:
+        return original(config)
+    except (RuntimeError, ValueError) as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedConfigError(
+            f"{config.model} in --speculative-config has code of its own, and --trust-remote-code is for the target; "
+            f"set {TRUST_DRAFT_CODE}=1 in the environment to run the drafter's as well."
+        ) from error
+    finally:
+        target.trust_remote_code = True
+
+
+def refuse_pickled_weights() -> None:
+    """Let vLLM's loader take safetensors only.
+
+    Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), whose reading is a program that the file
+    brings. torch limits what such a program can do; nothing is as safe as not to run it.
+    Remove when: upstream refuses pickles, or can be told to.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    wrap(DefaultModelLoader, "_prepare_weights", _take_safetensors)
+
+
+def _take_safetensors(original: Callable[..., Any], loader: Any, model: str, *more: Any, **named: Any) -> Any:
+    found = original(loader, model, *more, **named)
+    _, files, are_safetensors, _ = found
+    if not are_safetensors:
+        raise UnsupportedConfigError(pickled_weights(model, files[0]))
+    return found
 
 
 # Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.

@@ -24,6 +24,14 @@ class UnsupportedConfigError(RuntimeError):
     """
 
 
+def pickled_weights(model: str, file: str | Path) -> str:
+    """Why such weights are not read."""
+    return (
+        f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs what is in it; "
+        "give a folder with *.safetensors (SECURITY.md says how to make them)."
+    )
+
+
 def requested_device() -> str | None:
     """The device named by VGS_DEVICE, or None when the choice is ours."""
     return os.environ.get("VGS_DEVICE") or None
@@ -31,6 +39,14 @@ def requested_device() -> str | None:
 
 def skip_warmup() -> bool:
     return os.environ.get("VGS_SKIP_WARMUP", "0") not in ("", "0")
+
+
+TRUST_DRAFT_CODE = "VGS_TRUST_DRAFT_CODE"
+
+
+def trusts_draft_code() -> bool:
+    """Whether `--trust-remote-code` holds for the drafter's folder as well."""
+    return os.environ.get(TRUST_DRAFT_CODE, "0") not in ("", "0")
 
 
 def vllm_plugins_allowed() -> set[str] | None:
@@ -174,21 +190,38 @@ class Options:
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
-        given: dict[str, Any] = dict((vllm_config.additional_config or {}).get(ADDITIONAL_CONFIG_KEY, {}))
+        given = _object(_object(vllm_config.additional_config, "additional_config").get(ADDITIONAL_CONFIG_KEY))
         known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := [name for name in given if name not in known]:
             raise UnsupportedConfigError(
-                f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {', '.join(unknown)}; "
+                f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {shown(unknown)}; "
                 f"known are {', '.join(known)}."
             )
         return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in given.items()})
+
+
+def shown(value: Any) -> str:
+    """What a user gave, as a message repeats it: on one line, and not at any length."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 100
+
+
+def _object(value: Any, name: str = f"additional_config.{ADDITIONAL_CONFIG_KEY}") -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UnsupportedConfigError(f"{name} must be an object with options by name, got {shown(value)}.")
+    return value
 
 
 def _one_of(*values: str) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if value not in values:
             raise UnsupportedConfigError(
-                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {' or '.join(values)}, got {value!r}."
+                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be {' or '.join(values)}, got {shown(value)}."
             )
         return str(value)
 
@@ -198,7 +231,7 @@ def _one_of(*values: str) -> Callable[[str, Any], str]:
 def _positive(name: str, value: Any) -> int:
     if _integer(name, value) < 1:
         raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 1 or more, got {value}."
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 1 or more, got {shown(value)}."
         )
     return int(value)
 
@@ -206,7 +239,7 @@ def _positive(name: str, value: Any) -> int:
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be an integer, got {value!r}."
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be an integer, got {shown(value)}."
         )
     return value
 
@@ -214,21 +247,23 @@ def _integer(name: str, value: Any) -> int:
 def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be true or false, got {value!r}."
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be true or false, got {shown(value)}."
         )
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise UnsupportedConfigError(f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {value!r}.")
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a text, got {shown(value)}."
+        )
     return value
 
 
 def bucket_list(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not value or not all(type(v) is int and v > 0 for v in value):
         raise UnsupportedConfigError(
-            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a list of positive integers, got {value!r}."
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be a list of positive integers, got {shown(value)}."
         )
     return tuple(sorted(set(value)))
 

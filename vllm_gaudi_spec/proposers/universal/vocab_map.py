@@ -17,8 +17,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec import cached_files
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.proposers.universal.token_bytes import (
     ModelTokenizer,
@@ -81,7 +80,7 @@ def vocab_map(
     inputs = [FORMAT, content_hash(target), content_hash(draft), target_size, draft_size]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     path = cache / f"vocab-map-{key[:32]}"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return _read(path, key, target_size, draft_size)
     made = match(read_vocabulary(target), read_vocabulary(draft), target_size, draft_size)
     try:
@@ -146,32 +145,27 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
 
 
 def _write(path: Path, key: str, made: VocabMap) -> None:
-    """Several processes may do so at once; the file appears whole or not at all."""
     draft_ids = np.flatnonzero(made.draft_to_target >= 0)
     pairs = np.stack([made.draft_to_target[draft_ids], draft_ids], axis=1).astype("<i4")
     payload = pairs.tobytes() + made.draftable[draft_ids].tobytes()
     header = {"format": FORMAT, "key": key, "pairs": len(pairs), "sha256": hashlib.sha256(payload).hexdigest()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            # Not flushed to the disk: should the machine fail, the checksum finds a file that was only half written.
-            file.write(json.dumps(header).encode() + b"\n" + payload)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    # Should the machine fail, the checksum finds a file that was only half written.
+    cached_files.write(path, json.dumps(header).encode() + b"\n" + payload)
+
+
+_PAIR_BYTES, _MOST_HEADER_BYTES = 9, 1024
 
 
 def _read(path: Path, key: str, target_size: int, draft_size: int) -> VocabMap:
-    """ValueError, KeyError or TypeError if it is not a whole file made for `key`."""
-    line, _, payload = path.read_bytes().partition(b"\n")
+    """OSError, ValueError, KeyError, TypeError or RecursionError if it is not a whole file of ours, made for `key`."""
+    largest = _MOST_HEADER_BYTES + _PAIR_BYTES * min(target_size, draft_size)
+    line, _, payload = cached_files.read(path, largest).partition(b"\n")
     header: dict[str, Any] = json.loads(line)
     count = header["pairs"]
     if (header["format"], header["key"]) != (FORMAT, key) or header["sha256"] != hashlib.sha256(payload).hexdigest():
         raise ValueError("not this map, or damaged")
     pairs = np.frombuffer(payload, dtype="<i4", count=2 * count).astype(np.int32).reshape(count, 2)
-    draftable = np.frombuffer(payload, dtype=bool, offset=8 * count)
-    if len(draftable) != count:
+    draftable = np.frombuffer(payload, dtype=np.uint8, offset=8 * count)
+    if len(draftable) != count or draftable.max(initial=0) > 1:
         raise ValueError("damaged")
-    return VocabMap.of_pairs(pairs, draftable, target_size, draft_size)
+    return VocabMap.of_pairs(pairs, draftable.astype(bool), target_size, draft_size)

@@ -1,0 +1,77 @@
+"""Reading and writing files that this project keeps for itself, below `config.cache_folder()`.
+
+A link could lead a write to any file of this user, and a read to what somebody else wrote. So our folders and the files
+in them are never links; what lies above (`~/.cache`, XDG_CACHE_HOME) is the user's choice and may be one. Nothing is
+kept where everybody may write. What a file says is checked by who reads it, and never run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+class UntrustedCacheError(OSError):
+    """What is in a cache's place may not be used; the message says why, and what to do. Those who can do without a
+    cache treat it as any other error of the disk."""
+
+
+def own_folder(folder: Path) -> Path:
+    """The folder, made if it is missing. UntrustedCacheError if somebody else may decide what is in it."""
+    folder.mkdir(mode=0o775, parents=True, exist_ok=True)
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    facts, above = folder.lstat(), folder.parent.stat()
+    if stat.S_ISLNK(facts.st_mode):
+        raise UntrustedCacheError(f"{folder} is a symbolic link; remove it, or set XDG_CACHE_HOME to another folder")
+    if facts.st_mode & stat.S_IWOTH:
+        raise UntrustedCacheError(f"everybody may write to {folder}; use chmod o-w, or set XDG_CACHE_HOME")
+    # Where everybody may write, anybody may have made it.
+    if above.st_mode & stat.S_IWOTH and facts.st_uid not in (os.geteuid(), 0):
+        raise UntrustedCacheError(f"{folder} was made by another user; set XDG_CACHE_HOME to a folder of your own")
+
+
+def read(path: Path, at_most: int) -> bytes:
+    """A file in a folder of ours. ValueError if it is larger than any that we write."""
+    check_folder(path.parent)
+    with os.fdopen(_open(path), "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise ValueError(f"{path} is larger than {at_most} bytes")
+    return content
+
+
+def _open(path: Path) -> int:
+    # Without waiting: opening a pipe would, for somebody to write to it.
+    if path.is_symlink():
+        raise UntrustedCacheError(f"{path} is a symbolic link; remove it")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IWOTH:
+        os.close(descriptor)
+        raise UntrustedCacheError(f"{path} is no plain file, or everybody may write to it; remove it")
+    return descriptor
+
+
+def write(path: Path, content: bytes) -> None:
+    """A file in a folder of ours, which is made if it is missing. Several processes may do so at once: the file appears
+    whole or not at all, and takes the place of whatever stood there. It is not flushed to the disk."""
+    own_folder(path.parent)
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def stays_inside(path: Path) -> bool:
+    """Whether a file that a user named lies in its own folder, or is a link to one there."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
