@@ -55,7 +55,7 @@ def start(config: VllmConfig) -> None:
     """What a worker does before it makes its runner. Once for each process, but for the configuration."""
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+            init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
             initialize_model_parallel()
         clear_ascend_config()
         init_ascend_config(config)

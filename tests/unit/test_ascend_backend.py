@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_its_platform(device: str) -> None:
 
 
 def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.Backend()
 
@@ -220,7 +221,7 @@ class PlayedRuntime:
 def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of their own, behind the graph's last run, and before the graph may pass."""
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
-    monkeypatch.setitem(__import__("sys").modules, "torch_npu", cast(Any, torch_npu))
+    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
 

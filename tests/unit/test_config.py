@@ -45,11 +45,65 @@ def test_defaults_and_lists() -> None:
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
         ({"universal_slab": 0}, "universal_slab must be 1 or more, got 0"),
         ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
+        ("text", "gaudi_spec must be an object with options by name, got 'text'"),
+        ([{"goodput": True}], "gaudi_spec must be an object"),
+        (0, "gaudi_spec must be an object"),
+        ({"goodput": None}, "goodput must be true or false"),
+        ({"batch_buckets": [[1]]}, "batch_buckets must be a list of positive integers"),
+        ({"batch_buckets": [True]}, "batch_buckets must be a list of positive integers"),
+        ({"batch_buckets": [1.0]}, "batch_buckets must be a list of positive integers"),
+        ({"batch_buckets": "8" * 10**6}, "batch_buckets must be a list of positive integers"),
+        ({"universal_match": ["tli"]}, "universal_match must be tli or slem"),
+        ({"universal_match": {"a": {"b": []}}}, "universal_match must be tli or slem"),
+        ({"universal_slab": -(10**4000)}, "universal_slab must be 1 or more"),
+        ({"universal_slab": float("nan")}, "universal_slab must be an integer"),
+        ({"x\ny" * 10**5: 1}, "unknown option"),
+        ({5: 1, "six": 2}, "unknown option"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedConfigError, match=message):
+def test_mistakes_are_named(options: Any, message: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=message) as refused:
         Options.from_vllm(vllm_config({"gaudi_spec": options}))
+    assert len(str(refused.value)) < 1000
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", ["text", [1], 5])
+def test_additional_config_is_an_object(given: Any) -> None:
+    with pytest.raises(UnsupportedConfigError, match="additional_config must be an object"):
+        Options.from_vllm(vllm_config(given))
+
+
+@pytest.mark.parametrize("name", ["batch_buckets", "prefill_buckets"])
+def test_a_bucket_that_is_far_too_large_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match=f"{name} goes up to {2**40}, .*leave the large ones out"):
+        engine_config(tmp_path, None, additional_config={"gaudi_spec": {name: [4096, 2**40]}})
+
+
+PICKLES = ["pytorch_model.bin", "consolidated.00.pth", "medusa_lm_head.pt", "model.ckpt"]
+
+
+@pytest.mark.parametrize("file", PICKLES)
+@pytest.mark.parametrize("of_drafter", [True, False], ids=["drafter", "target"])
+def test_pickled_weights_are_refused(file: str, of_drafter: bool, tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder in (target, draft):
+        engine_config(folder, None)
+    (draft if of_drafter else target).joinpath(file).write_bytes(b"cposix\nsystem\n(S'exit 1'\ntR.")
+    speculative = dict(method="draft_model", model=str(draft))
+    with pytest.raises(UnsupportedConfigError, match=rf"are pickles \({file}\).*safetensors"):
+        engine_config(target, speculative)
+    (draft if of_drafter else target).joinpath("model.safetensors").touch()
+    engine_config(target, speculative)
+
+
+def test_loading_from_pickles_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"format pt reads pickles; .*\.safetensors"):
+        engine_config(tmp_path, None, load_format="pt")
+    draft = dict(method="draft_model", model=str(tmp_path), draft_load_config={"load_format": "npcache"})
+    with pytest.raises(UnsupportedConfigError, match="format npcache reads pickles"):
+        engine_config(tmp_path, draft)
 
 
 def test_unknown_device_is_refused_by_vllm_itself() -> None:
