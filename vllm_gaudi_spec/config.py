@@ -5,7 +5,9 @@ Nobody else in the package reads the environment.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,6 +37,13 @@ def pickled_weights(model: str, file: str | Path) -> str:
 def requested_device() -> str | None:
     """The device named by VGS_DEVICE, or None when the choice is ours."""
     return os.environ.get("VGS_DEVICE") or None
+
+
+def read_named_file(path: str | Path) -> str:
+    """A file that an option names. OSError if it is none: from a device or a pipe one would read for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return Path(path).read_text()
 
 
 def skip_warmup() -> bool:

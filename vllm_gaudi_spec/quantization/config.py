@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError, quant_config_path
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    Options,
+    UnsupportedConfigError,
+    quant_config_path,
+    read_named_file,
+)
 from vllm_gaudi_spec.quantization import files
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
@@ -77,10 +83,10 @@ class QuantConfig:
     @classmethod
     def read(cls, path: str, option: str) -> QuantConfig:
         try:
-            given = json.loads(Path(path).read_text())
+            given = json.loads(read_named_file(path))
         except OSError as error:
             raise UnsupportedConfigError(f"{option}: {path} can not be read: {error.strerror}.") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnsupportedConfigError(f"{option}: {path} is no JSON file: {error}.") from None
         if not isinstance(given, dict):
             raise UnsupportedConfigError(f"{option}: {path} must hold one JSON object.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list
+from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, read_named_file
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
@@ -61,8 +61,8 @@ def _read(path: Path) -> dict[str, tuple[int, ...]]:
     """A JSON file with some of the lists by name."""
     where = f"additional_config.gaudi_spec.buckets_file {path}"
     try:
-        given = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        given = json.loads(read_named_file(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedConfigError(f"{where} can not be read: {error}.") from error
     if not isinstance(given, dict) or not set(given) <= set(_LISTS):
         raise UnsupportedConfigError(f"{where} must hold lists by name, out of {', '.join(_LISTS)}.")

@@ -1,0 +1,229 @@
+"""Request bodies at the edges of what vLLM's documentation of its interface says, and beyond what it says."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+NOTABLE_INTEGERS = [-(2**63) - 1, -(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 255, 399, 400, 401, 511, 512, 513]
+NOTABLE_INTEGERS += [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30]
+NOTABLE_NUMBERS = [
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    -0.0,
+    5e-324,
+    1e-300,
+    1e-30,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    1e30,
+    1e308,
+]
+NOTABLE_TEXTS = [
+    "",
+    " ",
+    "\n",
+    "\0",
+    "\ud800",
+    "\udfff\ud800",
+    "\ufeff",
+    "é" * 3,
+    "\U0010ffff",
+    "a" * 2000,
+    "<s>",
+    "</s>",
+    "{{7*7}}",
+]
+
+integers = st.sampled_from(NOTABLE_INTEGERS)
+numbers = st.one_of(st.sampled_from(NOTABLE_NUMBERS), integers)
+texts = st.one_of(st.sampled_from(NOTABLE_TEXTS), st.text(st.characters(exclude_categories=[]), max_size=20))
+token_ids = st.one_of(st.integers(0, 399), integers)
+anything = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
+    max_leaves=8,
+)
+
+prompts = st.one_of(
+    st.just("The quick brown fox"),
+    texts,
+    st.lists(token_ids, max_size=8),
+    st.lists(st.integers(0, 399), min_size=1, max_size=40),
+    st.lists(st.one_of(texts, st.lists(token_ids, max_size=4)), max_size=3),
+    st.just([7] * 511),
+)
+
+schemas = st.one_of(
+    st.sampled_from(
+        [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"type": "string", "pattern": "(a+)+$"},
+            {"type": "array", "items": {"$ref": "#"}},
+            {"$ref": "#/nowhere"},
+            {"enum": []},
+            {"type": "integer", "minimum": 5, "maximum": 1},
+            {"allOf": [{"type": "string"}, {"type": "integer"}]},
+            {"type": "string", "minLength": 10**9},
+            True,
+            False,
+        ]
+    ),
+    anything,
+)
+regexes = st.one_of(
+    st.sampled_from(["[0-9]+", "(", "a{1000000}", "(a|b)*c", "\\p{L}+", "(?=a)b", "\\1", "[^\\x00-\\x7f]+", ""]), texts
+)
+grammars = st.one_of(st.sampled_from(['root ::= "a"', "root ::= root", "root ::= (", 'root ::= ""', "x ::= y"]), texts)
+constraints = st.one_of(
+    st.builds(dict, json=schemas),
+    st.builds(dict, regex=regexes),
+    st.builds(dict, grammar=grammars),
+    st.builds(dict, choice=st.lists(texts, max_size=4)),
+    st.builds(dict, json_object=st.booleans()),
+    st.builds(dict, structural_tag=st.one_of(texts, st.just('{"type": "structural_tag", "format": {}}'))),
+    st.builds(dict, regex=regexes, choice=st.lists(texts, max_size=2)),
+)
+formats = st.one_of(
+    st.builds(dict, type=st.sampled_from(["text", "json_object", "nonsense"])),
+    st.builds(lambda schema: dict(type="json_schema", json_schema=dict(name="x", schema=schema)), schemas),
+    anything,
+)
+
+SAMPLING: dict[str, st.SearchStrategy[Any]] = dict(
+    temperature=numbers,
+    top_p=numbers,
+    top_k=integers,
+    min_p=numbers,
+    seed=integers,
+    n=st.one_of(integers, st.integers(1, 4)),
+    best_of=integers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    repetition_penalty=numbers,
+    length_penalty=numbers,
+    use_beam_search=st.booleans(),
+    logit_bias=st.one_of(
+        st.dictionaries(st.integers(0, 399).map(str), numbers, max_size=6),
+        st.dictionaries(st.one_of(integers.map(str), texts), numbers, max_size=3),
+    ),
+    stop=st.one_of(texts, st.lists(texts, max_size=6)),
+    stop_token_ids=st.lists(token_ids, max_size=4),
+    bad_words=st.lists(texts, max_size=4),
+    allowed_token_ids=st.lists(token_ids, max_size=6),
+    logprob_token_ids=st.lists(token_ids, max_size=4),
+    prompt_logprobs=integers,
+    min_tokens=integers,
+    ignore_eos=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    spaces_between_special_tokens=st.booleans(),
+    truncate_prompt_tokens=integers,
+    add_special_tokens=st.booleans(),
+    return_token_ids=st.booleans(),
+    return_tokens_as_token_ids=st.booleans(),
+    stream=st.booleans(),
+    stream_interval=integers,
+    priority=integers,
+    request_id=texts,
+    cache_salt=texts,
+    structured_outputs=constraints,
+    response_format=formats,
+    thinking_token_budget=integers,
+    repetition_detection=anything,
+    watermarking=st.booleans(),
+    kv_transfer_params=anything,
+    vllm_xargs=st.one_of(
+        st.builds(dict, num_speculative_tokens=st.one_of(numbers, texts, st.lists(numbers, max_size=2), anything)),
+        st.dictionaries(texts, st.one_of(numbers, texts), max_size=3),
+    ),
+    extra_args=anything,
+    stream_options=anything,
+    user=texts,
+)
+_COMPLETION = dict(echo=st.booleans(), suffix=texts, logprobs=integers, prompt_embeds=texts, max_tokens=integers)
+_CHAT = dict(
+    logprobs=st.booleans(),
+    top_logprobs=integers,
+    max_completion_tokens=integers,
+    tools=anything,
+    tool_choice=anything,
+    chat_template=texts,
+    chat_template_kwargs=anything,
+    continue_final_message=st.booleans(),
+    add_generation_prompt=st.booleans(),
+    echo=st.booleans(),
+    documents=anything,
+    reasoning_effort=texts,
+)
+
+
+def _some_of(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Up to five of the fields: of more, one is nearly always refused, and the others are never looked at."""
+    names = st.lists(st.sampled_from(sorted(fields)), max_size=5, unique=True)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: fields[name] for name in chosen}))
+
+
+_SHORT = dict(max_tokens=6)
+completions = st.builds(
+    lambda prompt, fields: _SHORT | dict(prompt=prompt) | fields, prompts, _some_of(SAMPLING | _COMPLETION)
+)
+_parts = st.one_of(
+    texts,
+    st.just("Who are you?"),
+    st.lists(st.builds(dict, type=st.sampled_from(["text", "image_url", "input_audio", "x"]), text=texts), max_size=2),
+    anything,
+)
+_messages = st.lists(
+    st.builds(
+        dict, role=st.sampled_from(["user", "system", "assistant", "tool", "developer", "", "x"]), content=_parts
+    ),
+    max_size=3,
+)
+chats = st.builds(
+    lambda messages, fields: _SHORT | dict(messages=messages) | fields,
+    st.one_of(_messages, st.just([dict(role="user", content="hi")])),
+    _some_of(SAMPLING | _CHAT),
+)
+tokenizations = st.one_of(
+    st.builds(dict, prompt=texts, add_special_tokens=st.booleans(), return_token_strs=st.booleans()),
+    st.builds(dict, messages=_messages),
+    st.dictionaries(st.sampled_from(["prompt", "messages", "model"]), anything, max_size=2),
+)
+detokenizations = st.one_of(st.builds(dict, tokens=st.lists(token_ids, max_size=6)), st.builds(dict, tokens=anything))
+responses = st.builds(
+    lambda given, fields: dict(input=given, max_output_tokens=6) | fields,
+    st.one_of(texts, st.just("hi"), anything),
+    _some_of(
+        dict(
+            temperature=numbers,
+            top_p=numbers,
+            top_logprobs=integers,
+            instructions=texts,
+            max_output_tokens=integers,
+            max_tool_calls=integers,
+            tools=anything,
+            text=anything,
+            stream=st.booleans(),
+            store=st.booleans(),
+            background=st.booleans(),
+            previous_response_id=texts,
+            reasoning=anything,
+            include=anything,
+            truncation=texts,
+            metadata=anything,
+            request_id=texts,
+            vllm_xargs=SAMPLING["vllm_xargs"],
+        )
+    ),
+)
+
+BODIES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chats,
+    "/v1/responses": responses,
+    "/tokenize": tokenizations,
+    "/detokenize": detokenizations,
+}

@@ -1,0 +1,71 @@
+"""What an answer may be: 2xx or 4xx. Anything else is a fault; those that are known to be upstream's stand here."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import httpx
+
+from tests.full_tests.server import Server
+
+# Of one answer. A step takes milliseconds and a request has 512 tokens at most: longer is a hang.
+ANSWER_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class UpstreamFault:
+    """A 5xx of vLLM's own front end, which never reaches the engine: it is the same on upstream's platform."""
+
+    path: str
+    words: str
+    """In the message."""
+    reason: str
+
+
+UPSTREAM_FAULTS: list[UpstreamFault] = []
+
+
+@dataclass
+class Judge:
+    server: Server
+    tried: Counter[str] = field(default_factory=Counter)
+    """Requests by path."""
+    answers: Counter[int] = field(default_factory=Counter)
+    """By status."""
+    tolerated: Counter[str] = field(default_factory=Counter)
+    """Faults of upstream's, by their words."""
+
+    @property
+    def num_tried(self) -> int:
+        return self.tried.total()
+
+    def check(self, path: str, status: int, text: str) -> None:
+        """`text`: the whole body, of a stream as well."""
+        self.tried[path] += 1
+        self.answers[status] += 1
+        codes = [status, *(code for code in map(_error_code, text.splitlines()) if code is not None)]
+        if status >= 200 and max(codes) < 500:
+            return
+        fault = next((f for f in UPSTREAM_FAULTS if f.path == path and f.words in text), None)
+        assert fault is not None, f"{path} answered {codes}: {text[:500]}"
+        self.tolerated[fault.words] += 1
+
+    def send(self, path: str, body: bytes | str) -> httpx.Response:
+        """A JSON body as it is, and the judged answer."""
+        headers = {"content-type": "application/json"}
+        response = self.server.client.post(path, content=body, headers=headers, timeout=ANSWER_SECONDS)
+        self.check(path, response.status_code, response.text)
+        return response
+
+    def send_json(self, path: str, **body: object) -> httpx.Response:
+        """Numbers that JSON does not have and lone surrogates go out as Python writes them."""
+        return self.send(path, json.dumps({"model": "tiny"} | body))
+
+
+def _error_code(line: str) -> int | None:
+    """Of an error inside a stream, whose status was sent long before."""
+    try:
+        event = json.loads(line.removeprefix("data: "))
+        return int(event["error"]["code"])
+    except (ValueError, TypeError, KeyError):
+        return None

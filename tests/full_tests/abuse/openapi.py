@@ -1,0 +1,62 @@
+"""Requests that schemathesis makes of the server's own description of its interface."""
+
+from collections.abc import Callable, Iterator
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import APIOperation, Case, GenerationMode
+
+from tests.full_tests.abuse.judge import ANSWER_SECONDS, Judge
+
+# Path -> why it is left out.
+LEFT_OUT = {
+    "/scale_elastic_ep": "starts engines anew, by design",
+}
+# Where a request reaches the engine: most of the requests go there.
+SERVING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+_SERVING_SHARE = 6
+"""To one of any other path."""
+
+
+def fuzzing(num_examples: int) -> settings:
+    """Nothing is remembered from run to run. Generating is slow by hypothesis' measure, and a request may be, too."""
+    return settings(
+        max_examples=num_examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=False,
+    )
+
+
+def operations(judge: Judge) -> list[APIOperation]:
+    described = judge.server.client.get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(described)
+    found = [result.ok() for result in schema.get_all_operations()]
+    return [operation for operation in found if operation.path not in LEFT_OUT]
+
+
+def shares(found: list[APIOperation], total: int) -> Iterator[tuple[APIOperation, GenerationMode, int]]:
+    """How many requests each operation gets: as its description says, and as it does not."""
+    weights = {operation.label: _SERVING_SHARE if operation.path in SERVING else 1 for operation in found}
+    unit = total / (2 * sum(weights.values()))
+    for operation in found:
+        for mode in GenerationMode:
+            yield operation, mode, max(2, round(unit * weights[operation.label]))
+
+
+def send_all(judge: Judge, total: int, after_each: Callable[[], None], first_seed: int = 0) -> None:
+    """About `total` requests; an operation without parameters has only one to make."""
+    address = str(judge.server.client.base_url)
+    for operation, mode, num_examples in shares(operations(judge), total):
+
+        @seed(first_seed)
+        @fuzzing(num_examples)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def send(case: Case) -> None:
+            response = case.call(base_url=address, timeout=ANSWER_SECONDS)
+            judge.check(case.operation.path, response.status_code, response.text)
+            after_each()
+
+        send()

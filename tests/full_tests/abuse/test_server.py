@@ -1,0 +1,266 @@
+"""Hostile requests to a server that speculates and overlaps its steps: answered or refused, and nobody else notices.
+
+The draft model lies in a folder that is hostile as well, and the target's own is trusted.
+"""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, seed
+
+from tests.full_tests.abuse import bodies
+from tests.full_tests.abuse.folders import hostile_copy, ran
+from tests.full_tests.abuse.judge import Judge
+from tests.full_tests.abuse.memory import Resident
+from tests.full_tests.abuse.openapi import fuzzing, send_all
+from tests.full_tests.abuse.watcher import NORMAL, Watcher, said
+from tests.full_tests.server import Server
+from tests.full_tests.tiny_models import VOCAB
+
+MAX_LEN, ROWS = 512, 8
+# `make test` has seconds for this, `make verify` minutes.
+QUICK_GENERATED, SLOW_GENERATED = 250, 2400
+QUICK_OWN, SLOW_OWN = 150, 2000
+WARM = 0.3
+"""Share of the requests after which memory has to stay."""
+MOST_GROWTH = 0.02
+PICKED_ID = 7
+
+
+@pytest.fixture(scope="module")
+def draft(cousin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hostile_copy(cousin, tmp_path_factory.mktemp("hostile") / "draft")
+
+
+@pytest.fixture(scope="module")
+def server(looping_llama: str, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    speculation = dict(method="draft_model", model=str(draft), num_speculative_tokens=3, draft_sample_method="greedy")
+    limits = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", str(ROWS)]
+    with pytest.MonkeyPatch.context() as patch:
+        # One request may ask for 16384 answers; that takes minutes and is no fault.
+        patch.setenv("VLLM_MAX_N_SEQUENCES", "8")
+        server = Server(
+            looping_llama,
+            tmp_path_factory.mktemp("abuse") / "log.txt",
+            *("--speculative-config", json.dumps(speculation), "--async-scheduling", "--trust-remote-code"),
+            *("--per-request-spec-decode-metrics", "summary"),
+            *limits,
+        )
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def watcher(server: Server) -> Iterator[Watcher]:
+    with Watcher(server) as watcher:
+        yield watcher
+
+
+@pytest.fixture(scope="module")
+def resident(server: Server) -> Resident:
+    return Resident(server)
+
+
+@pytest.fixture(scope="module")
+def judge(server: Server) -> Judge:
+    return Judge(server)
+
+
+@pytest.fixture(autouse=True)
+def nobody_notices(server: Server, watcher: Watcher, resident: Resident) -> Iterator[None]:
+    resident.sample()
+    yield
+    assert server.process.poll() is None, server.log.read_text()[-3000:]
+    assert server.client.get("/health").status_code == 200
+    watcher.check()
+    resident.sample()
+
+
+def slow_too(quick: int, slow: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("num_requests", [quick, pytest.param(slow, marks=pytest.mark.slow)])
+
+
+def test_the_server_is_as_it_should_be(server: Server) -> None:
+    """Else nothing below shows what it says."""
+    log = server.log.read_text()
+    assert "Asynchronous scheduling is enabled" in log
+    assert "Steps run one after the other" not in log
+    server.complete(**NORMAL[0])
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+    assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+@slow_too(QUICK_GENERATED, SLOW_GENERATED)
+def test_requests_made_of_the_interfaces_description(num_requests: int, judge: Judge, resident: Resident) -> None:
+    before = judge.num_tried
+    send_all(judge, num_requests, resident.sample)
+    tried = judge.num_tried - before
+    print(f"{tried} requests by schemathesis: {dict(judge.tried)}, answers {dict(judge.answers)}; {resident}")
+    assert tried >= (2000 if num_requests == SLOW_GENERATED else 200)
+
+
+@slow_too(QUICK_OWN, SLOW_OWN)
+@pytest.mark.parametrize("path", bodies.BODIES)
+def test_requests_at_the_edges(path: str, num_requests: int, judge: Judge, resident: Resident) -> None:
+    """What no description says: numbers that JSON does not have, lone surrogates, constraints, ids."""
+    share = {"/v1/completions": 0.5, "/v1/chat/completions": 0.25}.get(path, 0.08)
+    before = judge.num_tried
+
+    @seed(0)
+    @fuzzing(round(share * num_requests))
+    @given(body=bodies.BODIES[path])
+    def send(body: dict[str, Any]) -> None:
+        judge.send_json(path, **body)
+        resident.sample()
+
+    send()
+    print(f"{judge.num_tried - before} requests to {path}, answers so far {dict(judge.answers)}; {resident}")
+    assert judge.num_tried - before >= share * num_requests * 0.8
+
+
+# ---- token ids -------------------------------------------------------------------------------------------
+
+IDS = [-(2**63), -1, 0, VOCAB - 1, VOCAB, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64]
+PLACES: dict[str, Any] = {
+    "stop_token_ids": lambda i: dict(prompt="hi", stop_token_ids=[i]),
+    "stop_token_ids and min_tokens": lambda i: dict(prompt="hi", stop_token_ids=[i], min_tokens=2),
+    "allowed_token_ids": lambda i: dict(prompt="hi", allowed_token_ids=[5, i]),
+    "logit_bias": lambda i: dict(prompt="hi", logit_bias={str(i): 5}),
+    "logprob_token_ids": lambda i: dict(prompt="hi", logprobs=1, logprob_token_ids=[i]),
+}
+
+
+@pytest.mark.parametrize("token_id", IDS)
+def test_token_ids_at_the_edges(token_id: int, judge: Judge) -> None:
+    inside = 0 <= token_id < VOCAB
+    for prompt in ([token_id], [5, token_id, 5], [[5], [token_id]]):
+        response = judge.send_json("/v1/completions", prompt=prompt, max_tokens=2)
+        assert (response.status_code == 200) == inside, response.text
+    for place, body in PLACES.items():
+        status = judge.send_json("/v1/completions", max_tokens=3, **body(token_id)).status_code
+        assert status == 200 or not inside, place
+    assert (judge.send_json("/detokenize", tokens=[5, token_id]).status_code == 200) or not inside
+
+
+# ---- length ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_LEN - 25, MAX_LEN - 1])
+def test_one_token_repeated_to_the_limit(num_tokens: int, judge: Judge) -> None:
+    """Drafts are made up to the last position, and change nothing of the text."""
+    body = dict(prompt=[PICKED_ID] * num_tokens, max_tokens=MAX_LEN - num_tokens, temperature=0, ignore_eos=True)
+    answers = [
+        judge.send_json("/v1/completions", vllm_xargs=dict(num_speculative_tokens=wanted), **body).json()
+        for wanted in (0, 3, 2**62)
+    ]
+    assert [answer["usage"]["total_tokens"] for answer in answers] == [MAX_LEN] * 3
+    assert len({said(answer)[0] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "status"),
+    [
+        (MAX_LEN - 1, 1, 200),
+        (MAX_LEN - 1, 2, 400),
+        (MAX_LEN, 1, 400),
+        (MAX_LEN, None, 400),
+        (MAX_LEN + 1, 1, 400),
+        (100 * MAX_LEN, 1, 400),
+    ],
+)
+def test_the_limit_of_the_context(num_tokens: int, max_tokens: int | None, status: int, judge: Judge) -> None:
+    body = dict(prompt=[PICKED_ID] * num_tokens, max_tokens=max_tokens)
+    assert judge.send_json("/v1/completions", **body).status_code == status
+
+
+# ---- drafts that never count -------------------------------------------------------------------------------
+
+
+def test_a_grammar_that_never_accepts_a_draft(judge: Judge) -> None:
+    forced = "zq" * 12
+    body = dict(prompt="The quick brown fox", temperature=0, max_tokens=60)
+    free = judge.send_json("/v1/completions", **body).json()
+    answer = judge.send_json("/v1/completions", structured_outputs=dict(regex=forced), **body).json()
+    assert said(answer) == [forced]
+    assert free["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0, free["metrics"]
+    assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == 0, answer["metrics"]
+
+
+@pytest.mark.parametrize(
+    "wanted", [-1, 1.5, "3", "", True, [1], ["1"], 2**63, -(2**63), float("nan"), float("inf"), None, {"a": 1}]
+)
+def test_hostile_arguments_of_ours(wanted: Any, judge: Judge) -> None:
+    """What is no number of drafts is refused with its name; a number that is too large means as many as there are."""
+    body = dict(prompt="hi", max_tokens=8, temperature=0, ignore_eos=True)
+    response = judge.send_json("/v1/completions", vllm_xargs={"num_speculative_tokens": wanted}, **body)
+    if wanted == 2**63:
+        assert response.status_code == 200, response.text
+    else:
+        assert response.status_code == 400
+        assert "num_speculative_tokens" in response.text or "vllm_xargs" in response.text, response.text
+
+
+def test_arguments_that_nobody_knows(judge: Judge) -> None:
+    strange = {"": 1, "\0": "x", "__class__": "x", "num_speculative_tokens ": 3, "a" * 10_000: 1.5, "list": ["x", 2]}
+    assert judge.send_json("/v1/completions", prompt="hi", max_tokens=2, vllm_xargs=strange).status_code == 200
+
+
+# ---- outside ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_reaches_no_other_server_and_no_file(judge: Judge, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        other.settimeout(0.5)
+        for url in (f"http://127.0.0.1:{other.getsockname()[1]}/x.png", f"file://{tmp_path}/secret"):
+            for kind in ("image_url", "audio_url", "video_url"):
+                content = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": "What is it?"}]
+                messages = [dict(role="user", content=content)]
+                response = judge.send_json("/v1/chat/completions", messages=messages, max_tokens=2)
+                assert 400 <= response.status_code < 500
+        with pytest.raises(TimeoutError):
+            other.accept()
+
+
+def test_bodies_that_are_no_requests(judge: Judge) -> None:
+    for path in bodies.BODIES:
+        for body in (
+            b"",
+            b"\xff\xfe",
+            b"[" * 5_000,
+            b'{"prompt":' * 2_000,
+            b"1e400",
+            b"{" + b'"a":1,' * 9_999 + b'"b":1}',
+        ):
+            assert 400 <= judge.send(path, body).status_code < 500
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left(server: Server, watcher: Watcher, judge: Judge, resident: Resident, draft: Path) -> None:
+    """All rows and blocks are free, memory is what it was, others saw what they always saw, and nothing was run."""
+    with ThreadPoolExecutor(ROWS) as pool:  # as many as there are rows: one that was lost would be missed
+        together = list(pool.map(lambda body: said(server.complete(**body)), [NORMAL[0]] * ROWS))
+    assert together == [watcher.expected[0]] * ROWS
+    watcher.__exit__(None, None, None)
+    watcher.check()
+    server.wait_idle()
+    print(
+        f"{judge.num_tried} hostile requests, answers {dict(judge.answers)}, tolerated {dict(judge.tolerated)}; "
+        f"{watcher.num_compared} answers of others compared, {len(watcher.changed)} changed; {resident}, "
+        f"growth after a warm-up of {WARM:.0%}: {resident.growth(WARM):.2%}"
+    )
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert watcher.num_compared > 100
+    assert resident.growth(WARM) < MOST_GROWTH, resident
+    assert ran(draft) == []

@@ -1,0 +1,273 @@
+"""Nobody else says where our files lie or what is read: links, pipes and folders that everybody may write to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_gaudi_spec import cached_files, config, demo_model
+from vllm_gaudi_spec.cached_files import UntrustedCacheError
+from vllm_gaudi_spec.proposers.universal import vocab_map
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.runner import warmup
+
+PAIRS = np.array([[0, 1], [2, 0]], dtype=np.int32)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return cached_files.own_folder(tmp_path / "cache")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """What a link points to: content that must be neither read nor changed."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"theirs")
+    return folder
+
+
+def test_what_is_written_is_read(cache: Path) -> None:
+    cached_files.write(cache / "inner" / "file", b"ours")
+    assert cached_files.read(cache / "inner" / "file", 4) == b"ours"
+    assert [path.name for path in (cache / "inner").iterdir()] == ["file"]
+    with pytest.raises(ValueError, match="larger than 3"):
+        cached_files.read(cache / "inner" / "file", 3)
+
+
+@pytest.mark.parametrize("target", ["file", "missing"])
+def test_a_link_in_a_files_place(target: str, cache: Path, elsewhere: Path) -> None:
+    """Not read; a write takes its place and leaves alone what it points to."""
+    (cache / "file").symlink_to(elsewhere / target)
+    with pytest.raises(UntrustedCacheError, match="symbolic link"):
+        cached_files.read(cache / "file", 100)
+    cached_files.write(cache / "file", b"ours")
+    assert not (cache / "file").is_symlink()
+    assert cached_files.read(cache / "file", 100) == b"ours"
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {"file": b"theirs"}
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "missing"])
+def test_a_link_in_a_folders_place(target: str, tmp_path: Path, elsewhere: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / target)
+    with pytest.raises(OSError):
+        cached_files.write(tmp_path / "cache" / "file", b"ours")
+    with pytest.raises(OSError):
+        cached_files.read(tmp_path / "cache" / "file", 100)
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {"file": b"theirs"}
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_folder_that_everybody_may_write_to(cache: Path) -> None:
+    cached_files.write(cache / "file", b"ours")
+    cache.chmod(0o777)
+    for attempt in (lambda: cached_files.read(cache / "file", 100), lambda: cached_files.write(cache / "file", b"")):
+        with pytest.raises(UntrustedCacheError, match="chmod o-w"):
+            attempt()
+    assert (cache / "file").read_bytes() == b"ours"
+
+
+def test_a_folder_that_somebody_else_could_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /tmp is: what lies there is ours only if we made it."""
+    tmp_path.chmod(0o1777)
+    cached_files.own_folder(tmp_path / "cache")
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(cached_files.os, "geteuid", lambda: somebody_else)
+    if (tmp_path / "cache").stat().st_uid == 0:
+        pytest.skip("what root made is trusted by everybody")
+    with pytest.raises(UntrustedCacheError, match="another user"):
+        cached_files.own_folder(tmp_path / "cache")
+
+
+def test_a_folder_is_closed_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = cached_files.own_folder(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert not made.stat().st_mode & stat.S_IWOTH
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_open_file(path: Path) -> None:
+    path.write_bytes(b"theirs")
+    path.chmod(0o666)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [make_pipe, Path.mkdir, make_open_file])
+def test_what_is_no_file_of_ours(make: Callable[[Path], None], cache: Path) -> None:
+    """A pipe would be waited for."""
+    make(cache / "file")
+    with pytest.raises(OSError):
+        cached_files.read(cache / "file", 100)
+
+
+# ---- each of those who keep something --------------------------------------------------------------------
+
+
+def small_map() -> vocab_map.VocabMap:
+    return vocab_map.VocabMap.of_pairs(PAIRS, np.array([True, False]), 3, 2)
+
+
+def test_a_vocabulary_map_is_not_read_through_a_link(cache: Path, elsewhere: Path) -> None:
+    vocab_map._write(elsewhere / "map", "key", small_map())
+    assert vocab_map._read(elsewhere / "map", "key", 3, 2).num_matched == 2
+    (cache / "map").symlink_to(elsewhere / "map")
+    with pytest.raises(UntrustedCacheError):
+        vocab_map._read(cache / "map", "key", 3, 2)
+
+
+def forged(**header: Any) -> bytes:
+    """A file with a checksum that is right, whatever it says."""
+    payload = header.pop("payload", PAIRS.astype("<i4").tobytes() + b"\1\0")
+    told = {"format": vocab_map.FORMAT, "key": "key", "pairs": 2, "sha256": hashlib.sha256(payload).hexdigest()}
+    return json.dumps(told | header).encode() + b"\n" + payload
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        forged(pairs=-1),
+        forged(pairs=1.5),
+        forged(pairs=[2]),
+        forged(pairs=2**62),
+        forged(payload=np.array([[0, 1], [3, 0]], dtype="<i4").tobytes() + b"\1\0"),
+        forged(payload=np.array([[0, 1], [-1, 0]], dtype="<i4").tobytes() + b"\1\0"),
+        forged(payload=PAIRS.astype("<i4").tobytes() + b"\1\x80"),
+        b"[" * 1000 + b"\n",
+        b'{"pairs": ' + b"9" * 900 + b"}\n",
+        b"cposix\nsystem\n(S'touch marker'\ntR.",
+        forged() + b"\0" * 2000,
+    ],
+)
+def test_a_forged_vocabulary_map_is_made_again(content: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody wrote there who knows the layout; the untouched file is read."""
+    monkeypatch.setattr(vocab_map, "content_hash", lambda model: "hash")
+    monkeypatch.setattr(vocab_map, "read_vocabulary", lambda model: None)
+    monkeypatch.setattr(vocab_map, "match", lambda *_: small_map())
+    model: Any = SimpleNamespace()
+    vocab_map.vocab_map(model, model, 3, 2, cache)
+    (path,) = cache.iterdir()
+    whole, key = path.read_bytes(), json.loads(path.read_bytes().partition(b"\n")[0])["key"]
+    path.write_bytes(content.replace(b'"key": "key"', f'"key": "{key}"'.encode()))
+    assert vocab_map.vocab_map(model, model, 3, 2, cache).num_matched == 2
+    assert path.read_bytes() == whole
+
+
+def test_the_list_of_programs_is_not_written_through_a_link(
+    tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runner: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype="float32")),
+        backend=SimpleNamespace(name="cpu", mode="eager"),
+        recorder=SimpleNamespace(manifest={"a program"}),
+    )
+    own = cached_files.own_folder(config.cache_folder())
+    (own / "manifests").symlink_to(elsewhere)
+    warmup.write_manifest(runner)
+    assert [path.name for path in elsewhere.iterdir()] == ["file"]
+    (own / "manifests").unlink()
+    warmup.write_manifest(runner)
+    (written,) = (own / "manifests").iterdir()
+    assert json.loads(written.read_text())["programs"] == ["a program"]
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("weights")
+    demo_model.write_manifest(folder)
+    assert demo_model.damaged_files(folder, checksums=True) == []
+    return folder
+
+
+def plant_weights(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_text("a pickle")
+
+
+def plant_link(folder: Path) -> None:
+    (folder / "config.json").rename(folder.parent / "config.json")
+    (folder / "config.json").symlink_to(folder.parent / "config.json")
+
+
+def plant_manifest(content: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        (folder / demo_model.MANIFEST).write_text(content)
+
+    return plant
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.parent / "moved")
+    folder.symlink_to(folder.parent / "moved")
+
+
+SOUND = {"format": demo_model.FORMAT, "gguf_sha256": demo_model.GGUF_SHA256}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        plant_weights,
+        plant_link,
+        move_away,
+        plant_manifest("[" * 10_000),
+        plant_manifest("[]"),
+        plant_manifest(json.dumps(SOUND)),
+        plant_manifest(json.dumps(SOUND | {"files": {}})),
+        plant_manifest(json.dumps(SOUND | {"files": {"config.json": 3, "model.safetensors": None}})),
+        plant_manifest(json.dumps(SOUND | {"files": {"../../etc/passwd": {"size": 1}}})),
+        plant_manifest(" " * 100_000),
+    ],
+)
+def test_a_demo_model_that_was_tampered_with_is_made_again(change: Callable[[Path], None], cache: Path) -> None:
+    folder = prepared(cache / "model")
+    change(folder)
+    assert demo_model.damaged_files(folder, checksums=False)
+
+
+def test_the_lock_of_the_demo_model_is_no_link(cache: Path, elsewhere: Path) -> None:
+    """Opening it would empty the file behind it."""
+    (cache / f".{demo_model.NAME}.lock").symlink_to(elsewhere / "file")
+    with pytest.raises(OSError), demo_model.exclusive(cache):
+        pass
+    assert (elsewhere / "file").read_bytes() == b"theirs"
+
+
+def test_the_demo_model_is_not_kept_where_everybody_may_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(UntrustedCacheError, match="chmod o-w"):
+        demo_model.demo_model_path(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ending", [".json", ".npz", "_mod_list.json"])
+def test_measurements_are_not_read_through_a_link_out_of_their_folder(
+    ending: str, tmp_path: Path, elsewhere: Path
+) -> None:
+    record = files.Record(0, 1, files.MEASURED, {"linear": files.Node([np.ones((1, 1), np.float32)])}, ["linear"])
+    stem = files.write(tmp_path / "inc", record)
+    assert files.read(stem).looked_at == ["linear"]
+    place = Path(f"{stem}{ending}")
+    inside = place.rename(tmp_path / "other name")
+    place.symlink_to(inside)
+    assert files.read(stem).looked_at == ["linear"]
+    place.unlink()
+    place.symlink_to(inside.rename(elsewhere / "measured"))
+    with pytest.raises(files.QuantFilesError, match="link out of its folder"):
+        files.read(stem)
