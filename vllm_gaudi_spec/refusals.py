@@ -30,7 +30,7 @@ from vllm_gaudi_spec.config import (
     pickled_weights,
     shown,
 )
-from vllm_gaudi_spec.quantization.config import drafter_config, missing_scales, target_config
+from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -182,7 +182,9 @@ def _quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> I
         yield from _quantized_model_refusals(config, of_model, backend)
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
-        if not config.measures and backend.name != "hpu":
+        if backend.name == "hpu":
+            yield from hostile_scales(config)
+        elif not config.measures:
             yield from missing_scales(config, vllm_config.parallel_config.tensor_parallel_size)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.unit.measurements import MODEL, measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
+from vllm_gaudi_spec.quantization.pickles import called
 from vllm_gaudi_spec.tuning.ranks import expand
 
 
@@ -145,3 +148,34 @@ def test_parts_that_do_not_spread_are_refused() -> None:
     assert LinearShape("rows", (Part(64, 8), Part(16, 2)), 32).local_parts(4) == [16, 8]
     with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
         LinearShape("rows", (Part(64, 8),), 32).local_parts(3)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+# What a file may hold besides arrays: how a pickle names what it calls, straight and through detours.
+HOSTILE = [
+    b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
+    b"cos\nsystem\n.",
+    b"(S'x'\nios\nsystem\n.",
+    b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940\x8c\x05numpy\x94\x8c\x07ndarray0h\x00h\x01\x93.",
+    b"\x80\x04\x8c\x02os\x8c\x06system\x8c\x05numpy\x8c\x07ndarray00\x93.",
+    b"\x80\x02\x82\x01.",
+    b"Pname\n.",
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_what_a_pickle_would_call_is_found(content: bytes) -> None:
+    assert any(not name.startswith("numpy.") for name in called(content))
+
+
+def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:
+    """INC unpickles it, on a Gaudi without our reading anything; its JSON is beyond doubt."""
+    files.check_harmless(prefix)
+    np.savez(f"{prefix}_hooks_maxabs_1_2.npz", np.array({"Nodes": Bomb()}))
+    for attempt in (files.read_world, files.check_harmless):
+        with pytest.raises(QuantFilesError, match=r"would call \w+\.system when it is read"):
+            attempt(prefix)

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import (
@@ -168,5 +167,13 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
     """Why a model can not be quantised by its files, as far as they tell without the model."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
+    except files.QuantFilesError as error:
+        yield f"{config.option}: {error}."
+
+
+def hostile_scales(config: QuantConfig) -> Iterator[str]:
+    """Why INC should not read the files of a model, which it does by running what is in them."""
+    try:
+        files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:
         yield f"{config.option}: {error}."

@@ -7,8 +7,9 @@ A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
     P_hooks_maxabs_METHOD_r_W.json, .npz     the scales that `scale_method` METHOD makes of it
 
 The .json and the .npz hold the same values. INC reads the .npz, which is a pickle; here the .json is read, and the .npz
-is only checked to be whole, since unpickling a file means to run it. INC looks at `Nodes` alone, so more keys say what
-it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales the `Device`.
+is only checked to be whole and harmless, since unpickling a file means to run it. INC looks at `Nodes` alone, so more
+keys say what it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales
+the `Device`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_gaudi_spec.cached_files import stays_inside
+from vllm_gaudi_spec.quantization.pickles import foreign_calls
 
 MEASURED = "DynamicRange"
 SCALED = "Scale"
@@ -153,8 +155,7 @@ def read(path: Path) -> Record:
     """One rank's file, by its stem."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
-        if not stays_inside(part):
-            raise QuantFilesError(f"{part} is a link out of its folder; copy the file there")
+        _check_place(part)
     try:
         stored = json.loads(written.read_text())
         record = _decode(stored, path)
@@ -221,14 +222,35 @@ def _array(values: Any) -> np.ndarray:
     return np.asarray(values, dtype=np.float32)
 
 
+def check_harmless(prefix: str | Path) -> None:
+    """All .npz files at a prefix, before INC gets to read them."""
+    prefix = Path(prefix)
+    for path in sorted(prefix.parent.glob("*.npz")):
+        if path.name.startswith(prefix.name):
+            _check_place(path)
+            _check_whole(path)
+
+
+def _check_place(path: Path) -> None:
+    if not stays_inside(path):
+        raise QuantFilesError(f"{path} is a link out of its folder; copy the file there")
+
+
 def _check_whole(path: Path) -> None:
-    """The .npz is a zip archive with checksums."""
+    """The .npz is a zip archive with checksums, and INC will run the pickle in it."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
+            for name in [] if damaged else archive.namelist():
+                with archive.open(name) as member:
+                    foreign = next(foreign_calls(member), None)
+                if foreign is not None:
+                    raise QuantFilesError(f"{path} would call {foreign} when it is read; do not use it")
     except FileNotFoundError:
         raise QuantFilesError(f"{path} is missing") from None
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError) as error:
+        if isinstance(error, QuantFilesError):
+            raise
         raise QuantFilesError(f"{path} is truncated or damaged ({error})") from None
     if damaged:
         raise QuantFilesError(f"{path} is damaged")

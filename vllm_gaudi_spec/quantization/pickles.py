@@ -1,0 +1,62 @@
+"""What a pickle would call when it is read, found out without reading it.
+
+Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and reads them on a
+Gaudi by unpickling. Nothing here does; but what is handed on to INC is looked at first.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+# What an array of objects is made of, in all that numpy writes.
+_OF_ARRAYS = {
+    *(
+        f"{module}.{name}"
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        for name in ("_reconstruct", "scalar")
+    ),
+    *("numpy.ndarray", "numpy.dtype", "_codecs.encode"),
+}
+_TEXTS = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+_STORES = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
+_FETCHES = {"GET", "BINGET", "LONG_BINGET"}
+_NAMES = {"GLOBAL", "INST"}
+# Objects that the reading program would provide.
+_OUTSIDE = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
+_MARKS = {"PROTO", "FRAME"}
+
+
+def foreign_calls(member: BinaryIO) -> Iterator[str]:
+    """Of an .npy file: what its pickle would import or call that no array needs. ValueError if it is none."""
+    version = npy.read_magic(member)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    _, _, dtype = read_header(member)
+    if np.dtype(dtype).hasobject:
+        yield from (name for name in called(member.read()) if name not in _OF_ARRAYS)
+
+
+def called(pickled: bytes) -> Iterator[str]:
+    """Dotted names, as far as they can be told; something that is none where they can not."""
+    texts: list[object] = []  # what lies on top of the stack, as far down as it is text
+    memo: dict[int, object] = {}
+    for operation, argument, _ in pickletools.genops(pickled):
+        kind = operation.name
+        if kind in _TEXTS:
+            texts.append(argument)
+        elif kind in _STORES:
+            memo[len(memo) if kind == "MEMOIZE" else int(argument)] = texts[-1] if texts else None
+        elif kind in _FETCHES:
+            texts.append(memo.get(int(argument)))
+        elif kind not in _MARKS:
+            if kind == "STACK_GLOBAL":
+                yield ".".join(map(str, texts[-2:]))
+            elif kind in _NAMES:
+                yield str(argument).replace(" ", ".")
+            elif kind in _OUTSIDE:
+                yield kind
+            texts = []
