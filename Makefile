@@ -34,7 +34,7 @@ help:  ## show this list
 # ---- environment --------------------------------------------------------------------------------
 
 # A stamp is written last, so an interrupted step is done again.
-$(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/install.py
+$(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py
 	@if [ -e $(VENV)/.installing ]; then \
 		echo "an earlier set-up was interrupted: starting $(VENV) afresh"; rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/pip ]; then \
@@ -58,6 +58,8 @@ lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
 	cd requirements && for name in cpu dev vllm-ascend; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
 			--custom-compile-command 'make lock' --quiet -o $$name.txt; done
+	cd requirements && $(UV) pip compile torch.in --no-deps --default-index https://download.pytorch.org/whl/cpu \
+		--universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' --quiet -o torch.txt
 
 .PHONY: clean
 clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
@@ -134,7 +136,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pymarkdown scan --recurse $(wildcard README.md docs demo requirements calibration)
+	@$(BIN)/pymarkdown scan --recurse $(wildcard README.md SECURITY.md docs demo requirements calibration)
 	@$(BIN)/hadolint Dockerfile
 
 .PHONY: replay

@@ -19,7 +19,7 @@ PROJECT = HERE.parent / "pyproject.toml"
 def contents(what: str) -> str:
     """A hash over all that decides what such an environment has."""
     digest = hashlib.sha256(f"{sys.version}\0{HERE}\0".encode())
-    for path in [*sorted(HERE.glob(f"{what}*.txt")), HERE / "install.py", PROJECT]:
+    for path in [*sorted(HERE.glob(f"{what}*.txt")), HERE / "torch.txt", HERE / "install.py", PROJECT]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

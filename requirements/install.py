@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 REPORT_SECONDS = 5.0
 
@@ -100,16 +99,18 @@ def pip(progress: Progress, *arguments: str, **environment: str) -> list[str]:
     return lines
 
 
-def install_torch(title: str) -> None:
-    """The CPU build of torch: from the configured indexes if they have it, else from PyTorch's own."""
-    progress = Progress(title, expected=1)
+def install_torch(step: str) -> None:
+    """The CPU build of torch: from the configured indexes if they have it, else from PyTorch's own. The same files
+    either way: their hashes are locked."""
+    progress = Progress(f"{step} requirements/torch.txt: torch's CPU build", expected=1)
+    lock = str(HERE / "torch.txt")
     try:
-        pip(progress, TORCH)
+        pip(progress, "--require-hashes", "-r", lock)
     except subprocess.CalledProcessError as error:
         if "No matching distribution" not in error.output:
             raise
         print(f"      not on the configured indexes, adding {TORCH_INDEX} (set PIP_EXTRA_INDEX_URL for a mirror)")
-        pip(progress, TORCH, "--extra-index-url", TORCH_INDEX)
+        pip(progress, "--require-hashes", "-r", lock, "--extra-index-url", TORCH_INDEX)
     progress.done()
 
 
@@ -128,7 +129,7 @@ def install_project(title: str) -> None:
 
 
 def install_cpu() -> None:
-    install_torch(f"[2/4] {TORCH}")
+    install_torch("[2/4]")
     install_lock("[3/4] requirements/cpu.txt: vLLM's CPU build and what it needs", "cpu")
     install_project("[4/4] this project")
 
@@ -138,7 +139,7 @@ ASCEND_BUILD = {"SOC_VERSION": "ascend910b1", "COMPILE_CUSTOM_KERNELS": "0"}
 
 
 def install_vllm_ascend() -> None:
-    install_torch(f"[1/4] {TORCH}")
+    install_torch("[1/4]")
     install_lock(
         "[2/4] requirements/vllm-ascend.txt: vLLM's CPU build of that release and what both need", "vllm-ascend"
     )
