@@ -261,10 +261,10 @@ def test_measurements_are_not_read_through_a_link_out_of_their_folder(
     ending: str, tmp_path: Path, elsewhere: Path
 ) -> None:
     record = files.Record(0, 1, files.MEASURED, {"linear": files.Node([np.ones((1, 1), np.float32)])}, ["linear"])
-    stem = files.write(tmp_path / "inc", record)
+    stem = files.write(tmp_path / "measured" / "inc", record)
     assert files.read(stem).looked_at == ["linear"]
     place = Path(f"{stem}{ending}")
-    inside = place.rename(tmp_path / "other name")
+    inside = place.rename(place.parent / "other name")
     place.symlink_to(inside)
     assert files.read(stem).looked_at == ["linear"]
     place.unlink()

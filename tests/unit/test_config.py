@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -94,7 +96,7 @@ def test_pickled_weights_are_refused(file: str, of_drafter: bool, tmp_path: Path
     speculative = dict(method="draft_model", model=str(draft))
     with pytest.raises(UnsupportedConfigError, match=rf"are pickles \({file}\).*safetensors"):
         engine_config(target, speculative)
-    (draft if of_drafter else target).joinpath("model.safetensors").touch()
+    save_file({"weight": torch.ones(1)}, (draft if of_drafter else target) / "model.safetensors")
     engine_config(target, speculative)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -366,7 +367,7 @@ def test_an_interrupted_write_leaves_nothing(small: Pair, tmp_path: Path, monkey
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small.build(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -164,8 +164,10 @@ def _read(path: Path, key: str, target_size: int, draft_size: int) -> VocabMap:
     count = header["pairs"]
     if (header["format"], header["key"]) != (FORMAT, key) or header["sha256"] != hashlib.sha256(payload).hexdigest():
         raise ValueError("not this map, or damaged")
+    if not isinstance(count, int) or len(payload) != _PAIR_BYTES * count:
+        raise ValueError("damaged")
     pairs = np.frombuffer(payload, dtype="<i4", count=2 * count).astype(np.int32).reshape(count, 2)
     draftable = np.frombuffer(payload, dtype=np.uint8, offset=8 * count)
-    if len(draftable) != count or draftable.max(initial=0) > 1:
+    if draftable.max(initial=0) > 1:
         raise ValueError("damaged")
     return VocabMap.of_pairs(pairs, draftable.astype(bool), target_size, draft_size)
