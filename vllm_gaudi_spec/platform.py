@@ -107,9 +107,10 @@ class SpecPlatform(Platform):
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import SamplingParams
 
-        if isinstance(params, SamplingParams) and (
-            reason := unsupported_request(params, fixed_tables=load_backend().captures)
-        ):
+        if not isinstance(params, SamplingParams):
+            return
+        salt = processed_inputs.get("cache_salt")
+        if reason := unsupported_request(params, fixed_tables=load_backend().captures, cache_salt=salt):
             raise VLLMValidationError(reason)
 
     @classmethod

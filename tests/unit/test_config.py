@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -510,3 +511,26 @@ def test_more_logit_rules_than_a_captured_program_has_room_for(params: SamplingP
     assert unsupported_request(params, fixed_tables=False) is None
     reason = unsupported_request(params, fixed_tables=True)
     assert reason is None if words is None else words in str(reason)
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (dict(stop=["a", HALF]), "stop"),
+        (dict(bad_words=["a" + HALF]), "bad_words"),
+        (dict(extra_args={"other": [1, HALF]}), "extra_args"),
+        (dict(extra_args={HALF: 1}), "extra_args"),
+        (dict(structured_outputs=StructuredOutputsParams(choice=["a", HALF])), "structured_outputs"),
+        (dict(structured_outputs=StructuredOutputsParams(json={"enum": [HALF]})), "structured_outputs"),
+    ],
+)
+def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> None:
+    reason = unsupported_request(SamplingParams(**given), fixed_tables=False)
+    assert reason is not None
+    assert reason.startswith(f"{name} has a lone surrogate")
+    assert reason.isascii()
+    assert unsupported_request(SamplingParams(), fixed_tables=False, cache_salt=HALF)
+    assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"]), fixed_tables=False) is None

@@ -39,22 +39,22 @@ class Judge:
     def num_tried(self) -> int:
         return self.tried.total()
 
-    def check(self, path: str, status: int, text: str) -> None:
-        """`text`: the whole body, of a stream as well."""
+    def check(self, path: str, asked: object, status: int, text: str) -> None:
+        """`asked`: the request's body; `text`: all of the answer's, of a stream as well."""
         self.tried[path] += 1
         self.answers[status] += 1
         codes = [status, *(code for code in map(_error_code, text.splitlines()) if code is not None)]
         if status >= 200 and max(codes) < 500:
             return
         fault = next((f for f in UPSTREAM_FAULTS if f.path == path and f.words in text), None)
-        assert fault is not None, f"{path} answered {codes}: {text[:500]}"
+        assert fault is not None, f"{path} answered {max(codes)} to {str(asked)[:1000]}: {text[:500]}"
         self.tolerated[fault.words] += 1
 
     def send(self, path: str, body: bytes | str) -> httpx.Response:
         """A JSON body as it is, and the judged answer."""
         headers = {"content-type": "application/json"}
         response = self.server.client.post(path, content=body, headers=headers, timeout=ANSWER_SECONDS)
-        self.check(path, response.status_code, response.text)
+        self.check(path, body, response.status_code, response.text)
         return response
 
     def send_json(self, path: str, **body: object) -> httpx.Response:

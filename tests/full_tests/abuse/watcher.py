@@ -45,7 +45,7 @@ class Watcher:
                 self.num_compared += 1
                 if got != expected:
                     self.changed.append(f"{body}: {expected} became {got}")
-            self._over.wait(0.2)
+            self._over.wait(0.02)
 
     def check(self) -> None:
         assert not self.changed, self.changed[0]
