@@ -10,12 +10,14 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import (
     IS_UNIVERSAL,
     METHODS,
+    REFUSED_ADAPTER,
     TRUST_DRAFT_CODE,
     UNIVERSAL_DRAFT,
     UnsupportedConfigError,
@@ -344,6 +346,27 @@ def _observe_spared_steps(
 def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decoding_stats: Any) -> None:
     if spec_decoding_stats.num_drafts:  # its averages are over those
         original(log, spec_decoding_stats)
+
+
+def answer_bad_adapters() -> None:
+    """In a server: status 400 for a request to load a LoRA adapter that can not be served, with the reason.
+
+    Reason: upstream answers 404 where there is no adapter and 500 whatever else is wrong with one.
+    Remove when: `OpenAIServingModels.load_lora_adapter` tells mistakes in an adapter from the server's own.
+    """
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    wrap(OpenAIServingModels, "load_lora_adapter", _blame_adapter)
+
+
+async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    from vllm.entrypoints.serve import create_error_response
+
+    answer = await original(*args, **named)
+    message = getattr(getattr(answer, "error", None), "message", "")
+    if REFUSED_ADAPTER not in message:
+        return answer
+    return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
 
 
 def choose_cpu_linears(choose: Callable[..., None]) -> None:

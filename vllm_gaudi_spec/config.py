@@ -34,6 +34,10 @@ def pickled_weights(model: str, file: str | Path) -> str:
     )
 
 
+REFUSED_ADAPTER = "can not be served"
+"""In every message about a LoRA adapter that is wrong in itself. Errors reach the server as texts."""
+
+
 def requested_device() -> str | None:
     """The device named by VGS_DEVICE, or None when the choice is ours."""
     return os.environ.get("VGS_DEVICE") or None

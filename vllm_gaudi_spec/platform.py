@@ -38,6 +38,7 @@ _SCHEDULERS = {
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
+_LORA = "vllm_gaudi_spec.lora.application.TokenSlots"
 
 
 def is_active() -> bool:
@@ -54,6 +55,7 @@ class SpecPlatform(Platform):
         compat.apply()
         if parser is not None:
             compat.end_errors_with_their_message()
+            compat.answer_bad_adapters()
         refuse_unknown_device()
 
     @classmethod
@@ -89,6 +91,15 @@ class SpecPlatform(Platform):
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
         return resolve_obj_by_qualname(_LATENT_PREFILL)
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return _LORA
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        """Asked by layers with LoRA adapters, which take the sum that they are given if the answer is no."""
+        return False
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

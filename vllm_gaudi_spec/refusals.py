@@ -48,7 +48,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
-    for of_device in (_format_refusals, _weight_refusals, _quantization_refusals):
+    for of_device in (_format_refusals, _weight_refusals, _quantization_refusals, _adapter_refusals):
         for reason in of_device(vllm_config, backend):
             raise UnsupportedConfigError(reason)
 
@@ -95,8 +95,6 @@ def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if vllm_config.lora_config is not None:
-        yield "LoRA is not supported yet; leave out --enable-lora."
     if parallel.pipeline_parallel_size > 1:
         yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -200,6 +198,35 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
         yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
     if model.quantization is not None:
         yield f"{model.model} has weights in a format of its own ({model.quantization}); unset {config.option}."
+
+
+# Of vLLM's options for LoRA adapters, those that nothing here listens to.
+_USELESS_LORA_OPTIONS = (
+    "default_mm_loras",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "enable_tower_connector_lora",
+    "fully_sharded_loras",
+    "max_lora_cls_labels",
+    "specialize_active_lora",
+)
+
+
+def _adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    lora, given, model = vllm_config.lora_config, vllm_config.speculative_config, vllm_config.model_config
+    if lora is None or (given is not None and model is not given.target_model_config):
+        return  # a drafter never has adapters
+    if model.is_moe:
+        yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
+    if model.use_mla:
+        yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
+    if target_config() is not None:
+        yield "LoRA adapters do not work with QUANT_CONFIG; unset it, or leave out --enable-lora."
+    if str(lora.lora_dtype).removeprefix("torch.") not in ("auto", "None", str(model.dtype).removeprefix("torch.")):
+        yield f"LoRA adapters are computed in the model's dtype, {model.dtype}; leave out --lora-dtype."
+    for name in _USELESS_LORA_OPTIONS:
+        if getattr(lora, name) not in (None, False):
+            yield f"{name} of LoRA adapters is not supported; leave out --{name.replace('_', '-')}."
 
 
 # What nothing here listens to, whatever the method, and why where there is more to say.

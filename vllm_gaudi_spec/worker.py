@@ -20,9 +20,12 @@ from vllm_gaudi_spec.config import UnsupportedConfigError, name_process_group
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+
+    from vllm_gaudi_spec.lora.manager import AdapterLoader
 
 logger = init_logger(__name__)
 
@@ -115,6 +118,28 @@ class Worker(WorkerBase):
 
     def execute_dummy_batch(self) -> None:
         """An idle data-parallel rank has no collective of its own to join: experts are not spread over ranks."""
+
+    # --- LoRA adapters ---
+
+    @torch.inference_mode()
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return self._adapters().add_adapter(lora_request)
+
+    @torch.inference_mode()
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._adapters().remove_adapter(lora_id)
+
+    @torch.inference_mode()
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._adapters().pin_adapter(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self._adapters().list_adapters()
+
+    def _adapters(self) -> AdapterLoader:
+        if self.runner.target.adapters is None:
+            raise ValueError("the engine was started without LoRA adapters; use --enable-lora.")
+        return self.runner.target.adapters.loader
 
     # --- questions and life cycle ---
 

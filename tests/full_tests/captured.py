@@ -82,9 +82,10 @@ def programs_are_the_manifest(llm: LLM, before: Counter[str]) -> None:
     listed = Counter(PROGRAMS[kind_of(signature)] for signature in signatures(llm))
     changes_of_state = {name: made[name] for name in made if name not in listed}
     assert {name: made[name] for name in listed} == listed
-    # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made.
+    # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made, adapters.
     assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
-    assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", "DrafterState._put", "Followed._put"}
+    others = {"DrafterState._put", "Followed._put", "Adapters._put_slots"}
+    assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", *others}
     assert set(changes_of_state.values()) == {1}
 
 

@@ -134,7 +134,8 @@ def test_files_that_do_not_fit(looping_llama: str, tiny_llama: str, calibrated: 
             assert remedy in refusal(looping_llama)
     with quantizing(serving):
         assert "cpu_weights" in refusal(looping_llama, additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
-        assert "gaudi_spec.fp8_range" not in refusal(looping_llama, enable_lora=True)
+        assert "gaudi_spec.fp8_range" not in (message := refusal(looping_llama, enable_lora=True))
+        assert "--enable-lora" in message
     assert "drafters that are models" in refusal(looping_llama, speculative_config=ngram(3), **drafter(serving))
 
     path = files.stem(calibrated.prefix("target"), 0, 1, method)

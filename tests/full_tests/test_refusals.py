@@ -35,7 +35,7 @@ def refusal(model: str, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        (dict(enable_lora=True), "--enable-lora"),
+        (dict(enable_lora=True, fully_sharded_loras=True), "--fully-sharded-loras"),
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
         (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype auto"),
         (dict(additional_config={"gaudi_spec": {"no_such_option": 1}}), "no_such_option"),

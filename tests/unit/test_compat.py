@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import inspect
@@ -11,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -24,8 +26,11 @@ from vllm.config import LoadConfig, SpeculativeConfig, VllmConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
-from vllm.exceptions import VLLMValidationError
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -492,3 +497,31 @@ def test_num_real_drafts_travels_with_the_output() -> None:
     """From a worker of another process."""
     sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
     assert sent.num_real_drafts == {"a": 2}
+
+
+async def _load_adapter(failure: str) -> Any:
+    """What a server answers to a request to load one, where the engine fails like that."""
+
+    class Engine:
+        async def add_lora(self, request: Any) -> bool:
+            raise Exception(f"Call to add_lora method failed: {failure}")
+
+    models = OpenAIServingModels.__new__(OpenAIServingModels)
+    models.registry = SimpleNamespace(is_base_model=lambda name: False)
+    models.engine_client, models.lora_requests, models.lora_id_counter = Engine(), {}, AtomicCounter(0)
+    models.lora_resolver_lock = defaultdict(asyncio.Lock)
+    return await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="name", lora_path="folder"))
+
+
+def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
+    refused = f"LoRA adapter name {config.REFUSED_ADAPTER}: because"
+    with pytest.MonkeyPatch.context() as patch:
+        load = OpenAIServingModels.load_lora_adapter
+        patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
+        assert asyncio.run(_load_adapter(refused)).error.code == 500
+        compat.answer_bad_adapters()
+        answer = asyncio.run(_load_adapter(refused)).error
+        assert answer.code == 400
+        assert "because" in answer.message
+        assert asyncio.run(_load_adapter("no memory")).error.code == 500
+        assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404

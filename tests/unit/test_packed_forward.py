@@ -42,6 +42,7 @@ def no_context(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(packs: bool, hidden_of: Any) -> LoadedModel:
     loaded: Any = LoadedModel.__new__(LoadedModel)
     loaded.model, loaded.vllm_config, loaded.measuring, loaded._packs = Model(), None, None, packs
+    loaded.adapters = None
     loaded.hand_out(lambda states, _: hidden_of(states))
     loaded.bind_groups([["layer"]])
     return loaded

@@ -21,6 +21,8 @@ class Inputs:
     calls: tuple[AttentionCall, ...]
     num_real_B: torch.Tensor
     """int32: of each row, how many tokens are not padding."""
+    adapters_T: torch.Tensor | None = None
+    """int32: the slot of each token's LoRA adapter, where there are adapters."""
 
     def real_T(self) -> torch.Tensor:
         """bool [T]: which tokens are not padding."""

@@ -33,6 +33,7 @@ def pack(inputs: Inputs, kept: Packed) -> Inputs:
         positions_T=inputs.positions_T.index_select(0, places_T),
         slots=tuple(slots_T.index_select(0, places_T) for slots_T in inputs.slots),
         calls=tuple(replace(call, packed=kept, _plans={}) for call in inputs.calls),
+        adapters_T=None if inputs.adapters_T is None else inputs.adapters_T.index_select(0, places_T),
     )
 
 

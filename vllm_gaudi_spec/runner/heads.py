@@ -49,7 +49,7 @@ class LoadedHead(LoadedModel):
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
             self.said = offsets + torch.arange(len(offsets), device=offsets.device)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         if self.said is None:
             return super().logits(hidden)
         # The class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers.

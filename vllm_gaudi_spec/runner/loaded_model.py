@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.quantization.place import Measuring
+    from vllm_gaudi_spec.runner.adapters import Adapters
     from vllm_gaudi_spec.runner.quantization import Quantization
 
 
@@ -74,6 +75,7 @@ class LoadedModel:
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
+        self.adapters: Adapters | None = None
 
     def hand_out(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
         """Make `hidden_of` what the model's class returns for a forward's inputs. `carried_size`: of the states that a
@@ -130,7 +132,7 @@ class LoadedModel:
         num_tokens = inputs.token_ids_T.shape[0]
         with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
             carried = () if carried_TH is None else (carried_TH,)
-            with self.counting(inputs):
+            with self.counting(inputs), self._adapting(inputs.adapters_T):
                 hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
             if self.measuring is not None and self.measuring.reads_logits:
                 self._measure_logits(self.measuring, hidden.last, inputs.real_T())
@@ -140,21 +142,30 @@ class LoadedModel:
         """Where the model is measured, around work on a forward's tokens, of which those count that are real."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
 
+    def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Around work of the model's layers on so many tokens, or rows of states."""
+        return nullcontext() if self.adapters is None else self.adapters.given(adapters_T)
+
     def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
         """Of every real token: those that a run asks for are few."""
         for states, real in zip(hidden_TH.split(_MEASURED_LOGITS), real_T.split(_MEASURED_LOGITS), strict=True):
             with measuring.counting(real):
                 self.logits(states)
 
-    def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
+    def logits_of_rows(
+        self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are looked at."""
         num_places = hidden_NH.shape[0]
         kept = packing.packed(num_real_B, num_places // len(num_real_B)) if self._packs else None
         if kept is None:
-            return self.logits(hidden_NH)
-        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T)), kept, num_places)
+            return self.logits(hidden_NH, adapters_N)
+        if adapters_N is not None:
+            adapters_N = adapters_N.index_select(0, kept.places_T)
+        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T), adapters_N), kept, num_places)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, V]."""
-        logits: torch.Tensor = self.model.compute_logits(hidden)
+    def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""
+        with self._adapting(adapters_N):
+            logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits.float()

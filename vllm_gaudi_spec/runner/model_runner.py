@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.runner import grammar
+from vllm_gaudi_spec.runner.adapters import Adapters
 from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
@@ -78,6 +80,8 @@ class ModelRunner:
         self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
         if self.speculation is not None:
             self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
+        if self.vllm_config.lora_config is not None:  # last: a head shares layers of the target as they are without
+            self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
 
     def save_measurements(self) -> None:
         """Of models that are measured, all that was seen so far."""
@@ -215,6 +219,8 @@ class ModelRunner:
     def apply(self, scheduled: SchedulerOutput) -> None:
         self.requests.apply(scheduled)
         self.kv_cache.apply(scheduled)
+        if self.target.adapters is not None:
+            self.target.adapters.apply(scheduled, self.requests)
         for request in self.requests.admitted:
             self.sampling.admit(request)
         if self.drafting is not None:
@@ -281,14 +287,19 @@ class ModelRunner:
 
     def _forward(self, phase: str, queries: int, rows: Rows) -> None:
         located = locate(phase, rows, self.requests)
-        hidden = self.target.forward(build_inputs(queries, rows, located, self.requests))
+        inputs = build_inputs(queries, rows, located, self.requests)
+        if self.target.adapters is not None:
+            inputs = replace(inputs, adapters_T=self.target.adapters.of_rows(rows.rows_B, queries))
+        hidden = self.target.forward(inputs)
         self.landing.put(phase, queries, rows.rows_B, located, hidden)
         # What samples moves on in `_finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 
     def _finish(self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs) -> Finished:
         hidden, positions_BQ, num_drafts_B = self.landing.take(rows_B, num_queries)
-        logits_BQV = self.target.logits_of_rows(hidden, 1 + num_drafts_B).view(*positions_BQ.shape, -1)
+        adapters = self.target.adapters
+        slots_N = None if adapters is None else adapters.of_rows(rows_B, num_queries)
+        logits_BQV = self.target.logits_of_rows(hidden, 1 + num_drafts_B, slots_N).view(*positions_BQ.shape, -1)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
         verified = verify(

@@ -57,31 +57,35 @@ class PromptLogprobs:
             for first in range(0, len(following), _SLICE):
                 saw(self._signature(count))
                 place = index * batch.shape.queries + first
-                packed, tokens = self._piece(place, following[first : first + _SLICE], count)
+                packed, tokens = self._piece(place, following[first : first + _SLICE], count, request.row)
                 kept = count if wanted < 0 else wanted
                 request.prompt_logprobs.append(PromptScores(packed, tokens, count, kept))
 
-    def _piece(self, place: int, tokens: list[int], count: int) -> tuple[Wait, int]:
+    def _piece(self, place: int, tokens: list[int], count: int, row: int) -> tuple[Wait, int]:
         """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
-        small = np.zeros((2, _SLICE), dtype=np.int64)
+        small = np.zeros((3, _SLICE), dtype=np.int64)
         small[0] = np.minimum(place + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
         small[1, : len(tokens)] = tokens
+        small[2] = row
         packed = self._score(self._backend.upload(torch.from_numpy(small)), count)
         return self._downloads.start(packed), len(tokens)
 
-    def _score_slice(self, small_2S: torch.Tensor, count: int) -> torch.Tensor:
+    def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
         """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
-        scores = self._target.logits(self._chunk_TH.index_select(0, small_2S[0]))
+        places_S, tokens_S, rows_S = small_3S.unbind(0)
+        adapters = self._target.adapters
+        slots_S = None if adapters is None else adapters.of_rows(rows_S)
+        scores = self._target.logits(self._chunk_TH.index_select(0, places_S), slots_S)
         if self._sampling.logprobs_mode.endswith("logprobs"):
             scores = scores.log_softmax(-1)
-        result = gather_logprobs(scores, small_2S[1].int(), count)
+        result = gather_logprobs(scores, tokens_S.int(), count)
         ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
         return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
 
     def warm_up(self, saw: Callable[[Hashable], None]) -> None:
         for count in self._sampling.prompt_logprob_counts():
             saw(self._signature(count))
-            self._piece(0, [0], count)
+            self._piece(0, [0], count, 0)
 
     @staticmethod
     def _signature(count: int) -> Hashable:

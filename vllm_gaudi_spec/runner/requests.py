@@ -19,6 +19,7 @@ from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -46,6 +47,7 @@ class Request:
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
     """Those of the prompt chunks done so far."""
+    lora: LoRARequest | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -135,7 +137,7 @@ class Requests:
         if request is None:
             request = Request(new.req_id, new.sampling_params, seed_words, list(new.prompt_token_ids))
             self.by_id[new.req_id] = request
-        request.params, request.seed_words = new.sampling_params, seed_words
+        request.params, request.seed_words, request.lora = new.sampling_params, seed_words, new.lora_request
         request.prompt = list(new.prompt_token_ids)
         self._give_row(request, list(new.prefill_token_ids or new.prompt_token_ids), new.num_computed_tokens)
         self._append_blocks(request.row, new.block_ids)

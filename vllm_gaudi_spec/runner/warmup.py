@@ -134,6 +134,8 @@ def _jobs(runner: ModelRunner, max_tokens: int) -> Iterator[Job]:
 def _touch_states(runner: ModelRunner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
+    if runner.target.adapters is not None:
+        runner.target.adapters.warm_up()
     if runner.backend.captures:
         runner.prompt_logprobs.warm_up(runner.recorder.saw)
     if runner.drafting is not None:

@@ -1,0 +1,160 @@
+"""What adapters add to a layer's output: one computation for all slots, whatever they hold.
+
+T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input with the first matrices of all slots at
+once. Of the C columns each token keeps those of its own slot, the others become zero, and one product with the second
+matrices of all slots follows. A token without an adapter keeps nothing, and to its output zeros are added.
+
+vLLM writes a slot's matrices on the host. They reach the device as whole tensors, copied in place: nothing is compiled
+for that, and captured programs see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
+if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
+
+NO_SLOT = -1
+"""Of a token without an adapter. It is compared and never used as an index."""
+
+Upload = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TokenSlots:
+    """Which slot each token has, while a model computes. vLLM makes one for all layers of a model, as the platform's
+    "punica wrapper"."""
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device, lora_config: LoRAConfig
+    ) -> None:
+        slots_S = torch.arange(lora_config.max_loras, dtype=torch.int32)
+        self._slot_of_column_C = slots_S.repeat_interleave(lora_config.max_lora_rank).to(device)
+        self._slots_T: torch.Tensor | None = None
+        self._own_TC: torch.Tensor | None = None
+
+    @contextmanager
+    def given(self, slots_T: torch.Tensor) -> Iterator[None]:
+        """int32: of the tokens, or rows of states, that layers see in here."""
+        self._slots_T, self._own_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
+        try:
+            yield
+        finally:
+            self._slots_T = self._own_TC = None
+
+    @property
+    def are_given(self) -> bool:
+        """False where a layer is called by somebody who knows no adapters, such as a drafter that borrowed it."""
+        return self._own_TC is not None
+
+    def keep_own(self, columns_TNC: torch.Tensor) -> torch.Tensor:
+        """Zero in the columns of other slots, even where those are not finite."""
+        assert self._own_TC is not None
+        return torch.where(self._own_TC[:, None], columns_TNC, 0)
+
+    def first_rows(self, rows_per_slot: int) -> torch.Tensor:
+        """[T], or one for all: where a token's slot begins in a table with so many rows a slot."""
+        if self._slots_T is None:
+            return torch.zeros_like(self._slot_of_column_C[:1])
+        return self._slots_T.clamp(min=0) * rows_per_slot
+
+
+class Table:
+    """A tensor that is written on the host and read on the device."""
+
+    def __init__(self, host: torch.Tensor, upload: Upload) -> None:
+        self._host = host
+        self.device = upload(host)
+
+    def send(self) -> None:
+        if self.device is not self._host:
+            self.device.copy_(self._host)
+
+
+class LinearAdapters:
+    """What vLLM's wrapper of a linear layer, or of the output matrix, asks for. A layer may be several put together
+    (N slices)."""
+
+    def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
+        self._slots = slots
+        one = isinstance(module.lora_a_stacked, torch.Tensor)
+        first, second = module.lora_a_stacked, module.lora_b_stacked
+        if one:
+            first, second = (first,), (second,)
+        num_slots, _, rank, num_inputs = first[0].shape
+        host_NSRI = torch.zeros(len(first), num_slots, rank, num_inputs, dtype=first[0].dtype)
+        hosts_OSR = [torch.zeros(part.shape[2], num_slots, rank, dtype=part.dtype) for part in second]
+        # What vLLM writes to has its own shapes: [S, 1, R, I] and [S, 1, O, R].
+        first = tuple(part.unsqueeze(1) for part in host_NSRI)
+        second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
+        module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
+        self._first = Table(host_NSRI.view(-1, num_inputs), upload)
+        self._second = [Table(part.view(-1, num_slots * rank), upload) for part in hosts_OSR]
+
+    def send(self) -> None:
+        for table in (self._first, *self._second):
+            table.send()
+
+    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        return y + self._added(x) if self._slots.are_given else y
+
+    def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        """`y` may be wider than the vocabulary, and have a dtype of its own."""
+        if not self._slots.are_given:
+            return y
+        added = self._added(x).to(y.dtype)
+        return y.narrow(1, 0, added.shape[1]) + added
+
+    def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
+        columns_TNC = functional.linear(x_TI, self._first.device).unflatten(1, (len(self._second), -1))
+        parts = zip(self._slots.keep_own(columns_TNC).unbind(1), self._second, strict=True)
+        return torch.cat([functional.linear(columns_TC, table.device) for columns_TC, table in parts], dim=1)
+
+
+class EmbeddingAdapters:
+    """The same for the wrapper of an embedding table, where the first product is a look-up, which the wrapper does."""
+
+    def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
+        self._slots = slots
+        num_slots, self._num_tokens, self._rank = module.lora_a_stacked.shape
+        self._num_slots = num_slots
+        host_SVR = torch.zeros_like(module.lora_a_stacked, device="cpu")
+        host_ESR = torch.zeros(module.lora_b_stacked.shape[2], num_slots, self._rank, dtype=host_SVR.dtype)
+        module.lora_a_stacked, module.lora_b_stacked = host_SVR, host_ESR.permute(1, 0, 2).unsqueeze(1)
+        self._first = Table(host_SVR.view(-1, self._rank), upload)
+        self._second = Table(host_ESR.view(-1, num_slots * self._rank), upload)
+        module.lora_a_stacked_2d = self._first.device
+
+    def send(self) -> None:
+        self._first.send()
+        self._second.send()
+
+    @property
+    def _embeddings_indices(self) -> torch.Tensor:
+        return self._slots.first_rows(self._num_tokens)
+
+    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if not self._slots.are_given:
+            return y
+        columns_TNC = x.repeat(1, self._num_slots)[:, None]
+        return y + functional.linear(self._slots.keep_own(columns_TNC)[:, 0], self._second.device)
+
+
+def adapters_of(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
+    """Makes tables for one of vLLM's wrappers, which writes to their host side from then on."""
+    if isinstance(module, VocabParallelEmbeddingWithLoRA):
+        return EmbeddingAdapters(module, slots, upload)
+    if isinstance(module, BaseLinearLayerWithLoRA | LogitsProcessorWithLoRA):
+        return LinearAdapters(module, slots, upload)
+    raise UnsupportedConfigError(
+        f"LoRA adapters of a {type(module).__name__} are not supported; leave out --enable-lora."
+    )

@@ -1,0 +1,161 @@
+"""Loading adapters: vLLM's own managers, and checks before anything is changed.
+
+vLLM looks at an adapter's configuration and at the names of its modules. Matrices of other sizes it would find while it
+copies them into a slot, when the adapter is registered already, or not at all; so all that can be wrong is looked at
+here, before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.models import supports_lora
+
+from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError
+from vllm_gaudi_spec.lora.application import TokenSlots, Upload, adapters_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.request import LoRARequest
+
+
+class AdapterError(ValueError):
+    """An adapter that is not served, and why."""
+
+
+class SlottedAdapters(LRUCacheLoRAModelManager):
+    """Slots on the host as vLLM fills them, and their way to the device."""
+
+    def place(self, upload: Upload) -> TokenSlots:
+        """Give each wrapped layer its tables, in place of those that vLLM made on the device."""
+        (slots,) = {id(module.punica_wrapper): module.punica_wrapper for module in self.modules.values()}.values()
+        for module in self.modules.values():
+            module.set_mapping(adapters_of(module, slots, upload))
+        return cast(TokenSlots, slots)
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        newly: bool = super().activate_adapter(lora_id)
+        if newly:
+            for module in self.modules.values():
+                module.punica_wrapper.send()
+        return newly
+
+    def pin_adapter(self, lora_id: int) -> bool:
+        # vLLM would evict none then, and end with an error in the step of a request for another adapter.
+        if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
+            raise ValueError(f"pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
+        pinned: bool = super().pin_adapter(lora_id)
+        return pinned
+
+
+class AdapterLoader(LRUCacheWorkerLoRAManager):
+    """Keeps adapters on the host and puts those that a step wants into slots."""
+
+    _manager_cls = SlottedAdapters
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, device: torch.device, upload: Upload) -> None:
+        if not supports_lora(model):
+            raise UnsupportedConfigError(f"{type(model).__name__} takes no LoRA adapters; leave out --enable-lora.")
+        super().__init__(vllm_config, device, model.embedding_modules)
+        self.create_lora_manager(model, vllm_config)
+        self.slots: TokenSlots = self._adapter_manager.place(upload)
+        self._sizes = {
+            name: sizes for module_name in self._adapter_manager.modules for name, sizes in self._sizes_of(module_name)
+        }
+
+    def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
+        """Make sure that these have slots, and say which, by the adapter's number."""
+        manager = self._adapter_manager
+        # Those that are here first, so that loading the others does not drive them out.
+        for request in sorted(wanted, key=lambda request: request.lora_int_id not in manager.list_adapters()):
+            number = request.lora_int_id
+            if manager.get_adapter(number) is None:
+                self.add_adapter(request)
+            else:
+                manager.activate_adapter(number)
+        return {number: slot for slot, number in enumerate(manager.lora_index_to_id) if number is not None}
+
+    # --- what is refused ---
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        try:
+            _refuse_pickle(Path(get_adapter_absolute_path(lora_request.lora_path)))
+            loaded = super()._load_adapter(lora_request)
+            for reason in self._mistakes(loaded.loras):
+                raise AdapterError(reason)
+        except LoRAAdapterNotFoundError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise AdapterError(f"LoRA adapter {lora_request.lora_name} {REFUSED_ADAPTER}: {reason}") from error
+        return loaded
+
+    def _mistakes(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:
+        if not loras:
+            yield "there is no matrix in it."
+        for name, lora in loras.items():
+            sizes = self._sizes.get(name)
+            if sizes is None:
+                # A deployment may restrict adapters to some modules, and then the others are left out as it says.
+                if self.lora_config.target_modules is None:
+                    yield f"the model has no module {name} that takes adapters."
+                continue
+            if lora.lora_a is None or lora.lora_b is None:
+                yield f"one of the two matrices of {name} is missing."
+                continue
+            found = tuple(lora.lora_a.shape), tuple(lora.lora_b.shape)
+            expected = (lora.rank, sizes[0]), (sizes[1], lora.rank)
+            if found != expected:
+                yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
+            elif not all(_is_finite(part) for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
+                # Zero times such a number is not zero, so it would reach requests without the adapter.
+                yield f"not all numbers in {name} are finite."
+
+    def _sizes_of(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Numbers of inputs and outputs, before they are split among ranks, by the names that adapters use."""
+        manager = self._adapter_manager
+        module = manager.modules[module_name]
+        names = manager.packed_modules.get(module_name, [module_name])
+        num_inputs, outputs = _sizes(module)
+        if len(names) == 1:
+            outputs = [sum(outputs)]
+        if len(names) != len(outputs):
+            raise UnsupportedConfigError(
+                f"LoRA adapters of {module_name} are not supported, which is put together of {len(outputs)} parts for "
+                f"{len(names)} names; leave out --enable-lora."
+            )
+        return ((name, (num_inputs, size)) for name, size in zip(names, outputs, strict=True))
+
+
+def _sizes(module: Any) -> tuple[int, list[int]]:
+    if isinstance(module, LogitsProcessorWithLoRA):
+        return module.hidden_size, [module.vocab_size]
+    base = module.base_layer
+    if isinstance(module, VocabParallelEmbeddingWithLoRA):
+        return base.org_vocab_size, [base.embedding_dim]
+    if isinstance(base, QKVParallelLinear):
+        heads = (base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads)
+        return base.input_size, [number * base.head_size for number in heads]
+    return base.input_size, list(getattr(base, "output_sizes", [base.output_size]))
+
+
+def _refuse_pickle(folder: Path) -> None:
+    pickled = [name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).is_file()]
+    if pickled and not (folder / "adapter_model.safetensors").is_file():
+        raise AdapterError(f"{pickled[0]} is a pickle, which may run code; save it as adapter_model.safetensors.")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())

@@ -1,0 +1,78 @@
+"""LoRA adapters of the rows: which slot each row has, on the device, and that the slots hold what a step needs.
+
+Adapters are the target's alone. Drafters that borrow layers of it got them before they were wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.lora.application import NO_SLOT
+from vllm_gaudi_spec.lora.manager import AdapterLoader
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+class Adapters:
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
+        """Wraps the layers of `model`, which is on the device already."""
+        self._backend = backend
+        with torch.inference_mode():  # as steps are
+            self.loader = AdapterLoader(vllm_config, model, backend.torch_device, backend.upload)
+            num_rows = vllm_config.scheduler_config.max_num_seqs + 1
+            self._slots_np = np.full(num_rows, NO_SLOT, dtype=np.int32)
+            self._slots_R = torch.full((num_rows,), NO_SLOT, dtype=torch.int32, device=backend.torch_device)
+        self._put = backend.graph(self._put_slots)
+
+    def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
+        """Before a step's forwards. Rows that are not in it keep what they had, and get what they need before they are.
+
+        A slot may have got another adapter since the last step, for a request or by the user's word.
+        """
+        members = [requests.by_id[req_id] for req_id in scheduled.num_scheduled_tokens]
+        wanted = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
+        slots = self.loader.in_slots(wanted.values()) if wanted else {}
+        before = self._slots_np.copy()
+        for request in members:
+            self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
+        if not np.array_equal(before, self._slots_np):
+            self._send()
+
+    def warm_up(self) -> None:
+        """What a change of rows runs."""
+        self._send()
+
+    def _send(self) -> None:
+        # A copy: the device may fetch it when the next step has changed this one.
+        self._put(self._backend.upload(torch.from_numpy(self._slots_np.copy())))
+
+    # --- what runs on the device ---
+
+    def _put_slots(self, slots_R: torch.Tensor) -> None:
+        self._slots_R.copy_(slots_R)
+
+    def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
+        """int32 [B * Q]: the slots of rows' tokens. None where no row has an adapter, if shapes may follow values."""
+        if not self._backend.captures and (self._slots_np == NO_SLOT).all():
+            return None
+        return self._slots_R.index_select(0, rows_B)[:, None].expand(-1, queries).flatten()
+
+    @contextmanager
+    def given(self, slots_T: torch.Tensor | None) -> Iterator[None]:
+        """Around work of the model on so many tokens, or rows of states."""
+        if slots_T is None:
+            yield
+            return
+        with self.loader.slots.given(slots_T):
+            yield
