@@ -1,15 +1,19 @@
-"""What adapters add to a layer's output, against one loop over tokens."""
+"""What adapters add to a layer's output, against one loop over tokens; which slot a row has when."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 
-from tests.unit.fakes import CapturingBackend, HostBackend
+from tests.unit.fakes import CapturingBackend, HostBackend, step
 from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
+from vllm_gaudi_spec.runner.adapters import Adapters
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 4, 10, (6, 2, 2)
 TOKENS = torch.tensor([0, NO_SLOT, 2, 1, 1, 0], dtype=torch.int32)
@@ -137,3 +141,66 @@ def test_one_program_for_whatever_slots_hold() -> None:
     fill(module)
     layer.send()
     torch.testing.assert_close(program(x_TI, TOKENS), expected(module, x_TI, y_TO))
+
+
+# --- rows ---
+
+
+class Loader:
+    """Gives slots as it is told to."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.wanted: list[list[int]] = []
+
+    def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
+        self.wanted.append([request.lora_int_id for request in wanted])
+        return self.slots
+
+
+def rows_of(backend: HostBackend) -> tuple[Any, list[torch.Tensor]]:
+    """Without a model; and what is sent to the device."""
+    adapters: Any = Adapters.__new__(Adapters)
+    adapters._backend, adapters.loader, sent = backend, Loader(), []
+    adapters._slots_np = np.full(4, NO_SLOT, dtype=np.int32)
+    adapters._slots_R = torch.full((4,), NO_SLOT, dtype=torch.int32)
+
+    def put(slots_R: torch.Tensor) -> None:
+        sent.append(slots_R)
+        adapters._put_slots(slots_R)
+
+    adapters._put = put
+    return adapters, sent
+
+
+def test_rows_follow_their_adapters() -> None:
+    adapters, sent = rows_of(CapturingBackend())
+    named = {name: LoRARequest(name, number, "folder") for number, name in ((5, "x"), (6, "y"))}
+    members = [("p", 2, "x"), ("q", 0, None), ("r", 1, "y")]
+    by_id = {name: SimpleNamespace(row=row, lora=lora and named[lora]) for name, row, lora in members}
+    requests: Any = SimpleNamespace(by_id=by_id)
+    rows = torch.tensor([2, 0, 3])
+
+    adapters.apply(step({"q": 1}), requests)
+    assert not sent
+    assert adapters.loader.wanted == []
+    adapters.loader.slots = {5: 1, 6: 0}
+    adapters.apply(step({"p": 1, "q": 1, "r": 3}), requests)
+    assert adapters.loader.wanted == [[5, 6]]
+    assert adapters.of_rows(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
+    adapters.apply(step({"p": 1, "r": 1}), requests)
+    assert len(sent) == 1, "nothing has changed"
+    adapters.loader.slots = {5: 0}  # another one took its slot in between
+    adapters.apply(step({"p": 1}), requests)
+    assert adapters.of_rows(rows).tolist() == [0, NO_SLOT, NO_SLOT]
+    by_id["p"].lora = None  # the row's next request
+    adapters.apply(step({"p": 1}), requests)
+    assert adapters.of_rows(rows).tolist() == [NO_SLOT] * 3
+
+
+@pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
+def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: HostBackend, skips: bool) -> None:
+    adapters, _ = rows_of(backend)
+    assert (adapters.of_rows(torch.tensor([0])) is None) == skips
+    adapters._slots_np[1] = 0
+    assert adapters.of_rows(torch.tensor([0])) is not None
