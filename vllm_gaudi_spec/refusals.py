@@ -220,6 +220,11 @@ def _adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterat
         yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
+    if model.quantization is not None:
+        yield (
+            f"{model.model} has weights in a format of its own ({model.quantization}), for which LoRA adapters are not "
+            "supported yet; leave out --enable-lora."
+        )
     if target_config() is not None:
         yield "LoRA adapters do not work with QUANT_CONFIG; unset it, or leave out --enable-lora."
     if str(lora.lora_dtype).removeprefix("torch.") not in ("auto", "None", str(model.dtype).removeprefix("torch.")):
