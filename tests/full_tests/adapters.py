@@ -1,6 +1,8 @@
 """LoRA adapters made on the fly, in the files that PEFT writes, the same weights as a model of their own, and requests
 that name adapters."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from tests.full_tests.equality import Tally
+from tests.full_tests.reference import Reference
 from tests.full_tests.workload import Request, mixed_requests
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -51,6 +55,16 @@ def make(
             tensors |= {f"base_model.model.{name}.lora_A.weight": first}
             tensors |= {f"base_model.model.{name}.lora_B.weight": second}
     return write(folder, number, tensors, r=rank, lora_alpha=alpha, target_modules=list(modules))
+
+
+def various(model: str, folder: Path) -> list[Adapter]:
+    """Of both ranks, of all modules and of few."""
+    return [
+        make(model, folder / "a", 1, rank=4),
+        make(model, folder / "b", 2, rank=8, alpha=16),
+        make(model, folder / "c", 3, rank=8, modules=("q_proj", "v_proj", "down_proj")),
+        make(model, folder / "d", 4, rank=4, modules=BOTH_ENDS),
+    ]
 
 
 def write(folder: Path, number: int, tensors: Mapping[str, torch.Tensor], **config: Any) -> Adapter:
@@ -95,6 +109,29 @@ def _weights(model: str, modules: Sequence[str]) -> dict[str, torch.Tensor]:
         for name, weight in whole.named_parameters()
         if name.removesuffix(".weight").rsplit(".", 1)[-1] in modules
     }
+
+
+class Merged:
+    """transformers on the model that has the adapter's weights in it; on the model itself without one."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._references: dict[Adapter | None, Reference] = {}
+
+    def of(self, adapter: Adapter | None) -> Reference:
+        if adapter not in self._references:
+            name = "nothing" if adapter is None else adapter.folder.name
+            path = self._model if adapter is None else merged(self._model, adapter, self._folder / f"{name} merged")
+            self._references[adapter] = Reference(path)
+        return self._references[adapter]
+
+    def check(self, jobs: list[Job], outputs: list[Tokens]) -> None:
+        """Greedy ones."""
+        tally = Tally()
+        for job, output in zip(jobs, outputs, strict=True):
+            logits_TV = self.of(job.adapter).logits_after(job.request.prompt, output)
+            tally.greedy(f"{job.request.name}, {job.adapter and job.adapter.folder.name}", output, logits_TV)
+        tally.check()
 
 
 # --- requests ---

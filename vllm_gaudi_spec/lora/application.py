@@ -125,13 +125,13 @@ class EmbeddingAdapters:
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         self._slots = slots
-        num_slots, self._num_tokens, self._rank = module.lora_a_stacked.shape
-        self._num_slots = num_slots
-        host_SVR = torch.zeros_like(module.lora_a_stacked, device="cpu")
-        host_ESR = torch.zeros(module.lora_b_stacked.shape[2], num_slots, self._rank, dtype=host_SVR.dtype)
+        num_slots, num_tokens, rank = module.lora_a_stacked.shape
+        self._num_slots, self._num_tokens = num_slots, num_tokens
+        host_SVR = torch.zeros(num_slots, num_tokens, rank, dtype=module.lora_a_stacked.dtype)
+        host_ESR = torch.zeros(module.lora_b_stacked.shape[2], num_slots, rank, dtype=host_SVR.dtype)
         module.lora_a_stacked, module.lora_b_stacked = host_SVR, host_ESR.permute(1, 0, 2).unsqueeze(1)
-        self._first = Table(host_SVR.view(-1, self._rank), upload)
-        self._second = Table(host_ESR.view(-1, num_slots * self._rank), upload)
+        self._first = Table(host_SVR.view(-1, rank), upload)
+        self._second = Table(host_ESR.view(-1, num_slots * rank), upload)
         module.lora_a_stacked_2d = self._first.device
 
     def send(self) -> None:

@@ -1,0 +1,230 @@
+"""LoRA adapters with drafts, which change nothing of what is said; other ways to run the target; a server."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.full_tests import adapters
+from tests.full_tests.adapters import LORA, Adapter, Merged, Tokens, check_same, greedy, mixed, run
+from tests.full_tests.engines import SMALL_KV, engine, preemptions
+from tests.full_tests.heads import head, target, texts
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.server import Server
+from tests.full_tests.speculation import accepted, ngram, speculating, suffix
+from tests.full_tests.tiny_models import VOCAB
+
+PROMPTS = random_prompts([3, 40, 70, 150], VOCAB, seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def made(looping_llama: str, folder: Path) -> list[Adapter]:
+    return adapters.various(looping_llama, folder)
+
+
+@pytest.fixture(scope="module")
+def whole(looping_llama: str, folder: Path) -> Merged:
+    return Merged(looping_llama, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(looping_llama: str, made: list[Adapter]) -> list[Tokens]:
+    """What is said without drafts."""
+    with engine(looping_llama, **LORA) as llm:
+        return run(llm, mixed(24, made[0], None, made[1]))
+
+
+DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "draft_model, coupled": (
+        dict(
+            method="draft_model",
+            num_speculative_tokens=3,
+            draft_sample_method="coupled",
+            rejection_sample_method="strict",
+        ),
+        dict(enable_prefix_caching=True),
+    ),
+    "draft_model, preempted": (dict(method="draft_model", num_speculative_tokens=2), SMALL_KV),
+    "ngram, preempted": (ngram(3), SMALL_KV),
+    "ngram_gpu": (dict(ngram(3), method="ngram_gpu"), dict(async_scheduling=True)),
+    "suffix": (suffix(4), {}),
+    "adaptive": (dict(ngram(3), method="ngram_gpu"), dict(additional_config=dict(gaudi_spec=dict(adaptive=True)))),
+}
+QUICK = ("draft_model, coupled",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in DRAFTERS]
+)
+def test_drafts_change_nothing(case: str, looping_llama: str, made: list[Adapter], expected: list[Tokens]) -> None:
+    """The drafter is the target without an adapter."""
+    config, options = DRAFTERS[case]
+    if config["method"] == "draft_model":
+        config = dict(config, model=looping_llama)
+    jobs = mixed(24, made[0], None, made[1])
+    with speculating(looping_llama, config, **LORA, **options) as llm:
+        for _ in range(2):
+            check_same(jobs, run(llm, jobs), expected)
+        assert accepted(llm) > 50
+        if "preempted" in case:
+            assert preemptions(llm) > 0
+
+
+HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "medusa")))
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_head_sees_no_adapter(method: str, folder: Path) -> None:
+    """It shares embeddings and output matrix with the target as they are without, and reads states that are made with
+    them."""
+    model = target(method)
+    made = [adapters.make(model, folder / f"{method} {rank}", rank, rank=rank) for rank in (4, 8)]
+    jobs = [job for adapter in (*made, None) for job in greedy(texts()[::3], adapter, num_tokens=24)]
+    with speculating(model, head(method, 3), **LORA) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        Merged(model, folder).check(jobs, run(llm, jobs))
+        assert accepted(llm) > 50
+        layers = llm.collective_rpc(_layers_of_drafter)[0]
+        assert layers
+        assert not [name for name in layers if "LoRA" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_seeded_requests_with_a_head(method: str, folder: Path) -> None:
+    model = target(method)
+    made = [adapters.make(model, folder / f"{method} seeded {rank}", rank, rank=rank) for rank in (4, 8)]
+    jobs = mixed(24, made[0], None, made[1])
+    with engine(model, **LORA) as llm:
+        expected = run(llm, jobs)
+    with speculating(model, head(method, 3, rejection_sample_method="strict"), **LORA) as llm:
+        check_same(jobs, run(llm, jobs), expected)
+        assert accepted(llm) > 0
+
+
+def _layers_of_drafter(worker: Any) -> list[str]:
+    return [type(module).__name__ for module in worker.runner.drafter.model.modules()]
+
+
+# --- other ways to run the target ---
+
+
+@pytest.mark.slow
+def test_rows_without_an_adapter_keep_their_bits(looping_llama: str, made: list[Adapter]) -> None:
+    """The same batch, in an engine that knows no adapters."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    prompts = [{"prompt_token_ids": PROMPTS[2]}] * 3
+    found = []
+    for options, requests in ((LORA, [made[0].request(), None, made[1].request()]), ({}, None)):
+        with engine(looping_llama, **options, enable_prefix_caching=False) as llm:
+            output = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)[1]
+            found.append((output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tensor parallel": dict(tensor_parallel_size=2),
+    "one slot": dict(max_loras=1),
+    "chunks": dict(max_num_batched_tokens=64, max_num_seqs=8),
+    "everything warmed": dict(
+        max_num_seqs=4, max_model_len=256, additional_config=dict(gaudi_spec=dict(warmup_tokens=-1))
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_ways_to_run(case: str, looping_llama: str, made: list[Adapter], whole: Merged) -> None:
+    jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS, adapter)]
+    random.Random(1).shuffle(jobs)
+    with engine(looping_llama, **(LORA | OPTIONS[case])) as llm:
+        whole.check(jobs, run(llm, jobs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "granite", "gemma3"])
+def test_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
+    model = tiny(family)
+    made = [
+        adapters.make(model, tmp_path / name, number, rank=4, modules=(*adapters.ATTENTION, *adapters.MLP))
+        for number, name in ((1, "a"), (2, "b"))
+    ]
+    jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS, adapter)]
+    with speculating(model, ngram(3), **LORA) as llm:
+        Merged(model, tmp_path).check(jobs, run(llm, jobs))
+
+
+@pytest.mark.slow
+def test_restricted_to_some_modules(looping_llama: str, folder: Path, made: list[Adapter]) -> None:
+    """A deployment may leave modules out; then an adapter is what is left of it."""
+    tensors, config = adapters.read(made[0])
+    few = {name: tensor for name, tensor in tensors.items() if "o_proj" in name}
+    part = adapters.write(folder / "part", 2, few, **config)
+    jobs, left = greedy(PROMPTS, made[0]), greedy(PROMPTS, part)
+    with engine(looping_llama, **LORA, lora_target_modules=["o_proj"]) as llm:
+        assert run(llm, jobs) == run(llm, left) != run(llm, greedy(PROMPTS, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float16", "int8"])
+def test_formats_of_weights(weights: str, looping_llama: str, made: list[Adapter]) -> None:
+    """The model's own are rounded; two adapters in a batch still say what each says alone."""
+    options = dict(additional_config=dict(gaudi_spec=dict(cpu_weights=weights)))
+    jobs = greedy(PROMPTS, made[0]) + greedy(PROMPTS, None) + greedy(PROMPTS, made[1])
+    with engine(looping_llama, **LORA, **options) as llm:
+        single = [run(llm, [job])[0] for job in jobs]
+        check_same(jobs, run(llm, jobs), single)
+
+
+# --- served ---
+
+
+def test_served(
+    looping_llama: str,
+    made: list[Adapter],
+    folder: Path,
+    whole: Merged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-model-len", "512"]
+    modules = ["--lora-modules", *(f"{adapter.folder.name}={adapter.folder}" for adapter in made[:2])]
+    drafts = ["--speculative-config.method", "ngram_gpu", "--speculative-config.num_speculative_tokens", "3"]
+    server = Server(looping_llama, tmp_path / "log", *options, *modules, *drafts)
+    try:
+        ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
+        assert ids == ["tiny", "a", "b"]
+
+        def ask(name: str) -> Tokens:
+            body = dict(model=name, prompt=PROMPTS[1], max_tokens=12, temperature=0, ignore_eos=True)
+            return server.complete(**body, return_token_ids=True)["choices"][0]["token_ids"]
+
+        def load(adapter: Adapter, **more: Any) -> Any:
+            body = dict(lora_name=adapter.folder.name, lora_path=str(adapter.folder), **more)
+            return server.client.post("/v1/load_lora_adapter", json=body)
+
+        assert load(made[2]).status_code == 200
+        jobs = [job for adapter in (made[0], made[2], None, made[1], made[0]) for job in greedy(PROMPTS[1:2], adapter)]
+        whole.check(jobs, [ask("tiny" if job.adapter is None else job.adapter.folder.name) for job in jobs])
+
+        tensors, config = adapters.read(made[1])
+        bad = adapters.write(tmp_path / "bad", 20, {name: tensor[:, 1:] for name, tensor in tensors.items()}, **config)
+        assert load(bad).status_code == 400
+        assert "have shapes" in load(bad).json()["error"]["message"]
+        assert load(Adapter(tmp_path / "nowhere", 1)).status_code == 404
+        assert load(made[2]).status_code == 400  # it is there
+        gone = server.client.post("/v1/unload_lora_adapter", json=dict(lora_name="c"))
+        assert gone.status_code == 200
+        assert server.client.post("/v1/completions", json=dict(model="c", prompt="x")).status_code == 404
+        assert ask("a")
+    finally:
+        server.stop()
