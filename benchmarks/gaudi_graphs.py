@@ -120,7 +120,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
     reports = {branch.of_reports() for branch in sampling.branches()}
     model, head = (
         (lambda requests: DrafterState(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
-        (lambda requests: HeadReading(NOBODY, requests.landing, requests, NOBODY, shapes, 1, 1)),
+        (lambda requests: HeadReading(NOBODY, requests.landing, requests, NOBODY, shapes, NOBODY, NOBODY, 1, 1)),
     )
     modes = ("greedy", "probabilistic", "coupled")
     own = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}

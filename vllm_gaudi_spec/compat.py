@@ -14,6 +14,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Literal
 
+from vllm_gaudi_spec import drafter_health, series
 from vllm_gaudi_spec.config import (
     IS_UNIVERSAL,
     METHODS,
@@ -43,7 +44,8 @@ def apply() -> None:
     admit_suffix_without_arctic()
     leave_overlap_to_the_platform()
     count_real_drafts()
-    count_spared_steps()
+    watch_the_drafter()
+    carry_own_series()
 
 
 def share_vllm_logging() -> None:
@@ -248,14 +250,14 @@ def count_real_drafts() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    wrap(Scheduler, "update_from_output", _subtract_padding)
+    wrap(Scheduler, "update_from_output", _read_output)
     wrap(Scheduler, "make_spec_decoding_stats", _count_drafted_step)
     wrap(RequestSpecDecodeMetrics, "observe", _observe_drafted_step)
 
 
-def _subtract_padding(
-    original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
-) -> Any:
+def _read_output(original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    """For `count_real_drafts` and `watch_the_drafter`."""
+    drafter_health.hear(scheduler, model_runner_output)
     num_real = getattr(model_runner_output, "num_real_drafts", None)
     if num_real is not None:
         # Upstream subtracts these from its counts, and from nothing else: rejected places are given back as before.
@@ -289,30 +291,66 @@ def _observe_drafted_step(
         original(metrics, num_draft_tokens, num_accepted, detailed)
 
 
-def count_spared_steps() -> None:
-    """A metric of steps that drafted nothing because it would not have paid: `vllm:gaudi_spec_spared_steps`.
+def watch_the_drafter() -> None:
+    """Let whatever scheduler runs hear of drafts that could not be used, and tell the workers what follows from it.
+
+    Reason: a fault may be seen where only one rank reads a step's result, and a step late. All ranks have to draw the
+    same conclusion at the same step, and a scheduler's word is what they all get.
+    Remove when: upstream has a place for what a runner wants to tell all ranks with the next step.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    wrap(Scheduler, "update_from_output", _read_output)
+    wrap(Scheduler, "_update_after_schedule", _tell_of_the_drafter)
+
+
+def _tell_of_the_drafter(original: Callable[..., None], scheduler: Any, scheduler_output: Any) -> None:
+    drafter_health.tell(scheduler, scheduler_output)
+    original(scheduler, scheduler_output)
+
+
+_OWN = "gaudi_spec"
+"""The field of vLLM's record that carries our series."""
+
+
+def carry_own_series() -> None:
+    """Metrics of our own, those of `series.py`.
 
     Reason: what vLLM's scheduler tells its front end about speculation is a closed record, and its loggers know how to
     show that record alone.
-    Remove when: upstream counts steps that a scheduler left without drafts, or lets a platform send figures of its own.
+    Remove when: upstream lets a platform send figures of its own.
     """
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
-    if "num_spared_steps" not in SpecDecodingStats.__dataclass_fields__:
+    if _OWN not in SpecDecodingStats.__dataclass_fields__:
         # What the decorator took from the class or put there, so that it starts anew.
         for known in dataclasses.fields(SpecDecodingStats):
             setattr(SpecDecodingStats, known.name, known)
         for made in ("__init__", "__repr__", "__eq__"):
             delattr(SpecDecodingStats, made)
-        SpecDecodingStats.__annotations__["num_spared_steps"] = int
-        SpecDecodingStats.num_spared_steps = 0
+        SpecDecodingStats.__annotations__[_OWN] = dict[str, int]
+        setattr(SpecDecodingStats, _OWN, dataclasses.field(default_factory=dict))
         dataclasses.dataclass(SpecDecodingStats)
-    wrap(SpecDecodingProm, "__init__", _add_counter_of_spared_steps)
-    wrap(SpecDecodingProm, "observe", _observe_spared_steps)
+    wrap(Scheduler, "make_stats", _send_own_series)
+    wrap(SpecDecodingProm, "__init__", _add_own_series)
+    wrap(SpecDecodingProm, "observe", _observe_own_series)
     wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
 
 
-def _add_counter_of_spared_steps(
+def _send_own_series(
+    original: Callable[..., Any], scheduler: Any, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    counts = series.take(scheduler)
+    if counts and scheduler.log_stats:
+        spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(scheduler.num_spec_tokens)
+        setattr(spec_decoding_stats, _OWN, counts)
+    return original(scheduler, spec_decoding_stats, *args, **kwargs)
+
+
+def _add_own_series(
     original: Callable[..., None],
     metrics: Any,
     speculative_config: Any,
@@ -325,22 +363,21 @@ def _add_counter_of_spared_steps(
 
     original(metrics, speculative_config, labelnames, per_engine_labelvalues, *more, **named)
     if speculative_config is not None:
-        metrics.spared_steps = create_metric_per_engine(
-            metrics._counter_cls(
-                name="vllm:gaudi_spec_spared_steps",
-                documentation="Steps that drafted nothing because it would not have paid.",
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
-        )
+        metrics.gaudi_spec = {
+            name: create_metric_per_engine(
+                metrics._counter_cls(name=name, documentation=text, labelnames=labelnames), per_engine_labelvalues
+            )
+            for name, text in series.SERIES.items()
+        }
 
 
-def _observe_spared_steps(
+def _observe_own_series(
     original: Callable[..., None], metrics: Any, spec_decoding_stats: Any, engine_idx: int = 0
 ) -> None:
     original(metrics, spec_decoding_stats, engine_idx)
     if metrics.spec_decoding_enabled:
-        metrics.spared_steps[engine_idx].inc(spec_decoding_stats.num_spared_steps)
+        for name, more in getattr(spec_decoding_stats, _OWN).items():
+            metrics.gaudi_spec[name][engine_idx].inc(more)
 
 
 def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decoding_stats: Any) -> None:
@@ -367,6 +404,39 @@ async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any)
     if REFUSED_ADAPTER not in message:
         return answer
     return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
+
+
+def fail_with_the_engine() -> None:
+    """Let the server's process end with exit code 1 when its engine has died.
+
+    Reason: its HTTP server stops by itself then, as if it had been asked to, and the process ends with code 0: what
+    restarts servers that fail takes that for a wish.
+    Remove when: upstream's `vllm serve` ends with another code than 0 when its engine is dead.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+
+    wrap(entry, "build_and_serve", _serve_until_the_engine_dies)
+
+
+async def _serve_until_the_engine_dies(
+    original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any
+) -> Any:
+    ending = await original(engine_client, *args, **named)
+    return _fail_behind(ending) if _engine_died(engine_client) else ending
+
+
+def _engine_died(client: Any) -> bool:
+    """Whether it ended without being asked to: who asks stops the manager of its processes first."""
+    manager = getattr(client.engine_core.resources, "engine_manager", None)
+    if manager is None:
+        return bool(client.errored)
+    return bool(manager.failed_proc_name) or (bool(client.errored) and not manager.manager_stopped.is_set())
+
+
+async def _fail_behind(ending: Any) -> None:
+    await ending
+    logging.getLogger(__package__).error("The engine died, so the server ends. The reason stands above.")
+    raise SystemExit(1)
 
 
 def choose_cpu_linears(choose: Callable[..., None]) -> None:

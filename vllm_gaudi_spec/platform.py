@@ -56,6 +56,7 @@ class SpecPlatform(Platform):
         if parser is not None:
             compat.end_errors_with_their_message()
             compat.answer_bad_adapters()
+            compat.fail_with_the_engine()
         refuse_unknown_device()
 
     @classmethod

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -48,7 +51,13 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
-    for of_device in (_format_refusals, _weight_refusals, _quantization_refusals, _adapter_refusals):
+    for of_device in (
+        _damage_refusals,
+        _format_refusals,
+        _weight_refusals,
+        _quantization_refusals,
+        _adapter_refusals,
+    ):
         for reason in of_device(vllm_config, backend):
             raise UnsupportedConfigError(reason)
 
@@ -135,11 +144,37 @@ _OTHERS_ADDITIONAL_CONFIG = {
 }
 
 
-def _format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
     given, models = vllm_config.speculative_config, [vllm_config.model_config]
     if given is not None and given.method not in WEIGHTLESS_METHODS:
         models.append(given.draft_model_config)
-    for model in models:
+    return models
+
+
+def _damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    """Weights that were only half written. The loader would find it, minutes later and in another process."""
+    for folder in {Path(model.model) for model in _models(vllm_config)}:
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, "np"):
+                    pass  # it compares the header with the file's length
+            except (OSError, SafetensorError) as error:
+                yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            if missing := _missing_parts(index):
+                yield f"{index} names {missing}, which can not be had; copy the model again or name another."
+
+
+def _missing_parts(index: Path) -> str | None:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return next((name for name in sorted(names) if not (index.parent / name).is_file()), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "no weights"
+
+
+def _format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    for model in _models(vllm_config):
         if backend.takes_weight_formats or model.quantization is None:
             continue
         yield (

@@ -52,14 +52,14 @@ class Ending:
 
 
 class Server:
-    def __init__(self, model: str, log: Path, *options: str) -> None:
+    def __init__(self, model: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> None:
         self.port, self.log = free_port(), log
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
         small = ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 serve_command(model, *address, *small, *options),
-                env=serve_environment(),
+                env=serve_environment(**(environment or {})),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

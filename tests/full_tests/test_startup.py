@@ -58,6 +58,11 @@ def test_shutdown_when_idle(tiny_llama: str, tmp_path: Path) -> None:
 
 def failing_start(model: str, *options: str, **environment: str) -> str:
     """The last line of a start that must fail."""
+    return last_line(failed_start(model, *options, **environment))
+
+
+def failed_start(model: str, *options: str, **environment: str) -> str:
+    """All that it says."""
     done = subprocess.run(
         serve_command(model, *options),
         env=serve_environment(**environment),
@@ -68,7 +73,7 @@ def failing_start(model: str, *options: str, **environment: str) -> str:
         timeout=START_SECONDS,
     )
     assert done.returncode != 0, done.stdout[-2000:]
-    return last_line(done.stdout)
+    return done.stdout
 
 
 def test_wrong_model_path() -> None:

@@ -103,19 +103,29 @@ class Rows:
         )
         return self.drafting_of("draft_model", proposer, reading, drafter_max_len)
 
-    def drafting_of(
-        self, method: str, proposer: DeviceProposer, reading: Reading, drafter_max_len: int
-    ) -> DeviceDrafting:
-        speculation = Speculation(
+    def speculation(self, method: str, drafter_max_len: int) -> Speculation:
+        return Speculation(
             method=method,
             num_drafts=self.num_drafts,
             rule="strict",
             drafting="greedy",
             drafter_max_len=drafter_max_len,
         )
-        backend = self.requests.backend
-        split = LengthSplit(backend, 4, speculation, self.max_len)
-        laws = DraftLaws(speculation, 4, VOCAB, backend.torch_device)
+
+    def split(self, speculation: Speculation) -> LengthSplit:
+        return LengthSplit(self.requests.backend, 4, speculation, self.max_len)
+
+    def drafting_of(
+        self,
+        method: str,
+        proposer: DeviceProposer,
+        reading: Reading,
+        drafter_max_len: int,
+        split: LengthSplit | None = None,
+    ) -> DeviceDrafting:
+        speculation = self.speculation(method, drafter_max_len)
+        laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.torch_device)
+        split = split or self.split(speculation)
         return DeviceDrafting(proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, reading)
 
     def start(

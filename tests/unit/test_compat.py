@@ -135,6 +135,8 @@ def test_patches_are_put_on_once() -> None:
     wrapped = (
         (Scheduler, "update_from_output"),
         (Scheduler, "make_spec_decoding_stats"),
+        (Scheduler, "make_stats"),
+        (Scheduler, "_update_after_schedule"),
         (RequestSpecDecodeMetrics, "observe"),
         (SamplingParams, "_validate_spec_decode"),
         (upstream_speculative, "has_arctic_inference"),
@@ -474,9 +476,9 @@ def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
     assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
 
 
-def test_upstream_still_has_no_count_of_spared_steps() -> None:
-    """Fails when upstream's record has other fields: then `count_spared_steps` may go, or has to know of them."""
-    names = [field.name for field in dataclasses.fields(SpecDecodingStats) if field.name != "num_spared_steps"]
+def test_upstream_still_has_no_place_for_our_series() -> None:
+    """Fails when upstream's record has other fields: then `carry_own_series` may go, or has to know of them."""
+    names = [field.name for field in dataclasses.fields(SpecDecodingStats) if field.name != "gaudi_spec"]
     assert names == [
         "num_spec_tokens",
         "num_drafts",
@@ -487,7 +489,7 @@ def test_upstream_still_has_no_count_of_spared_steps() -> None:
     ]
     compat.apply()
     stats = SpecDecodingStats.new(2)
-    assert stats == SpecDecodingStats(2, 0, 0, 0, [0, 0], [0, 0], num_spared_steps=0)
+    assert stats == SpecDecodingStats(2, 0, 0, 0, [0, 0], [0, 0], gaudi_spec={})
     log = SpecDecodingLogging()
     log.observe(stats)
     log.log(lambda *line: pytest.fail("an average of nothing was logged"))

@@ -11,8 +11,6 @@ import pytest
 from vllm_gaudi_spec.proposers.base import Context
 from vllm_gaudi_spec.proposers.custom import CustomProposer
 
-VOCAB = 100
-
 
 class Scripted:
     """Answers what the test put there and keeps what it was asked."""
@@ -37,7 +35,7 @@ def build(name: str = "Scripted", width: int = 16) -> tuple[CustomProposer, Any]
         speculative_config=SimpleNamespace(model=f"{__name__}.{name}", num_speculative_tokens=4),
         model_config=SimpleNamespace(max_model_len=width),
     )
-    proposer = CustomProposer(config, VOCAB)
+    proposer = CustomProposer(config)
     assert proposer._proposer.config is config
     return proposer, proposer._proposer
 
@@ -79,20 +77,32 @@ def test_a_forgotten_id_starts_at_its_prompt() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4]),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]),
         ([1, -1, 3], [1]),
-        ([0, VOCAB - 1, VOCAB, 3], [0, VOCAB - 1]),
+        ([1, -2, 3], [1, -2, 3]),
         ([-1], []),
         ([], []),
         (np.array([1, 2]), [1, 2]),
+        (None, None),
     ],
 )
-def test_answers_are_cut_to_what_can_be_verified(answer: Any, expected: list[int]) -> None:
+def test_answers_lose_their_filling_and_nothing_else(answer: Any, expected: Any) -> None:
     proposer, user = build()
     user.answers = [answer]
     (drafts,) = proposer.propose([context("a", [1, 2, 3], 2)])
     assert drafts == expected
-    assert all(type(token) is int for token in drafts)
+
+
+def test_one_that_failed_has_not_seen_what_it_was_given() -> None:
+    proposer, user = build()
+    user.answers = [[]]
+    proposer.propose([context("a", [1, 2, 3], 2)])
+    user.answers = None
+    with pytest.raises(TypeError):
+        proposer.propose([context("a", [1, 2, 3, 4, 5], 2)])
+    user.answers = [[]]
+    proposer.propose([context("a", [1, 2, 3, 4, 5, 6], 2)])
+    assert [asked[0] for asked in user.asked] == [[[3]], [[4, 5]], [[6]]]
 
 
 def test_a_wrong_number_of_answers_is_said_clearly() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -25,6 +25,11 @@ from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 K = 3
+VOCAB = 100
+
+
+def on_one_rank(drafts: Mapping[str, Sequence[int]] | None) -> bool:
+    return drafts is not None
 
 
 class Counts:
@@ -63,14 +68,14 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    laws = DraftLaws(speculation(), 4, 100, requests.backend.torch_device)
+    laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.torch_device)
     drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws)
     recorder.expect(drafting.signatures(sampling(requests)))
     return drafting, recorder
 
 
 def sampling(requests: Requests) -> Sampling:
-    return Sampling(requests.backend, 4, 100, 5, "raw_logprobs")
+    return Sampling(requests.backend, 4, VOCAB, 5, "raw_logprobs")
 
 
 def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
@@ -110,7 +115,7 @@ def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting,
     """A host drafter that was asked behind a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K))
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -143,7 +148,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
     ignores.update_from_generation_config({}, eos_token_id=26)
     assert 26 in ignores.all_stop_token_ids
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K))
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -153,7 +158,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
 def test_the_host_drafter_hears_who_has_ended() -> None:
     requests, split, _ = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K))
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
     requests.apply(step({}, finished={"b"}))
     drafting.apply(requests)
     assert proposer.forgotten == ["b"]

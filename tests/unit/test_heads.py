@@ -28,6 +28,7 @@ from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
 from vllm_gaudi_spec.runner.heads import carried_too, layers_of, share
 from vllm_gaudi_spec.runner.landing import Landing
+from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
@@ -73,10 +74,20 @@ class HeadRows(Rows):
         self.head = ReadsStates(drafter_max_len)
         self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
         self.fresh: set[str] = set()
+        split = self.split(self.speculation("eagle", drafter_max_len))
         reading = HeadReading(
-            self.head, self.landing, self.requests, self.recorder, self.shapes, head_size=1, longest=drafter_max_len
+            self.head,
+            self.landing,
+            self.requests,
+            self.recorder,
+            self.shapes,
+            split,
+            ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
+            head_size=1,
+            longest=drafter_max_len,
         )
-        return self.drafting_of("eagle", HeadProposer(self.head, SameTokens(VOCAB, VOCAB)), reading, drafter_max_len)
+        proposer = HeadProposer(self.head, SameTokens(VOCAB, VOCAB))
+        return self.drafting_of("eagle", proposer, reading, drafter_max_len, split)
 
     def forward(self, batch: Batch) -> None:
         located = locate(batch.shape.phase, batch.uploaded, self.requests)

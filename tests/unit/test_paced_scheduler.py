@@ -16,6 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.series import SPARED_STEPS
 
 
 def paced(kind: type[Scheduler], folder: Path, **options: bool) -> Any:
@@ -52,7 +53,7 @@ def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> Non
     ]
     counts = [stats.spec_decoding_stats for stats in said if stats.spec_decoding_stats is not None]
     assert sum(count.num_draft_tokens for count in counts) == 4
-    assert sum(count.num_spared_steps for count in counts) == 2
+    assert sum(count.gaudi_spec.get(SPARED_STEPS, 0) for count in counts) == 2
 
 
 class Notes:
@@ -98,7 +99,7 @@ def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
     scheduler._goodput = Never()
     outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
     sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
-    assert sent.scheduler_stats.spec_decoding_stats.num_spared_steps == 1
+    assert sent.scheduler_stats.spec_decoding_stats.gaudi_spec == {SPARED_STEPS: 1}
 
 
 @pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_gaudi_spec import drafter_health, series
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.pacing.goodput import Goodput
@@ -53,11 +53,11 @@ class _Paced(Scheduler):
         self._last = (0.0, _NO_PACE)
         self._paces: dict[int, _Pace] = {}
         """Of steps that are not done, by the identity of vLLM's word for them."""
-        self._num_spared = 0
 
     # --- while a step is scheduled ---
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        drafter_health.tell(self, scheduler_output)  # where the drafter is off there is nothing to pace
         if self._lengths is not None:
             self._lengths.forget(scheduler_output.finished_req_ids)
         if (sampling := self._sampling(scheduler_output)) and scheduler_output.num_spec_tokens_to_schedule:
@@ -87,7 +87,8 @@ class _Paced(Scheduler):
             scheduled.most_drafts = self._lengths.choose(sampling)
             drafts = any(scheduled.most_drafts.values())
         if not drafts:
-            scheduled.num_spec_tokens_to_schedule, self._num_spared = 0, self._num_spared + 1
+            scheduled.num_spec_tokens_to_schedule = 0
+            series.count(self, series.SPARED_STEPS)
         self._paces[id(scheduled)] = _Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
 
@@ -125,12 +126,6 @@ class _Paced(Scheduler):
             if num_drafts and req_id in self.requests:
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
-
-    def make_stats(self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self._num_spared and self.log_stats:
-            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-            spec_decoding_stats.num_spared_steps, self._num_spared = self._num_spared, 0
-        return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
 
 class PacedScheduler(_Paced):

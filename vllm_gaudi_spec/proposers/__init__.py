@@ -58,7 +58,7 @@ def _suffix(setting: Setting) -> dict[str, Any]:
 
 
 def _custom(setting: Setting) -> dict[str, Any]:
-    return {"vllm_config": setting.vllm_config, "vocab_size": setting.vocab_size}
+    return {"vllm_config": setting.vllm_config}
 
 
 def _draft_model(setting: Setting) -> dict[str, Any]:

@@ -70,10 +70,12 @@ def draft_behind(
 def gathered(drafted: list[Drafted], wanted_B: torch.Tensor) -> Drafts:
     """The places of a round, side by side."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
+    sound = [draft.sound_B for draft in drafted if draft.sound_B is not None]
     return Drafts(
         torch.stack([draft.tokens_B for draft in drafted], dim=1),
         wanted_B,
         torch.stack(probs, dim=1) if probs else None,
+        torch.stack(sound, dim=1) if sound else None,
     )
 
 

@@ -74,6 +74,10 @@ class DraftRequest:
     """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
 
 
+FAULTY = -1
+"""In place of a row's number of drafts: there are none, for what was drafted can not be used."""
+
+
 class Drafts(NamedTuple):
     tokens_BK: torch.Tensor
     """int32; behind a row's `num_drafts` anything that is a token."""
@@ -81,6 +85,13 @@ class Drafts(NamedTuple):
     """int32: at most `num_wanted_B`."""
     probs_BKV: torch.Tensor | None = None
     """float32: the law each draft was drawn from, where drafting is probabilistic."""
+    sound_BK: torch.Tensor | None = None
+    """bool: whether the logits that each draft was chosen from were numbers; None where there were none."""
+
+    @property
+    def known(self) -> Drafts:
+        """As the host may read them: a row with a fault has no drafts."""
+        return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 
 
 class DeviceProposer(Protocol):

@@ -6,6 +6,7 @@ Upstream hands such a class its runner's arrays. Here they are built, for the re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 
 class CustomProposer:
-    def __init__(self, vllm_config: VllmConfig, vocab_size: int) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         self._proposer = create_custom_proposer(vllm_config)
-        self._vocab_size = vocab_size
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
-        """How many tokens each request had when it was last asked for: what is behind them is new."""
+        """How many tokens each request had when drafts were last made for it: what is behind them is new."""
 
     def load_model(self, target_model: Any) -> None:
         if hasattr(self._proposer, "load_model"):
@@ -38,12 +38,14 @@ class CustomProposer:
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._new_tokens(context) for context in contexts]
         answers = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
+        # Not before it has answered: a drafter that failed has not seen them.
+        self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
         if len(answers) != len(contexts):
             raise ValueError(
                 f"{type(self._proposer).__name__}.propose answered for {len(answers)} of {len(contexts)} requests: "
                 "it must return one list for each, empty where it has no drafts"
             )
-        return [self._usable(answer)[: c.num_wanted] for answer, c in zip(answers, contexts, strict=True)]
+        return [_without_filling(answer) for answer in answers]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -55,14 +57,10 @@ class CustomProposer:
         Never empty: an empty list stands for a request that is still in its prompt.
         """
         begin = self._num_seen.get(context.req_id, context.num_prompt)
-        size = self._num_seen[context.req_id] = context.tokens_np.size
-        return context.tokens_np[min(begin, size - 1) :].tolist()
+        new: list[int] = context.tokens_np[min(begin, context.tokens_np.size - 1) :].tolist()
+        return new
 
-    def _usable(self, answer: Sequence[int]) -> list[int]:
-        """Up to the first id that is no token: upstream's drafters fill up with such ones, and it would be an index."""
-        drafts = []
-        for token in answer:
-            if not 0 <= token < self._vocab_size:
-                break
-            drafts.append(int(token))
-        return drafts
+
+def _without_filling(answer: Sequence[int]) -> Sequence[int]:
+    """Up to the first -1: upstream's drafters fill up with those. Whether the rest are tokens is for others to see."""
+    return list(takewhile(lambda token: token != -1, answer)) if isinstance(answer, Iterable) else answer

@@ -43,6 +43,10 @@ class LengthSplit:
         most = (params.extra_args or {}).get(REQUEST_OPTION, self._num_drafts)
         self._limits_np[row] = (reach, min(most, self._num_drafts))
 
+    def exclude(self, row: int) -> None:
+        """As long as its request has this row it drafts nothing."""
+        self._limits_np[row, 1] = 0
+
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:
         """Rows that draft less for now, and how much."""
         self._paced_np.fill(self._num_drafts)

@@ -85,7 +85,8 @@ def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
     starts_B, num_real_B = uploaded.host_2B.unbind(0)
     if phase == DECODE:
         starts_B = requests.computed_R.index_select(0, uploaded.rows_B)
-        num_real_B = torch.minimum(num_real_B, 1 + requests.num_drafts_R.index_select(0, uploaded.rows_B))
+        num_drafts_B = requests.num_drafts_R.index_select(0, uploaded.rows_B).clamp(min=0)
+        num_real_B = torch.minimum(num_real_B, 1 + num_drafts_B)
     return Located(starts_B, num_real_B)
 
 

@@ -15,12 +15,14 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts
 from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
+from vllm_gaudi_spec.runner.drafter_guard import Guard, usable
 from vllm_gaudi_spec.runner.reading import NOWHERE, Placed, Reading
 from vllm_gaudi_spec.runner.sampling import Branch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
@@ -45,7 +47,10 @@ class DeviceDrafting:
         laws: DraftLaws,
         reading: Reading | None = None,
         coverage: Coverage | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard or Guard()
+        self._is_off = False
         self._proposer = proposer
         self._split = split
         self._requests = requests
@@ -66,7 +71,19 @@ class DeviceDrafting:
         self._split.pace(requests.paced_rows())
         self._reading.apply()
 
+    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        self._is_off = is_off
+        if again or never:
+            self._reading.spoilt([*again, *never])
+        for request in never:
+            self._split.exclude(request.row)
+
+    def take_rounds(self) -> list[DraftRound]:
+        return self._guard.take()
+
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        if self._is_off:
+            return np.zeros(len(requests), dtype=np.int32)
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
 
     def _possible(self, requests: list[Request], most: int | np.ndarray) -> np.ndarray:
@@ -77,7 +94,13 @@ class DeviceDrafting:
         return self._split.wanted_np(rows_np, shortest_np, most)
 
     def follow(self, batch: Batch) -> None:
-        self._reading.follow(batch)
+        if self._is_off:
+            return
+        try:
+            self._reading.follow(batch)
+        except Exception as error:
+            self._guard.caught(error, batch.requests)
+            self._reading.missed(batch.requests)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
@@ -86,7 +109,7 @@ class DeviceDrafting:
         self._reading.settle(rows_B, lengths_B)
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        if not batch.requests:  # a sampling pass that is warmed up; rounds are warmed up on their own
+        if not batch.requests or self._is_off:  # without requests it is warm-up, which has rounds of its own
             return None
         most_np = self._split.paced(batch.rows_np, most)
         able_np = self._possible(batch.requests, most_np[: len(batch.requests)])
@@ -96,10 +119,20 @@ class DeviceDrafting:
             # One token more than were known, and the drafts.
             ends = [end + 1 + self._num_drafts for end in batch.ends]
             placed = self._place(batch, ends, self._shapes.decode_context(ends))
-        self._reading.before_round(batch, lengths_B, able_np, placed)
+        try:
+            self._reading.before_round(batch, lengths_B, able_np, placed)
+        except Exception as error:
+            self._guard.caught(error, batch.requests)
+            self._reading.missed(batch.requests)
+            return None
         if not drafts_follow:
             return None
-        drafts = self._draft(batch, lengths_B, inputs, most_np, placed)
+        try:
+            drafts = self._draft(batch, lengths_B, inputs, most_np, placed)
+        except Exception as error:
+            self._guard.caught(error, batch.requests)
+            self._reading.spoilt(batch.requests)
+            return None
         self._reading.drafted(batch.requests, able_np)
         return drafts
 
@@ -131,13 +164,13 @@ class DeviceDrafting:
     ) -> Drafts:
         wanted_B = self._reading.able(rows_B, lengths_B, wanted(limits_B2, lengths_B))
         hidden = self._reading.hidden(rows_B, lengths_B)
-        drafts = self._proposer.propose(
-            self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
-        )
-        self._requests.put_drafts(rows_B, lengths_B, drafts)
+        request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
+        drafts = usable(self._proposer.propose(request), request, self._laws.vocab_size)
         self._laws.put(rows_B, drafts)
+        # Last of what may fail: until then the rows have no drafts.
+        self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._reading.wrote(rows_B, lengths_B, drafts)
-        return drafts
+        return drafts.known
 
     # --- behind a step ---
 

@@ -43,11 +43,13 @@ class DraftChoice:
         branch = self.branch(inputs)
 
         def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+            # One pass finds what is no number, and plus infinity. All minus infinity is sound: nothing may be drafted.
+            sound_B = logits_BV.sum(-1) < torch.inf
             if branch.random:
                 restrict(logits_BV[:, None], inputs, branch)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
             drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
-            return drafted if self._keeps_laws else drafted._replace(probs_BV=None)
+            return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_laws else None, sound_B=sound_B)
 
         return choose
 
@@ -83,13 +85,17 @@ class DraftLaws:
         return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._pad_row = max_rows
         shape = self.shape(speculation, max_rows, vocab_size)
         self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_RKV is not None:
             assert drafts.probs_BKV is not None
-            self._probs_RKV.index_copy_(0, rows_B, drafts.probs_BKV)
+            # What is no law never reaches a rule: a row with a fault keeps the one before it, which nobody looks at.
+            kept_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
+            self._probs_RKV.index_copy_(0, kept_B, drafts.probs_BKV)
 
     def of(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         """float32 [B, K, V]."""

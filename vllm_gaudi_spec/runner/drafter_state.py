@@ -184,6 +184,18 @@ class DrafterState(Reading):
         drafted = list(compress(requests, able_np > 0))
         self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
+    def missed(self, requests: list[Request]) -> None:
+        """All is read again, in the shapes in which rows catch up."""
+        for request in requests:
+            self._blocks.forget(request.row)
+        rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
+        rows_np[: len(requests)] = [request.row for request in requests]
+        self._reach_np[rows_np] = 0
+        self._keeps_up_np[rows_np] = False
+        self._tell(rows_np)
+
+    spoilt = missed
+
     # --- what the device does ---
 
     def _read_rows(self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int) -> None:

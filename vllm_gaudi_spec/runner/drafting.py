@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
 
-from vllm_gaudi_spec.config import SLEM, TLI, cache_folder
+from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError, cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
@@ -22,6 +22,7 @@ from vllm_gaudi_spec.proposers.universal.coverage import Coverage
 from vllm_gaudi_spec.proposers.universal.pairs import Pair, Texts
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.runner.drafter_guard import Guard, agreement
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.landing import Landing
@@ -59,6 +61,14 @@ Draft = Callable[["SampleBatch", "torch.Tensor", "SamplingInputs"], object]
 class Drafting(Protocol):
     def apply(self, requests: Requests) -> None:
         """Requests came and went, in `requests.admitted` and `requests.ended`."""
+        ...
+
+    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        """The scheduler's word about faults, as `Word` has it."""
+        ...
+
+    def take_rounds(self) -> list[DraftRound]:
+        """What the host has seen of the drafter since it was last asked."""
         ...
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
@@ -114,10 +124,21 @@ def load_drafter(
     """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
-    if speculation.reads_states:
-        return load_head(speculation.method, vllm_config, backend, target)
-    quantization = Quantization.of_drafter(vllm_config, target.model)
-    return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization)
+    try:
+        if speculation.reads_states:
+            return load_head(speculation.method, vllm_config, backend, target)
+        quantization = Quantization.of_drafter(vllm_config, target.model)
+        return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization)
+    except UnsupportedConfigError:
+        raise
+    except Exception as error:
+        given = vllm_config.speculative_config
+        assert given is not None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedConfigError(
+            f"The drafter {given.draft_model_config.model} can not be loaded: {reason}. Is its checkpoint whole, and "
+            "for this target? Give another model in --speculative-config."
+        ) from error
 
 
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:
@@ -150,6 +171,7 @@ def load_drafting(
     target, device = vllm_config.model_config, requests.backend.torch_device
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
     laws = DraftLaws(speculation, requests.pad_row, target.get_vocab_size(), device)
+    guard = Guard(alone=vllm_config.parallel_config.world_size_across_dp == 1)
     pair = coverage = None
     if speculation.universal:
         pair = Pair.load(vllm_config, cache_folder())
@@ -173,25 +195,38 @@ def load_drafting(
             laws,
             speculation.num_drafts,
             coverage,
+            guard,
         )
     setting = Setting(speculation, vllm_config, device, model, pair)
     proposer = build_proposer(setting)
     if speculation.on_device:
         longest = min(speculation.drafter_max_len or target.max_model_len, target.max_model_len)
         reading = Reading()
+        own = set() if model is None else set(model.layer_names)
+        groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & own]
         if speculation.is_head and model is not None:
             size = setting.given.draft_model_config.get_hidden_size()
-            reading = HeadReading(model, landing, requests, recorder, shapes, size, longest)
+            blocks = ReadBlocks(requests, kv_cache.num_blocks, groups, keeps_up=True)
+            reading = HeadReading(model, landing, requests, recorder, shapes, split, blocks, size, longest)
         elif speculation.reads_states:
             reading = LastState(landing)
         elif model is not None:
-            groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & set(model.layer_names)]
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups)
             read = cast(AutoregressiveProposer, proposer).read
             reading = DrafterState(read, requests, recorder, shapes, longest, speculation.num_drafts, blocks)
         return DeviceDrafting(
-            cast(DeviceProposer, proposer), split, requests, recorder, shapes, speculation, laws, reading, coverage
+            cast(DeviceProposer, proposer),
+            split,
+            requests,
+            recorder,
+            shapes,
+            speculation,
+            laws,
+            reading,
+            coverage,
+            guard,
         )
     if isinstance(proposer, CustomProposer):
         proposer.load_model(target_model.model)
-    return HostDrafting(cast(HostProposer, proposer), Followed(split, requests, speculation.num_drafts))
+    followed = Followed(split, requests, speculation.num_drafts)
+    return HostDrafting(cast(HostProposer, proposer), followed, target.get_vocab_size(), agreement(vllm_config))

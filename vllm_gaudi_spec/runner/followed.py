@@ -41,6 +41,9 @@ class Followed:
     def apply(self) -> None:
         self._split.pace(self._requests.paced_rows())
 
+    def exclude(self, row: int) -> None:
+        self._split.exclude(row)
+
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
         self._history_np[request.row, : len(request.known)] = request.known

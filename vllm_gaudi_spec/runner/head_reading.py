@@ -1,7 +1,8 @@
 """What heads read: the target's hidden states, as the target makes them.
 
 They can not be made again later. So a head reads with the target at every step, drafts or none, of every row up to its
-longest context: then all blocks that requests share hold its KV, and no row has to catch up.
+longest context: then all blocks that requests share hold its KV, and no row has to catch up. Where reading failed, that
+row drafts no more, nor does one that shares its blocks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vllm_gaudi_spec.proposers.base import Model
+    from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.landing import Landing
+    from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -49,6 +52,8 @@ class HeadReading(Reading):
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
+        split: LengthSplit,
+        blocks: ReadBlocks,
         head_size: int,
         longest: int,
     ) -> None:
@@ -58,6 +63,8 @@ class HeadReading(Reading):
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
+        self._split = split
+        self._blocks = blocks
         self._longest = longest
         shape = (requests.pad_row + 1, head_size)
         device, dtype = requests.backend.torch_device, landing.dtype
@@ -67,6 +74,19 @@ class HeadReading(Reading):
         self._run_newest = requests.backend.graph(self._read_newest)
 
     # --- host ---
+
+    def apply(self) -> None:
+        for request in self._requests.admitted:
+            self._blocks.admit(request.row, request.num_computed)
+        self._blocks.clear_new()
+        for request in self._requests.admitted:
+            if self._blocks.reach(request.row, request.num_computed) < request.num_computed:
+                self.missed([request])
+
+    def missed(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._blocks.forget(request.row)
+            self._split.exclude(request.row)
 
     def follow(self, batch: Batch) -> None:
         """Prompt chunks."""

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.proposers.base import Context, Drafts, HostProposer
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.runner.drafter_guard import Agree
     from vllm_gaudi_spec.runner.drafting import Draft
-    from vllm_gaudi_spec.runner.followed import Followed
+    from vllm_gaudi_spec.runner.followed import Drafter, Followed
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
 
 
 class HostDrafting:
-    def __init__(self, proposer: HostProposer, followed: Followed) -> None:
+    def __init__(self, proposer: HostProposer, followed: Followed, vocab_size: int, agree: Agree) -> None:
         self._proposer = proposer
         self._followed = followed
+        self._vocab_size = vocab_size
+        self._agree = agree
+        self._guard = Guard()
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
@@ -33,6 +40,13 @@ class HostDrafting:
             self._followed.admit(request)
         if requests.ended:
             self._proposer.forget(requests.ended)
+
+    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        for request in never:
+            self._followed.exclude(request.row)
+
+    def take_rounds(self) -> list[DraftRound]:
+        return self._guard.take()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)
@@ -55,6 +69,25 @@ class HostDrafting:
         drafters = self._followed.drafters(step, new, most) if new else []
         if not drafters:
             return
+        asked = [drafter.request for drafter in drafters]
+        drafts: dict[str, list[int]] | None = None
+        faulty: list[str] = []
+        try:
+            drafts, faulty = self._ask(drafters)
+        except Exception as error:
+            self._agree(None)
+            self._guard.failed(error, asked)
+            return
+        if not self._agree(drafts):
+            self._guard.failed(RuntimeError("another rank failed, or drafted other tokens"), asked)
+            return
+        self._guard.done(faulty, len(asked))
+        self._drafts = drafts
+        if self._drafts:
+            self._followed.put(step, self._drafts)
+
+    def _ask(self, drafters: list[Drafter]) -> tuple[dict[str, list[int]], list[str]]:
+        """Drafts of requests that have some, and requests whose drafts can not be used."""
         contexts = [
             Context(
                 drafter.request.req_id,
@@ -65,11 +98,23 @@ class HostDrafting:
             for drafter in drafters
         ]
         answers = self._proposer.propose(contexts)
-        self._drafts = {
-            context.req_id: list(answer) for context, answer in zip(contexts, answers, strict=True) if len(answer)
-        }
-        if self._drafts:
-            self._followed.put(step, self._drafts)
+        drafts: dict[str, list[int]] = {}
+        faulty: list[str] = []
+        for context, answer in zip(contexts, answers, strict=True):
+            tokens = self._tokens(answer)
+            if tokens is None:
+                faulty.append(context.req_id)
+            elif tokens:
+                drafts[context.req_id] = tokens[: context.num_wanted]
+        return drafts, faulty
+
+    def _tokens(self, answer: Sequence[Any]) -> list[int] | None:
+        """None if it is no list of tokens."""
+        try:
+            tokens = [index(token) for token in answer]
+        except (TypeError, ValueError):
+            return None
+        return tokens if all(0 <= token < self._vocab_size for token in tokens) else None
 
     def drafts_of(self, step: Step) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]

@@ -25,7 +25,7 @@ from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.quantization import Quantization
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import Report, Reports, Step
+from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.drafter_health import Word
     from vllm_gaudi_spec.runner.batch import SampleBatch
     from vllm_gaudi_spec.sample.verdict import Verdict
 
@@ -52,7 +53,7 @@ class Finished(NamedTuple):
     logprobs: LogprobsTensors | None
     scores: LogprobsTensors | None
     num_drafts_B: torch.Tensor
-    """int32: drafts that were verified."""
+    """int32: drafts that were verified, and where there should have been some: see `Requests.told_drafts`."""
     lengths_B: torch.Tensor
     """int32: tokens that each row has now."""
 
@@ -71,6 +72,7 @@ class ModelRunner:
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Batch] = []
         self.report: Report | None = None
+        self.drafter_word: Word | None = None
 
     # --- start-up ---
 
@@ -208,6 +210,8 @@ class ModelRunner:
             self.custom.follow(step.requests, output.sampled_token_ids)
         if self.drafting is not None and self.report.step is not None:
             self.drafting.propose_behind(self.report.step, most)
+            if isinstance(output, SpeculativeOutput):
+                output.draft_rounds += self.drafting.take_rounds()
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -225,8 +229,17 @@ class ModelRunner:
             self.sampling.admit(request)
         if self.drafting is not None:
             self.drafting.apply(self.requests)
+            self.hear(self.drafting, getattr(scheduled, "drafter_word", None))
         if self.custom is not None:
             self.custom.update(self.requests.freed_rows, self.requests.admitted)
+
+    def hear(self, drafting: Drafting, word: Word | None) -> None:
+        """What the scheduler makes of the drafter's faults, if there were any."""
+        if word is None:
+            return
+        self.drafter_word = word
+        again, never = ([found for name in names if (found := self.requests.running(name))] for names in word[:2])
+        drafting.hear(again, never, is_off=word.is_off)
 
     def most_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """The most drafts of each request that this step may verify, from what the scheduler knows.
@@ -270,6 +283,7 @@ class ModelRunner:
         if self.drafting is not None:
             step.num_drafts_B = done.num_drafts_B
             step.drafts = self.drafting.propose(batch, done.lengths_B, inputs, most)
+            step.draft_rounds = self.drafting.take_rounds()
         return step
 
     def send(self, step: Step) -> Report:
@@ -315,11 +329,16 @@ class ModelRunner:
             self.sampling.logprobs_mode,
         )
         verdict, last_B = verified.verdict, positions_BQ[:, 0]
+        told_B = num_drafts_B if self.drafting is None else self.requests.told_drafts(rows_B, num_drafts_B)
         self.requests.advance(rows_B, last_B, verdict)
         lengths_B = last_B + 1 + verdict.num_sampled_B
         if self.drafting is not None:
             self.drafting.settle(rows_B, lengths_B)
-        return Finished(verdict, verified.logprobs, verified.scores, num_drafts_B, lengths_B)
+        return Finished(verdict, verified.logprobs, verified.scores, told_B, lengths_B)
 
     def step_report(self) -> dict[str, object]:
-        return self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts()}
+        said = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts()}
+        if self.drafting is not None:
+            word = self.drafter_word
+            said["drafter"] = {"faults": word.num_faults if word else 0, "off": bool(word and word.is_off)}
+        return said

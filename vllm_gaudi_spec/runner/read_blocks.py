@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class ReadBlocks:
-    def __init__(self, requests: Requests, num_blocks: int, groups: list[int]) -> None:
-        """`groups`: the KV cache groups that hold layers of the drafter."""
+    def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
+        """`groups`: the KV cache groups that hold layers of the drafter. `keeps_up`: it reads all that the target
+        does, unless the contrary is said."""
         self._tables = [requests.tables_np[group] for group in groups]
         self._sizes = [requests.block_sizes[group] for group in groups]
         self._counts = [requests.num_blocks[group] for group in groups]
@@ -24,6 +25,7 @@ class ReadBlocks:
         """How many tokens at the beginning of each block the drafter has read. Block 0 is padding."""
         self._seen = [np.zeros_like(counts) for counts in self._counts]
         """Blocks of each row that were cleared, or taken over, when they came."""
+        self._keeps_up = keeps_up
 
     def admit(self, row: int, num_computed: int) -> None:
         """The blocks of a row that are computed were another's; the rest are new. `clear_new` follows, when all rows of
@@ -33,9 +35,9 @@ class ReadBlocks:
 
     def clear_new(self) -> None:
         """Blocks that rows got since the last call held something else before."""
-        for table, counts, seen in zip(self._tables, self._counts, self._seen, strict=True):
+        for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
             for row in np.flatnonzero(counts > seen):
-                self._read_np[table[row, seen[row] : counts[row]]] = 0
+                self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
                 seen[row] = counts[row]
 
     def reach(self, row: int, num_computed: int) -> int:
@@ -47,6 +49,11 @@ class ReadBlocks:
             if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < wanted))).size:
                 reach = min(reach, int(short[0]) * size + int(self._read_np[blocks[short[0]]]))
         return reach
+
+    def forget(self, row: int) -> None:
+        """What the drafter has read of a row is not to be relied on."""
+        for table, counts in zip(self._tables, self._counts, strict=True):
+            self._read_np[table[row, : counts[row]]] = 0
 
     def note(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
         """The drafter has read rows up to `ends_np`, which is further than `begins_np`, up to where it is known."""

@@ -50,6 +50,12 @@ class Reading:
     def drafted(self, requests: list[Request], able_np: np.ndarray) -> None:
         """A round was run."""
 
+    def missed(self, requests: list[Request]) -> None:
+        """What was to be read of these was not."""
+
+    def spoilt(self, requests: list[Request]) -> None:
+        """Rounds of these gave drafts that could not be used: what was read may be what is wrong."""
+
     # --- device: parts of the sampling pass and of a round ---
 
     def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import Drafts
 from vllm_gaudi_spec.sample.verdict import Verdict
 
@@ -34,11 +35,13 @@ class Step:
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     num_drafts_B: torch.Tensor | None = None
-    """How many drafts of each row were verified; None without speculation."""
+    """How many drafts of each row were verified, `FAULTY` where they could not be; None without speculation."""
     signature: tuple[Hashable, ...] = ()
     """Of what the device has of it."""
     drafts: Drafts | None = None
     """For the next step, when a device proposer made them."""
+    draft_rounds: list[DraftRound] = field(default_factory=list)
+    """What the host itself has seen of the drafter in this step."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Step:
         """The same record with every tensor replaced by what `move` makes of it, always in one order."""
@@ -56,6 +59,7 @@ class Step:
             None if self.num_drafts_B is None else move(self.num_drafts_B),
             self.signature,
             self.drafts and Drafts(move(self.drafts.tokens_BK), move(self.drafts.num_drafts_B)),
+            self.draft_rounds,
         )
 
 
@@ -108,6 +112,8 @@ class _Copy:
 class SpeculativeOutput(ModelRunnerOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
     """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
+    draft_rounds: list[DraftRound] = field(default_factory=list)
+    """How the drafter did, as far as it is known since the step before."""
 
 
 class Report(AsyncModelRunnerOutput):
@@ -135,8 +141,19 @@ class Report(AsyncModelRunnerOutput):
         )
         if step.num_drafts_B is None:
             return ModelRunnerOutput(**common)
-        num_real = dict(zip(names[: len(answers)], step.num_drafts_B.tolist(), strict=False))
-        return SpeculativeOutput(**common, num_real_drafts=num_real)
+        told = dict(zip(names[: len(answers)], step.num_drafts_B.tolist(), strict=False))
+        return SpeculativeOutput(
+            **common,
+            num_real_drafts={req_id: max(number, 0) for req_id, number in told.items()},
+            draft_rounds=[*_verified_round(told), *step.draft_rounds],
+        )
+
+
+def _verified_round(told: dict[str, int]) -> list[DraftRound]:
+    """What the device has seen of the round whose drafts this step verified."""
+    faulty = tuple(req_id for req_id, number in told.items() if number < 0)
+    worked = any(number > 0 for number in told.values())
+    return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
 def _answers(step: Step) -> list[list[int]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.proposers.base import FAULTY
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 
@@ -92,7 +93,7 @@ class Requests:
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
-        """How many drafts stand behind a row's last token, waiting to be verified."""
+        """How many drafts stand behind a row's last token, waiting to be verified; or that they were `FAULTY`."""
         self._write_row = backend.graph(self._start_row)
 
     @property
@@ -119,6 +120,11 @@ class Requests:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
         self.most_drafts = getattr(scheduled, "most_drafts", {})
+
+    def running(self, req_id: str) -> Request | None:
+        """A request that has a row."""
+        request = self.by_id.get(req_id)
+        return None if request is None or request.row == NO_ROW else request
 
     def paced_rows(self) -> list[tuple[int, int]]:
         """`most_drafts` by row."""
@@ -247,6 +253,10 @@ class Requests:
         # KV exists for everything but the newest token.
         self.set_computed(rows_B, last_B + verdict.num_sampled_B)
         self.num_drafts_R.index_fill_(0, rows_B, 0)
+
+    def told_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
+        """int32: how many drafts a step verified, as the host is told: with the faults of their drafter."""
+        return torch.where(self.num_drafts_R.index_select(0, rows_B) == FAULTY, FAULTY, num_verified_B).int()
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """Drafts behind the `lengths_B` known tokens of each row, for the next step to verify."""

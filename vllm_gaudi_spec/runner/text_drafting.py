@@ -19,14 +19,16 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
 from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.runner.drafter_guard import Guard, usable
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
     from vllm_gaudi_spec.proposers.universal.timeline import Reader
@@ -69,9 +71,11 @@ class TextDrafting:
         laws: DraftLaws,
         num_drafts: int,
         coverage: Coverage | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """`shapes`: for rows as long as the slab. With a `rewriter` drafts are the drafter's own tokens, to be written
         anew in the target's."""
+        self._guard = guard or Guard()
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
@@ -113,6 +117,21 @@ class TextDrafting:
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
 
+    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        self._start_anew(again)
+        for request in never:
+            self._followed.exclude(request.row)
+
+    def _start_anew(self, requests: list[Request]) -> None:
+        """As if the drafter had read nothing of them. Rows that it gave up stay so."""
+        for request in requests:
+            if request.row in self._timelines:
+                self._timelines[request.row] = Timeline(self._reader)
+                self._num_followed[request.row] = 0
+
+    def take_rounds(self) -> list[DraftRound]:
+        return self._guard.take()
+
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)
 
@@ -150,6 +169,15 @@ class TextDrafting:
         if self._sampled is None or step.verdict is None:
             return
         new = self._followed.append(step)
+        try:
+            self._draft_for(step, new, most)
+        except Exception as error:
+            self._guard.caught(error, step.requests)
+            self._start_anew(step.requests)
+            self._drafts, self._unread_drafts = {}, None
+        self._sampled = None
+
+    def _draft_for(self, step: Step, new: list[list[int]], most: int) -> None:
         for request, tokens in zip(step.requests, new, strict=True):
             if (timeline := self._timelines.get(request.row)) is not None:
                 timeline.verified(tokens[:-1])
@@ -168,7 +196,6 @@ class TextDrafting:
             self._put(drafters, drafts)
         else:
             self._put_rewritten(step, drafters, drafts)
-        self._sampled = None
 
     def _able(self, drafter: Drafter) -> Drafter | None:
         """The drafter's own limit, in its own tokens."""
@@ -270,11 +297,16 @@ class TextDrafting:
         inputs: SamplingInputs,
     ) -> Drafts:
         request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
-        drafts = self._proposer.propose(request, _unread(unread))
+        said = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
-            self._requests.put_drafts(rows_B, lengths_B, drafts)
+            drafts = usable(said, request, self._laws.vocab_size)
             self._laws.put(rows_B, drafts)
-        return drafts
+            self._requests.put_drafts(rows_B, lengths_B, drafts)
+            return drafts.known
+        # Of the drafter's own tokens the host reads nothing else: a row with a fault says so in their place.
+        drafts = usable(said, request, None)
+        tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
+        return Drafts(tokens_BK, drafts.num_drafts_B)
 
     # --- where drafts go ---
 
@@ -287,7 +319,11 @@ class TextDrafting:
     def _put_rewritten(self, step: Step, drafters: list[Drafter], drafts: Drafts) -> None:
         assert self._rewriter is not None
         said = self._backend.download(drafts.tokens_BK).tolist()
+        faulty = [drafter.request.req_id for drafter in drafters if FAULTY in said[drafter.place]]
+        self._guard.done(faulty, len(drafters))
         for drafter in drafters:
+            if drafter.request.req_id in faulty:
+                continue
             timeline = self._timelines[drafter.request.row]
             own = said[drafter.place][: drafter.num_wanted]
             known = timeline.open_text

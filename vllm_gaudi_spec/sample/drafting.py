@@ -17,6 +17,8 @@ class Drafted(NamedTuple):
     """int32."""
     probs_BV: torch.Tensor | None
     """float32: the law the tokens were drawn from; the probabilistic mode only."""
+    sound_B: torch.Tensor | None = None
+    """bool: whether what they were chosen from were numbers, where somebody looked."""
 
 
 def draft(

@@ -1,0 +1,137 @@
+"""Clients of a server, well-behaved and not."""
+
+import contextlib
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.full_tests.server import Server
+
+
+def bodies(count: int, num_tokens: int = 40) -> list[dict[str, Any]]:
+    """Greedy and seeded requests of several lengths; some share a beginning."""
+    kinds: list[dict[str, Any]] = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]
+    return [
+        dict(
+            prompt=f"Number {index % 7} of many: " * (1 + index % 5) + str(index),
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            seed=index,
+            **kinds[index % 2],
+        )
+        for index in range(count)
+    ]
+
+
+def text(server: Server, body: dict[str, Any]) -> str:
+    answer: str = server.complete(**body)["choices"][0]["text"]
+    return answer
+
+
+def texts(server: Server, wanted: list[dict[str, Any]]) -> list[str]:
+    """All at once."""
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(lambda body: text(server, body), wanted))
+
+
+def storm(server: Server, count: int, at_a_time: int = 40, seed: int = 0) -> int:
+    """So many requests that go away: before the answer, in the middle of a stream, at its first byte. Returns how many
+    did so before their end."""
+    rng = random.Random(seed)
+    patience = [rng.choice([0.005, rng.uniform(0, 0.2), rng.uniform(0.2, 1.0)]) for _ in range(count)]
+    with ThreadPoolExecutor(at_a_time) as pool:
+        return sum(pool.map(lambda each: _goes_away(server, *each), enumerate(patience)))
+
+
+def _goes_away(server: Server, index: int, seconds: float) -> bool:
+    """Closes its connection when its patience ends; whether that was before the answer's end."""
+    body = bodies(index + 1, num_tokens=300)[-1] | dict(model="tiny", stream=bool(index % 2))
+    deadline = time.monotonic() + seconds
+    try:
+        url = f"{server.client.base_url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=max(seconds, 0.001)) as response:
+            for _ in response.iter_raw():
+                if time.monotonic() > deadline:
+                    return True
+    except httpx.TransportError:  # its patience as a timeout
+        return True
+    return False
+
+
+@dataclass
+class Answer:
+    """How a request ended."""
+
+    status: int | None
+    """None where the connection broke before there was one."""
+    text: str
+    finished: bool
+    """The answer was whole."""
+    seconds: float
+
+
+def ask(server: Server, body: dict[str, Any], *, stream: bool) -> Answer:
+    """Whatever comes of it, within the client's time."""
+    began, pieces, status = time.monotonic(), "", None
+    asked = body | dict(model="tiny", stream=stream)
+    with contextlib.suppress(httpx.TransportError):
+        if not stream:
+            response = httpx.post(f"{server.client.base_url}/v1/completions", json=asked, timeout=120)
+            whole = response.status_code == 200
+            return Answer(response.status_code, response.text, whole, time.monotonic() - began)
+        with httpx.stream("POST", f"{server.client.base_url}/v1/completions", json=asked, timeout=120) as response:
+            status = response.status_code
+            for line in response.iter_lines():
+                pieces += line + "\n"
+    finished = "data: [DONE]" in pieces and '"error"' not in pieces
+    return Answer(status, pieces, finished, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def asking(server: Server, wanted: list[dict[str, Any]]) -> Iterator[list[Future[Answer]]]:
+    """Requests under way, every second of them a stream; the block begins when they run."""
+    before = server.metric("vllm:generation_tokens_total")
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        answers = [pool.submit(ask, server, body, stream=bool(index % 2)) for index, body in enumerate(wanted)]
+        deadline = time.monotonic() + 60
+        while server.metric("vllm:generation_tokens_total") < before + 2 * len(wanted):
+            assert time.monotonic() < deadline, "nothing is generated"
+            time.sleep(0.05)
+        yield answers
+
+
+class Slow:
+    """A client that reads a byte of its stream at a time, or nothing at all."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        payload = json.dumps(body | dict(model="tiny", stream=True)).encode()
+        self._socket = socket.create_connection(("127.0.0.1", server.port))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as the kernel allows
+        lines = [
+            "POST /v1/completions HTTP/1.1",
+            "Host: 127.0.0.1",
+            "Content-Type: application/json",
+            f"Content-Length: {len(payload)}",
+            "Connection: close",
+        ]
+        self._socket.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + payload)
+
+    def read(self, num_bytes: int) -> bytes:
+        """Byte by byte."""
+        return b"".join(self._socket.recv(1) for _ in range(num_bytes))
+
+    def rest(self) -> bytes:
+        pieces = []
+        while piece := self._socket.recv(1 << 16):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._socket.close()

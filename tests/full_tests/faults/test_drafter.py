@@ -1,0 +1,391 @@
+"""A drafter's fault is not noticed by a client: its outputs are those of no speculation. The step is counted; three in
+a row switch the drafter off, with one error in the log and a metric.
+
+Expected of every case: all outputs as without speculation, the counters as written beside the case, no error but the
+one of the switch, one read a step, nothing new after warm-up.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import LLM
+
+from tests.full_tests import heads
+from tests.full_tests.engines import counter
+from tests.full_tests.faults import broken
+from tests.full_tests.speculation import accepted, custom, speculating
+from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
+from vllm_gaudi_spec.drafter_health import MOST_IN_A_ROW
+from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
+from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
+from vllm_gaudi_spec.proposers.head import HeadProposer
+from vllm_gaudi_spec.proposers.medusa import MedusaProposer
+from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer
+from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
+
+Plain = Callable[[str], list[list[Answer]]]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return mixed_requests(24)
+
+
+@pytest.fixture(scope="module")
+def plain(requests: list[Request]) -> Plain:
+    return without_drafts(requests)
+
+
+@pytest.fixture
+def errors() -> Iterator[list[str]]:
+    """What is logged as an error, here or by vLLM."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep(level=logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("vllm", "vllm_gaudi_spec")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield found
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def check_counts(llm: LLM, errors: list[str], faults: int | None, off: bool) -> None:
+    """`faults`: as many as the metric has to show; None: some."""
+    shown = counter(llm, DRAFTER_FAULTS)
+    assert shown == faults if faults is not None else shown > 0
+    assert counter(llm, DRAFTER_SWITCHED_OFF) == off
+    assert len(errors) == off, errors
+    (report,) = llm.collective_rpc("step_report")
+    assert report["drafter"]["off"] == off
+    assert report["host_syncs_per_step"] <= 1
+
+
+# --- a user's own class ---
+
+
+def raises(drafts: list[list[int]]) -> Any:
+    raise ZeroDivisionError("a drafter's own mistake")
+
+
+NONSENSE: dict[str, broken.Answer] = {
+    "raises": raises,
+    "answers nothing": lambda drafts: None,
+    "no numbers": lambda drafts: [[float("nan")] * len(row) for row in drafts],
+    "one row short": lambda drafts: drafts[:-1],
+    "one row more": lambda drafts: [*drafts, [5]],
+    "a number for each row": lambda drafts: [5] * len(drafts),
+    "lists in lists": lambda drafts: [[row] for row in drafts],
+    "texts": lambda drafts: [[str(token) for token in row] for row in drafts],
+    "ids past the vocabulary": lambda drafts: [[10**6] * len(row) for row in drafts],
+    "ids below zero": lambda drafts: [[-7] * len(row) for row in drafts],
+    "ids of 65 bits": lambda drafts: [[1 << 64] * len(row) for row in drafts],
+}
+QUICK = ("raises", "ids past the vocabulary", "one row short")
+
+
+def slow_but(quick: tuple[str, ...], names: Any) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module")
+def own_class(looping_llama: str) -> Iterator[LLM]:
+    """One engine for the cases that leave its drafter on."""
+    with speculating(looping_llama, custom_breaks()) as llm:
+        yield llm
+
+
+def custom_breaks(k: int = 3) -> dict[str, Any]:
+    return custom("Breaks", k) | dict(model=f"{broken.__name__}.Breaks")
+
+
+@pytest.mark.parametrize("what", slow_but(QUICK, NONSENSE))
+def test_now_and_then(
+    what: str, own_class: LLM, looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
+) -> None:
+    """Two steps of five break. As many are counted, and the drafter stays on."""
+    drafter = broken.plan(lambda call: call % 5 < 2, NONSENSE[what])
+    before, verified = counter(own_class, DRAFTER_FAULTS), accepted(own_class)
+    check_same(requests, run_together(own_class, requests), plain(looping_llama))
+    expected = sum(call % 5 < 2 for call in range(drafter.num_calls))
+    check_counts(own_class, errors, before + expected, off=False)
+    assert accepted(own_class) > verified
+
+
+def test_one_row_of_many(
+    own_class: LLM, looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]
+) -> None:
+    """A row whose drafts are no tokens while others' are is counted once and drafts no more: nothing is switched off
+    for its neighbours, however often it happens."""
+    broken.plan(lambda call: True, lambda drafts: [[10**6], *drafts[1:]] if len(drafts) > 1 else drafts)
+    before, verified = counter(own_class, DRAFTER_FAULTS), accepted(own_class)
+    check_same(requests, run_together(own_class, requests), plain(looping_llama))
+    faults = counter(own_class, DRAFTER_FAULTS)
+    assert MOST_IN_A_ROW < faults - before <= len(requests) + 4, "n = 2 makes two rows of one request"
+    check_counts(own_class, errors, faults, off=False)
+    assert accepted(own_class) > verified
+
+
+def test_three_in_a_row(looping_llama: str, requests: list[Request], plain: Plain, errors: list[str]) -> None:
+    """Three faults, one error, and the drafter is not asked again: not by later requests either."""
+    drafter = broken.plan(lambda call: call >= 4, raises)
+    with speculating(looping_llama, custom_breaks()) as llm:
+        for _ in range(2):
+            check_same(requests, run_together(llm, requests), plain(looping_llama))
+            check_counts(llm, errors, MOST_IN_A_ROW, off=True)
+            assert drafter.num_calls == 4 + MOST_IN_A_ROW
+            assert accepted(llm) > 0
+
+
+# --- drafters on the device ---
+
+
+def spoilt(folder: Path, source: str, spoil: Callable[[dict[str, torch.Tensor]], None]) -> str:
+    """A copy of a checkpoint with other weights."""
+    folder.mkdir()
+    for file in Path(source).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (folder / file.name).write_text(file.read_text())
+    weights = load_file(Path(source) / "model.safetensors")
+    spoil(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def all_nan(weights: dict[str, torch.Tensor]) -> None:
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+
+
+def one_nan(weights: dict[str, torch.Tensor]) -> None:
+    """In the output matrix: one logit of every row is no number."""
+    name = next(name for name in weights if name.endswith("lm_head.weight"))
+    weights[name][17, 0] = torch.nan
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "probabilistic": dict(draft_sample_method="probabilistic", rejection_sample_method="standard"),
+    "block": dict(draft_sample_method="probabilistic", rejection_sample_method="block"),
+    "coupled": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+}
+
+
+@pytest.mark.parametrize("overlapping", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", slow_but(("probabilistic",), MODES))
+@pytest.mark.parametrize("spoil", [all_nan, pytest.param(one_nan, marks=pytest.mark.slow)])
+def test_a_draft_model_of_no_numbers(
+    spoil: Callable[[dict[str, torch.Tensor]], None],
+    mode: str,
+    overlapping: bool,
+    looping_llama: str,
+    requests: list[Request],
+    plain: Plain,
+    errors: list[str],
+    tmp_path: Path,
+) -> None:
+    """A checkpoint that was spoilt: it loads. No draft of it is ever verified, so even where only a law is promised the
+    tokens are those of no speculation; it is switched off after three steps and those in flight."""
+    drafter = spoilt(tmp_path / "drafter", looping_llama, spoil)
+    config = dict(method="draft_model", model=drafter, num_speculative_tokens=3, **MODES[mode])
+    with speculating(looping_llama, config, async_scheduling=overlapping) as llm:
+        for _ in range(2):
+            check_same(requests, run_together(llm, requests), plain(looping_llama))
+            faults = counter(llm, DRAFTER_FAULTS)
+            assert MOST_IN_A_ROW <= faults <= MOST_IN_A_ROW + 3
+            check_counts(llm, errors, faults, off=True)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", heads.METHODS)
+def test_a_head_of_no_numbers(
+    method: str, requests: list[Request], plain: Plain, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is loaded is spoilt in memory, for an MTP layer lies in the target's own file."""
+    target = heads.target(method)
+    proposer: Any = MedusaProposer if method == "medusa" else HeadProposer
+
+    def spoiling(propose: Any) -> Any:
+        def spoilt_states(self: Any, request: DraftRequest) -> Drafts:
+            assert request.hidden is not None
+            for states in request.hidden:
+                if states is not None:
+                    states.fill_(torch.nan)
+            return propose(self, request)
+
+        return spoilt_states
+
+    expected = plain(target)
+    monkeypatch.setattr(proposer, "propose", spoiling(proposer.propose))
+    with speculating(target, heads.head(method, 3)) as llm:
+        check_same(requests, run_together(llm, requests), expected)
+        check_counts(llm, errors, counter(llm, DRAFTER_FAULTS), off=True)
+
+
+class Broken:
+    """Breaks a proposer on the device at some of its rounds."""
+
+    def __init__(self, how: str, at: Callable[[int], bool]) -> None:
+        self.how, self.at, self.num_rounds = how, at, 0
+
+    def around(self, propose: Any) -> Any:
+        def breaking(proposer: Any, request: DraftRequest, *more: Any) -> Drafts:
+            drafts = propose(proposer, request, *more)
+            if not bool((request.num_wanted_B > 0).any()):  # warm-up
+                return drafts
+            call, self.num_rounds = self.num_rounds, self.num_rounds + 1
+            return getattr(self, self.how)(drafts, request) if self.at(call) else drafts
+
+        return breaking
+
+    def raises(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        raise torch.OutOfMemoryError("injected: the drafter has no memory left")
+
+    def ids(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        return drafts._replace(tokens_BK=torch.full_like(drafts.tokens_BK, 2**31 - 1))
+
+    def negative_ids(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        return drafts._replace(tokens_BK=torch.full_like(drafts.tokens_BK, -5))
+
+    def counts(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        return drafts._replace(num_drafts_B=drafts.num_drafts_B + 100)
+
+    def negative_counts(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        return drafts._replace(num_drafts_B=drafts.num_drafts_B - 100)
+
+    def shapes(self, drafts: Drafts, request: DraftRequest) -> Drafts:
+        return drafts._replace(tokens_BK=drafts.tokens_BK[:, :-1])
+
+
+HOWS = ("raises", "ids", "negative_ids", "counts", "negative_counts", "shapes")
+METHODS: dict[str, Any] = {
+    "draft_model": AutoregressiveProposer,
+    "eagle": HeadProposer,
+    "ngram_gpu": DeviceNgramProposer,
+    "retokenize": RetokenizedProposer,
+    "slem": RetokenizedProposer,
+}
+CASES = [(method, how, overlapping) for method in METHODS for how in HOWS for overlapping in (True, False)]
+QUICK_CASES = [("draft_model", "raises", True)]
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "overlapping"),
+    [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK_CASES)],
+)
+def test_on_the_device(
+    method: str,
+    how: str,
+    overlapping: bool,
+    looping_llama: str,
+    twin: str,
+    requests: list[Request],
+    plain: Plain,
+    errors: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every tenth round breaks, and later requests find a drafter that is well: a draft model that is the target is
+    right again as soon as it has read anew what it may have missed. Then all break, and it is switched off."""
+    target, config, options = looping_llama, *of_method(method, looping_llama, twin)
+    if method == "eagle":
+        target = heads.target("eagle")
+    expected = plain(target)
+    fault = Broken(how, lambda call: call % 10 == 5)
+    monkeypatch.setattr(METHODS[method], "propose", fault.around(METHODS[method].propose))
+    if method in ("draft_model", "eagle", "ngram_gpu"):
+        options["async_scheduling"] = overlapping
+    elif overlapping:
+        pytest.skip("its steps never overlap")
+    with speculating(target, config, **options) as llm:
+        check_same(requests, run_together(llm, requests), expected)
+        assert fault.num_rounds > 10
+        shown = counter(llm, DRAFTER_FAULTS)
+        assert shown == pytest.approx(sum(map(fault.at, range(fault.num_rounds))), abs=2)
+        if method != "slem":  # which reads twice
+            check_counts(llm, errors, shown, off=False)
+        drafted, right = counter(llm, "vllm:spec_decode_num_draft_tokens"), accepted(llm)
+        assert right > 0
+        if method == "draft_model":
+            greedy = [request for request in requests if request.params.temperature == 0 and not edited(request)]
+            fault.at = lambda call: False
+            check_same(greedy, run_together(llm, greedy), [expected[requests.index(request)] for request in greedy])
+            more, more_right = counter(llm, "vllm:spec_decode_num_draft_tokens") - drafted, accepted(llm) - right
+            assert more_right > 0.9 * more > 0, "a draft model that is the target is right"
+        fault.at = lambda call: True
+        check_same(requests, run_together(llm, requests), expected)
+        assert counter(llm, DRAFTER_SWITCHED_OFF) == 1
+        assert len(errors) == 1
+
+
+def edited(request: Request) -> bool:
+    params = request.params
+    return bool(params.presence_penalty or params.bad_words)
+
+
+def of_method(method: str, target: str, twin: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The speculative configuration and the engine's options."""
+    if method == "draft_model":
+        return dict(method=method, model=target, num_speculative_tokens=3), {}
+    if method == "eagle":
+        return heads.head(method, 3), {}
+    if method == "ngram_gpu":
+        return dict(method=method, num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4), {}
+    universal = dict(universal_context="retokenize") | ({"universal_match": "slem"} if method == "slem" else {})
+    config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
+    return config, dict(additional_config=dict(gaudi_spec=universal))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["a prompt", "every step"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_drafter_that_cannot_read(
+    method: str,
+    where: str,
+    looping_llama: str,
+    twin: str,
+    requests: list[Request],
+    plain: Plain,
+    errors: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its forward raises: now and then outputs stay and drafting goes on; always, and it is switched off."""
+    target, config, _ = looping_llama, *of_method(method, looping_llama, twin)
+    if method == "eagle":
+        target = heads.target("eagle")
+    expected = plain(target)
+    calls = 0
+    working = LoadedModel.forward
+
+    def forward(self: LoadedModel, inputs: Any, carried_TH: Any = None) -> Any:
+        nonlocal calls
+        if self is drafter():
+            calls += 1
+            if where == "every step" or calls % 50 == 7:
+                raise RuntimeError("injected: the drafter can not read")
+        return working(self, inputs, carried_TH)
+
+    def drafter() -> Any:
+        runner = engines[0].llm_engine.model_executor.driver_worker.worker.runner if engines else None
+        return runner and runner.drafter
+
+    engines: list[LLM] = []
+    monkeypatch.setattr(LoadedModel, "forward", forward)
+    with speculating(target, config) as llm:
+        engines.append(llm)
+        for _ in range(2):
+            check_same(requests, run_together(llm, requests), expected)
+        check_counts(llm, errors, None, off=where == "every step")
+        engines.clear()

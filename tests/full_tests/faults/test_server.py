@@ -1,0 +1,116 @@
+"""Clients that misbehave on a server of two ranks that drafts; at last one of its workers is killed.
+
+Expected:
+* 200 requests that go away at random times: others' outputs are those of a quiet server, and no request, row or block
+  is left
+* a client that reads a byte at a time, or nothing: the same, and its own text is whole
+* SIGKILL to a worker in the middle of a step: /health fails, every pending request gets an error, the server's exit
+  code is 1 within seconds, no process of it is left, and the log says which died; started again it serves
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.full_tests.faults.clients import Slow, ask, asking, bodies, storm, text, texts
+from tests.full_tests.server import Server
+
+DRAFTS = ("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}')
+OPTIONS = (*DRAFTS, "--tensor-parallel-size", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
+ENDS_WITHIN = 20
+"""Seconds: the server looks every five whether its engine lives, and then ends its own processes."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(looping_llama, tmp_path_factory.mktemp("two ranks") / "log.txt", *OPTIONS)
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def quiet(two_ranks: Server) -> list[str]:
+    """What a quiet server says."""
+    return texts(two_ranks, bodies(12))
+
+
+def check_all_came_back(server: Server) -> None:
+    server.wait_idle()
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_abort_storm(count: int, two_ranks: Server, quiet: list[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        gone = pool.submit(storm, two_ranks, count)
+        while not gone.done():
+            assert texts(two_ranks, bodies(12)) == quiet
+    assert gone.result() > count // 2
+    check_all_came_back(two_ranks)
+    assert texts(two_ranks, bodies(12)) == quiet
+    # As many as may run at once: were a row lost, one of them would wait for ever.
+    assert all(texts(two_ranks, bodies(32, num_tokens=8)))
+
+
+def test_slow_clients(two_ranks: Server, quiet: list[str]) -> None:
+    long = bodies(1, num_tokens=400)[0]
+    expected = text(two_ranks, long)
+    slow, still = Slow(two_ranks, long), Slow(two_ranks, long)
+    begun = slow.read(600)
+    assert texts(two_ranks, bodies(12)) == quiet
+    said = (begun + slow.rest()).decode()
+    pieces = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected
+    # One that reads nothing holds no row: its answer waits where only its own connection is.
+    check_all_came_back(two_ranks)
+    still.close()
+    slow.close()
+    assert texts(two_ranks, bodies(12)) == quiet
+
+
+def processes(server: Server, name: str) -> list[psutil.Process]:
+    """By the titles that vLLM gives them."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in family if name in " ".join(process.cmdline())]
+
+
+def check_death(server: Server, strike: Callable[[], None], reason: str) -> None:
+    """With requests under way: what the table says of a death. The log gives the `reason`."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    with asking(server, bodies(8, num_tokens=900)) as answers:
+        killed = time.monotonic()
+        strike()
+        ended = [answer.result(timeout=ENDS_WITHIN) for answer in answers]
+    assert not any(answer.finished for answer in ended)
+    assert {answer.status for answer in ended[::2]} <= {500, 503, None}, "an error, or at least the connection's end"
+    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+        assert server.client.get("/health").status_code == 503
+    assert server.process.wait(timeout=ENDS_WITHIN) == 1, server.log.read_text()[-3000:]
+    assert time.monotonic() - killed < ENDS_WITHIN
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert reason in server.log.read_text()
+    print(f"answers after {max(a.seconds for a in ended):.1f} s, the end after {time.monotonic() - killed:.1f} s")
+
+
+def test_a_worker_is_killed(two_ranks: Server, quiet: list[str], looping_llama: str, tmp_path: Path) -> None:
+    """The last test of this file: it ends the server."""
+    victim = processes(two_ranks, "Worker")[-1]
+    check_death(two_ranks, lambda: os.kill(victim.pid, signal.SIGKILL), "died unexpectedly")
+    again = Server(looping_llama, tmp_path / "again.txt", *OPTIONS)
+    try:
+        assert texts(again, bodies(12)) == quiet
+    finally:
+        assert again.stop().code == 0, "one that is asked to end has not failed"
+    assert ask(again, bodies(1)[0], stream=False).status is None

@@ -1,0 +1,115 @@
+"""When a drafter is switched off, when a row is, and how the workers and Prometheus hear of it."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingProm
+
+from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, drafter, scheduler_of
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.drafter_health import DrafterHealth, DraftRound, Word
+from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF, SERIES
+
+GOOD = DraftRound()
+BAD = DraftRound(("a", "b"), worked=False)
+ONE_ROW = DraftRound(("b",), worked=True)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "is_off"),
+    [
+        ([BAD, BAD], False),
+        ([BAD, BAD, GOOD, BAD], False),
+        ([BAD, GOOD, BAD, BAD, BAD], True),
+        ([ONE_ROW] * 5, False),
+        ([BAD, BAD, ONE_ROW, BAD], False),
+    ],
+)
+def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.LogCaptureFixture) -> None:
+    health = DrafterHealth()
+    logging.getLogger("vllm_gaudi_spec").addHandler(caplog.handler)
+    for done in rounds:
+        health.heard([done])
+    assert health.is_off == is_off
+    assert health.num_faults == sum(bool(done.faulty) for done in rounds)
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == is_off
+    logging.getLogger("vllm_gaudi_spec").removeHandler(caplog.handler)
+
+
+def test_a_row_that_fails_alone_is_told_apart() -> None:
+    health = DrafterHealth()
+    assert health.word() is None
+    health.heard([GOOD, BAD])
+    assert health.word() == Word(("a", "b"), (), is_off=False, num_faults=1)
+    assert health.word() is None
+    health.heard([ONE_ROW])
+    assert health.word() == Word((), ("b",), is_off=False, num_faults=2)
+
+
+KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_scheduler_tells_its_workers(kind: type[Scheduler], tmp_path: Path) -> None:
+    compat.apply()
+    options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if kind in KINDS[2:] else {}
+    scheduler: Any = scheduler_of(kind, tmp_path, **options)
+    for name in "ab":
+        scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
+    counted = dict.fromkeys(SERIES, 0)
+    words = []
+    for _ in range(3):
+        scheduled = scheduler.schedule()
+        assert scheduled.num_spec_tokens_to_schedule == NUM_DRAFTS
+        words.append(getattr(pickle.loads(pickle.dumps(scheduled)), "drafter_word", None))
+        said = answer({"a": [1], "b": [4]}, {})
+        said.draft_rounds = [BAD]
+        outputs = scheduler.update_from_output(scheduled, said)
+        sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
+        for name, more in sent.scheduler_stats.spec_decoding_stats.gaudi_spec.items():
+            counted[name] += more
+    assert [word and word.num_faults for word in words] == [None, 1, 2]
+    last, behind = scheduler.schedule(), scheduler.schedule()
+    assert last.drafter_word.is_off
+    assert last.num_spec_tokens_to_schedule == behind.num_spec_tokens_to_schedule == 0
+    assert not hasattr(behind, "drafter_word")
+    assert not behind.scheduled_spec_decode_tokens
+    assert (counted[DRAFTER_FAULTS], counted[DRAFTER_SWITCHED_OFF]) == (3, 1)
+
+
+def test_prometheus_shows_every_series() -> None:
+    compat.apply()
+    metrics = SpecDecodingProm(drafter(), ["model_name"], {0: ["tiny"]})
+    try:
+        stats = compat_stats({DRAFTER_FAULTS: 2})
+        metrics.observe(stats)
+        metrics.observe(stats)
+        shown = {name: REGISTRY.get_sample_value(f"{name}_total", {"model_name": "tiny"}) for name in SERIES}
+        assert shown == dict.fromkeys(SERIES, 0.0) | {DRAFTER_FAULTS: 4.0}
+    finally:
+        for collector in {
+            REGISTRY._names_to_collectors[name] for name in list(REGISTRY._names_to_collectors) if "spec" in name
+        }:
+            REGISTRY.unregister(collector)
+
+
+def compat_stats(counts: dict[str, int]) -> Any:
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    stats: Any = SpecDecodingStats.new(NUM_DRAFTS)
+    stats.gaudi_spec = counts
+    return stats

@@ -1,0 +1,113 @@
+"""What keeps a drafter's faults from its requests: they go on as if nothing had been drafted, and the scheduler hears.
+
+Two kinds. What a drafter raises, the host sees at once. What it says, the device looks at in the very program that
+drafts: a row with a fault gets `FAULTY` in place of its number of drafts, which is none, and the report of the step
+that would have verified them tells it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.drafter_health import DraftRound
+from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_spec.proposers.base import DraftRequest
+    from vllm_gaudi_spec.runner.requests import Request
+
+logger = init_logger(__name__)
+
+Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
+"""Whether every rank drafted the same; None: this one failed. All ranks ask, behind each round."""
+
+
+class Guard:
+    def __init__(self, *, alone: bool = True) -> None:
+        """`alone`: there are no ranks that may wait, in the middle of a drafter's collective, for one that failed."""
+        self._alone = alone
+        self._rounds: list[DraftRound] = []
+        self._num_caught = 0
+
+    def caught(self, error: Exception, requests: Sequence[Request]) -> None:
+        """A drafter on the device raised; raises again where that is not to be survived: in warm-up, where it is a
+        mistake to be seen, and among several ranks."""
+        if not self._alone or not requests:
+            raise error
+        self.failed(error, requests)
+
+    def failed(self, error: Exception, requests: Sequence[Request]) -> None:
+        """Of these requests nothing was drafted, and that is the drafter's fault."""
+        self._num_caught += 1
+        if self._num_caught & (self._num_caught - 1) == 0:  # a drafter that fails now and then would fill the log
+            logger.warning("The drafter failed for the %d. time.", self._num_caught, exc_info=error)
+        self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
+
+    def done(self, faulty: Sequence[str], num_asked: int) -> None:
+        """A round on the host, in which drafts of some rows may have been unusable."""
+        if faulty:
+            logger.warning_once("The drafter said what is no token; its drafts of that step were dropped.")
+        self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_asked))
+
+    def take(self) -> list[DraftRound]:
+        """What there is to tell of this step: one round, whatever it was made of."""
+        rounds, self._rounds = self._rounds, []
+        if len(rounds) < 2:
+            return rounds
+        faulty = dict.fromkeys(req_id for done in rounds for req_id in done.faulty)
+        return [DraftRound(tuple(faulty), worked=all(done.worked for done in rounds))]
+
+
+def agreement(vllm_config: VllmConfig) -> Agree:
+    """For drafters on the host, each rank's own. Drafts that differ between ranks would make their steps differ."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return lambda drafts: drafts is not None
+
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group().cpu_group
+
+    def agree(drafts: Mapping[str, Sequence[int]] | None) -> bool:
+        mark = (
+            -1
+            if drafts is None
+            else zlib.crc32(repr(sorted((name, list(row)) for name, row in drafts.items())).encode())
+        )
+        both = torch.tensor([mark, -mark], dtype=torch.int64)
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
+        largest, smallest = int(both[0]), -int(both[1])
+        return largest == smallest >= 0
+
+    return agree
+
+
+# --- on the device ---
+
+
+def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
+    """The drafts with those rows marked that can not be used, and nothing in them that is no token. `vocab_size`: None
+    where they are tokens of the drafter's own, which the host looks at."""
+    rows, most = request.rows_B.shape[0], request.num_drafts
+    if drafts.tokens_BK.shape != (rows, most) or drafts.num_drafts_B.shape != (rows,):
+        raise ValueError(
+            f"a drafter answered with {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
+            f"counts for {rows} rows of {most} drafts"
+        )
+    place_K = torch.arange(most, dtype=torch.int32, device=drafts.tokens_BK.device)
+    wrong_BK = drafts.tokens_BK < 0
+    tokens_BK = drafts.tokens_BK.clamp(min=0)
+    if vocab_size is not None:
+        wrong_BK = wrong_BK | (drafts.tokens_BK >= vocab_size)
+        tokens_BK = tokens_BK.clamp(max=vocab_size - 1)
+    if drafts.sound_BK is not None:
+        wrong_BK = wrong_BK | ~drafts.sound_BK
+    num_B = drafts.num_drafts_B
+    wrong_B = (wrong_BK & (place_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.num_wanted_B)
+    return Drafts(tokens_BK, torch.where(wrong_B, FAULTY, num_B).int(), drafts.probs_BKV)
