@@ -12,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from vllm.config import LoadConfig, SpeculativeConfig, VllmConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
+from vllm.entrypoints.launchers import launcher
+from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
@@ -33,6 +36,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -527,3 +531,59 @@ def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
         assert "because" in answer.message
         assert asyncio.run(_load_adapter("no memory")).error.code == 500
         assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404
+
+
+class Client:
+    """What of vLLM's engine client says how it ended."""
+
+    def __init__(self, *, errored: bool, asked: bool, died: str | None) -> None:
+        stopped = threading.Event()
+        if asked:
+            stopped.set()
+        self.errored = errored
+        manager = SimpleNamespace(failed_proc_name=died, manager_stopped=stopped)
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+
+
+@pytest.mark.parametrize(
+    ("errored", "asked", "died", "fails"),
+    [
+        (False, False, None, False),
+        (True, True, None, False),  # asked to end: afterwards it is no longer there
+        (True, False, None, True),  # its last word was that it dies
+        (True, True, "EngineCore", True),
+    ],
+)
+def test_a_server_fails_with_its_engine(errored: bool, asked: bool, died: str | None, fails: bool) -> None:
+    served: list[str] = []
+
+    async def serve(client: Client, *more: str) -> Any:
+        async def ending() -> None:
+            served.append("ended")
+
+        assert more == ("address",)
+        return ending()
+
+    async def run() -> None:
+        ending = await compat._serve_until_the_engine_dies(
+            serve, Client(errored=errored, asked=asked, died=died), "address"
+        )
+        await ending
+
+    if fails:
+        with pytest.raises(SystemExit, match="1"):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert served == ["ended"]
+
+
+def test_upstream_still_ends_as_if_nothing_had_happened() -> None:
+    """When `serve_http` or `run_server_worker` knows of a dead engine, `fail_with_the_engine` can go."""
+    source = inspect.getsource(launcher.serve_http)
+    assert "await server_task\n        return dummy_shutdown()" in source
+    ending = inspect.getsource(entry.run_server_worker)
+    assert "shutdown_task = await build_and_serve(" in ending
+    assert "errored" not in source + ending
+    assert "self.failed_proc_name = proc.name" in inspect.getsource(CoreEngineProcManager.monitor_engine_liveness)
+    assert "self.manager_stopped.set()" in inspect.getsource(CoreEngineProcManager.shutdown)
