@@ -45,7 +45,8 @@ def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.L
         health.heard([done])
     assert health.is_off == is_off
     assert health.num_faults == sum(bool(done.faulty) for done in rounds)
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    # Where loggers pass records on, the handler gets the same one twice.
+    errors = {id(record) for record in caplog.records if record.levelname == "ERROR"}
     assert len(errors) == is_off
     logging.getLogger("vllm_gaudi_spec").removeHandler(caplog.handler)
 

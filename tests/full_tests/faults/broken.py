@@ -29,7 +29,7 @@ def plan(break_at: Callable[[int], bool], answer: Answer) -> Plan:
 
 
 class Breaks:
-    """Drafts the newest token over and over, which is right where a text loops, or breaks."""
+    """Drafts what followed the newest token the last time, which is right where a text loops, or breaks."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = vllm_config.speculative_config.num_speculative_tokens
@@ -45,7 +45,14 @@ class Breaks:
         slot_mappings: Any = None,
     ) -> Any:
         call, current.num_calls = current.num_calls, current.num_calls + 1
-        drafts = [[int(sampled[-1])] * self.k for sampled in sampled_token_ids]
+        texts = [tokens[:length].tolist() for tokens, length in zip(token_ids_cpu, num_tokens_no_spec, strict=True)]
+        drafts = [_continued(text, self.k) for text in texts]
         if current.answer is not None and current.break_at(call):
             return current.answer(drafts)
         return drafts
+
+
+def _continued(text: list[int], count: int) -> list[int]:
+    """Never empty."""
+    found = next((place for place in range(len(text) - 2, -1, -1) if text[place] == text[-1]), len(text) - 2)
+    return (text[found + 1 :] * count)[:count]

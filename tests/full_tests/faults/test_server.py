@@ -26,13 +26,16 @@ from tests.full_tests.server import Server
 
 DRAFTS = ("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}')
 OPTIONS = (*DRAFTS, "--tensor-parallel-size", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
+# Two ranks on a machine of one NUMA node: vLLM would bind the threads of each to a node of its own.
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENDS_WITHIN = 20
 """Seconds: the server looks every five whether its engine lives, and then ends its own processes."""
 
 
 @pytest.fixture(scope="module")
 def two_ranks(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(looping_llama, tmp_path_factory.mktemp("two ranks") / "log.txt", *OPTIONS)
+    log = tmp_path_factory.mktemp("two_ranks") / "log.txt"
+    server = Server(looping_llama, log, *OPTIONS, environment=ENVIRONMENT)
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -108,7 +111,7 @@ def test_a_worker_is_killed(two_ranks: Server, quiet: list[str], looping_llama: 
     """The last test of this file: it ends the server."""
     victim = processes(two_ranks, "Worker")[-1]
     check_death(two_ranks, lambda: os.kill(victim.pid, signal.SIGKILL), "died unexpectedly")
-    again = Server(looping_llama, tmp_path / "again.txt", *OPTIONS)
+    again = Server(looping_llama, tmp_path / "again.txt", *OPTIONS, environment=ENVIRONMENT)
     try:
         assert texts(again, bodies(12)) == quiet
     finally:
