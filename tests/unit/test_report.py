@@ -11,7 +11,8 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from tests.unit.test_shapes import shapes
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.drafter_health import DraftRound
+from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
@@ -181,3 +182,24 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
     assert report.step is not None
     assert report.step.drafts is not None
     assert report.step.drafts.tokens_BK.tolist() == [[7], [9], [0]]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rounds"),
+    [
+        ([2, FAULTY, 0], [DraftRound(("b",), worked=True)]),
+        ([FAULTY, FAULTY, 0], [DraftRound(("a", "b"), worked=False)]),
+        ([0, FAULTY, 0], [DraftRound(("b",), worked=False)]),
+        ([1, 0, 0], [DraftRound()]),
+        ([0, 0, 0], []),
+    ],
+)
+def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
+    backend = HostBackend()
+    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    seen = DraftRound(("c",), worked=False)
+    step = Step([request("a"), request("b")], verdict, num_drafts_B=torch.tensor(numbers).int(), draft_rounds=[seen])
+    output = send(step, backend).get_output()
+    assert isinstance(output, SpeculativeOutput)
+    assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
+    assert output.draft_rounds == [*rounds, seen]

@@ -8,7 +8,7 @@ import torch
 from tests.unit.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.runner.batch import Batch, Located, build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
@@ -174,3 +174,14 @@ def test_padding_of_a_new_request_is_not_a_draft(requests: Requests) -> None:
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
     new = new_request("c", list(range(17)), [5, 6], num_computed=16)
     assert plan(requests, wide, step({"c": 4}, new=[new]), {"c": 3}) == [("decode", ["c"], [1], [True])]
+
+
+def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
+    requests, wide = drafting()
+    rows = torch.tensor([requests.by_id["a"].row])
+    requests.put_drafts(rows, torch.tensor([4]), Drafts(torch.tensor([[9, 9, 9]]).int(), torch.tensor([FAULTY]).int()))
+    scheduled = step({"a": 4, "b": 3}, running=cached({"a": 4, "b": 4}))
+    requests.apply(scheduled)
+    (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2})
+    assert located(batch, requests).num_real_B.tolist()[:2] == [1, 3]
+    assert requests.told_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
