@@ -47,7 +47,7 @@ class Guard:
         """Of these requests nothing was drafted, and that is the drafter's fault."""
         self._num_caught += 1
         if self._num_caught & (self._num_caught - 1) == 0:  # a drafter that fails now and then would fill the log
-            logger.warning("The drafter failed for the %d. time.", self._num_caught, exc_info=error)
+            logger.warning("The drafter failed, %d times so far.", self._num_caught, exc_info=error)
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
 
     def done(self, faulty: Sequence[str], num_asked: int) -> None:

@@ -15,30 +15,26 @@ import httpx
 from tests.full_tests.server import Server
 
 
-def bodies(count: int, num_tokens: int = 40) -> list[dict[str, Any]]:
-    """Greedy and seeded requests of several lengths; some share a beginning."""
+def body(index: int, num_tokens: int = 40) -> dict[str, Any]:
+    """A greedy or a seeded request. Lengths differ, and some share a beginning."""
     kinds: list[dict[str, Any]] = [dict(temperature=0), dict(temperature=1.0, top_p=0.9)]
-    return [
-        dict(
-            prompt=f"Number {index % 7} of many: " * (1 + index % 5) + str(index),
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            seed=index,
-            **kinds[index % 2],
-        )
-        for index in range(count)
-    ]
+    prompt = f"Number {index % 7} of many: " * (1 + index % 5) + str(index)
+    return dict(prompt=prompt, max_tokens=num_tokens, ignore_eos=True, seed=index, **kinds[index % 2])
 
 
-def text(server: Server, body: dict[str, Any]) -> str:
-    answer: str = server.complete(**body)["choices"][0]["text"]
+def bodies(count: int, num_tokens: int = 40) -> list[dict[str, Any]]:
+    return [body(index, num_tokens) for index in range(count)]
+
+
+def text(server: Server, wanted: dict[str, Any]) -> str:
+    answer: str = server.complete(**wanted)["choices"][0]["text"]
     return answer
 
 
 def texts(server: Server, wanted: list[dict[str, Any]]) -> list[str]:
     """All at once."""
     with ThreadPoolExecutor(len(wanted)) as pool:
-        return list(pool.map(lambda body: text(server, body), wanted))
+        return list(pool.map(lambda each: text(server, each), wanted))
 
 
 def storm(server: Server, count: int, at_a_time: int = 40, seed: int = 0) -> int:
@@ -52,11 +48,11 @@ def storm(server: Server, count: int, at_a_time: int = 40, seed: int = 0) -> int
 
 def _goes_away(server: Server, index: int, seconds: float) -> bool:
     """Closes its connection when its patience ends; whether that was before the answer's end."""
-    body = bodies(index + 1, num_tokens=300)[-1] | dict(model="tiny", stream=bool(index % 2))
+    wanted = body(index, num_tokens=300) | dict(model="tiny", stream=bool(index % 2))
     deadline = time.monotonic() + seconds
     try:
         url = f"{server.client.base_url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=max(seconds, 0.001)) as response:
+        with httpx.stream("POST", url, json=wanted, timeout=max(seconds, 0.001)) as response:
             for _ in response.iter_raw():
                 if time.monotonic() > deadline:
                     return True
@@ -77,10 +73,10 @@ class Answer:
     seconds: float
 
 
-def ask(server: Server, body: dict[str, Any], *, stream: bool) -> Answer:
+def ask(server: Server, wanted: dict[str, Any], *, stream: bool) -> Answer:
     """Whatever comes of it, within the client's time."""
     began, pieces, status = time.monotonic(), "", None
-    asked = body | dict(model="tiny", stream=stream)
+    asked = wanted | dict(model="tiny", stream=stream)
     with contextlib.suppress(httpx.TransportError):
         if not stream:
             response = httpx.post(f"{server.client.base_url}/v1/completions", json=asked, timeout=120)
@@ -99,7 +95,7 @@ def asking(server: Server, wanted: list[dict[str, Any]]) -> Iterator[list[Future
     """Requests under way, every second of them a stream; the block begins when they run."""
     before = server.metric("vllm:generation_tokens_total")
     with ThreadPoolExecutor(len(wanted)) as pool:
-        answers = [pool.submit(ask, server, body, stream=bool(index % 2)) for index, body in enumerate(wanted)]
+        answers = [pool.submit(ask, server, each, stream=bool(index % 2)) for index, each in enumerate(wanted)]
         deadline = time.monotonic() + 60
         while server.metric("vllm:generation_tokens_total") < before + 2 * len(wanted):
             assert time.monotonic() < deadline, "nothing is generated"
@@ -110,8 +106,8 @@ def asking(server: Server, wanted: list[dict[str, Any]]) -> Iterator[list[Future
 class Slow:
     """A client that reads a byte of its stream at a time, or nothing at all."""
 
-    def __init__(self, server: Server, body: dict[str, Any]) -> None:
-        payload = json.dumps(body | dict(model="tiny", stream=True)).encode()
+    def __init__(self, server: Server, wanted: dict[str, Any]) -> None:
+        payload = json.dumps(wanted | dict(model="tiny", stream=True)).encode()
         self._socket = socket.create_connection(("127.0.0.1", server.port))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as the kernel allows
         lines = [

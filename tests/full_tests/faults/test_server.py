@@ -4,6 +4,7 @@ Expected:
 * 200 requests that go away at random times: others' outputs are those of a quiet server, and no request, row or block
   is left
 * a client that reads a byte at a time, or nothing: the same, and its own text is whole
+* the drafter of one rank raises, each time: the same; three steps are counted, and the drafter is off on all ranks
 * SIGKILL to a worker in the middle of a step: /health fails, every pending request gets an error, the server's exit
   code is 1 within seconds, no process of it is left, and the log says which died; started again it serves
 """
@@ -22,7 +23,10 @@ import psutil
 import pytest
 
 from tests.full_tests.faults.clients import Slow, ask, asking, bodies, storm, text, texts
+from tests.full_tests.faults.injected import Injected
 from tests.full_tests.server import Server
+from vllm_gaudi_spec.drafter_health import MOST_IN_A_ROW
+from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 
 DRAFTS = ("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}')
 OPTIONS = (*DRAFTS, "--tensor-parallel-size", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
@@ -33,9 +37,22 @@ ENDS_WITHIN = 20
 
 
 @pytest.fixture(scope="module")
-def two_ranks(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def one_rank_fails(tmp_path_factory: pytest.TempPathFactory) -> Injected:
+    """Once armed: of two drafters that work alike one raises, each time."""
+    return Injected(
+        tmp_path_factory.mktemp("injected"),
+        "vllm_gaudi_spec.proposers.suffix.SuffixProposer.propose",
+        "import torch; assert torch.distributed.get_rank() == 0, 'injected: this rank fails'",
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    looping_llama: str, one_rank_fails: Injected, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("two_ranks") / "log.txt"
-    server = Server(looping_llama, log, *OPTIONS, environment=ENVIRONMENT)
+    environment = ENVIRONMENT | one_rank_fails.environment(os.environ.get("PYTHONPATH"))
+    server = Server(looping_llama, log, *OPTIONS, environment=environment)
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -80,6 +97,20 @@ def test_slow_clients(two_ranks: Server, quiet: list[str]) -> None:
     still.close()
     slow.close()
     assert texts(two_ranks, bodies(12)) == quiet
+
+
+def test_a_drafter_of_one_rank_fails(two_ranks: Server, one_rank_fails: Injected, quiet: list[str]) -> None:
+    """Steps of ranks that drafted differently would differ, and nobody could tell from the texts of one of them."""
+    assert two_ranks.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+    assert two_ranks.metric(f"{DRAFTER_FAULTS}_total") == 0
+    one_rank_fails.arm()
+    for _ in range(2):
+        assert texts(two_ranks, bodies(12)) == quiet
+        assert two_ranks.metric(f"{DRAFTER_FAULTS}_total") == MOST_IN_A_ROW
+        assert two_ranks.metric(f"{DRAFTER_SWITCHED_OFF}_total") == 1
+    said = two_ranks.log.read_text()
+    assert said.count("The drafter is switched off") == 1
+    assert "injected: this rank fails" in said
 
 
 def processes(server: Server, name: str) -> list[psutil.Process]:
