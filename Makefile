@@ -87,7 +87,7 @@ demo: $(VENV)/.stamp  ## set up, then the ways of drafting side by side on the d
 		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 .PHONY: serve
-serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve)
+serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; on two machines: docs/scaling.md)
 	@$(choose_model); exec $(FAIR_THREADS) $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench

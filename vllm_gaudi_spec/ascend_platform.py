@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from vllm_gaudi_spec.backends import ascend_device, load_backend  # noqa: F401  (the first gives torch the device)
 from vllm_gaudi_spec.platform import CapturingPlatform
@@ -20,6 +21,8 @@ class AscendSpecPlatform(CapturingPlatform):
     ray_device_key = "NPU"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    # Every rank sees all cards of its machine and takes its own of them: `card_of`.
+    ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]
     loads_on_host = True
 
     @property
@@ -36,6 +39,16 @@ class AscendSpecPlatform(CapturingPlatform):
         from vllm_gaudi_spec.backends import ascend_layers
 
         return ascend_layers.PROVIDER
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_gaudi_spec.backends.even_exchange.EvenExchange"
+
+    @classmethod
+    def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
+        if assigned:
+            set_assigned_physical_gpu_ids(assigned)
+        return cls.logical_device_id_to_visible_device_id(local_rank)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

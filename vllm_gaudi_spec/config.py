@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -36,11 +37,12 @@ def pickled_weights(model: str, file: str | Path) -> str:
 
 REFUSED_ADAPTER = "can not be served"
 """In every message about a LoRA adapter that is wrong in itself. Errors reach the server as texts."""
+DEVICE_VARIABLE = "VGS_DEVICE"
 
 
 def requested_device() -> str | None:
     """The device named by VGS_DEVICE, or None when the choice is ours."""
-    return os.environ.get("VGS_DEVICE") or None
+    return os.environ.get(DEVICE_VARIABLE) or None
 
 
 def read_named_file(path: str | Path) -> str:
@@ -90,8 +92,30 @@ def cache_folder() -> Path:
 
 
 def name_process_group(init_method: str) -> None:
-    """vLLM's shared-memory collectives for the CPU find each other by this name."""
-    os.environ["VLLM_DIST_IDENT"] = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    """vLLM's shared-memory collectives for the CPU find each other by this name. Ranks that do not share memory have
+    other names: then vLLM takes gloo."""
+    group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    os.environ["VLLM_DIST_IDENT"] = f"{group}-{_shared_memory()}"
+
+
+def _shared_memory() -> str:
+    """The same in processes that see one /dev/shm, which those of two machines, or of two containers, do not."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started}-{os.stat('/dev/shm').st_dev}"
+    except OSError:  # no Linux
+        return platform.node()
+
+
+def leave_threads_unbound() -> None:
+    """vLLM binds each CPU rank to a NUMA node of its own, and does not start where there are fewer."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def ranks_in_step(vllm_config: VllmConfig) -> int:
+    """How many data-parallel ranks run each forward together: one alone, unless the model has experts."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return parallel.data_parallel_size if model is not None and model.is_moe else 1
 
 
 def environment_of_children(only: Path | None = None) -> dict[str, str]:

@@ -34,10 +34,15 @@ class CudaSpecPlatform(CapturingPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        wanted, found = vllm_config.parallel_config.local_world_size, torch.cuda.device_count()
+        parallel = vllm_config.parallel_config
+        wanted, found = parallel.local_world_size, torch.cuda.device_count()
         if wanted > found:
             raise UnsupportedConfigError(
                 f"{wanted} GPUs are wanted and {found} found; set --tensor-parallel-size to {found} or less."
+            )
+        if parallel.data_parallel_size > 1:
+            raise UnsupportedConfigError(
+                "the CUDA reference was not made to run data parallel; leave out --data-parallel-size."
             )
         super().check_and_update_config(vllm_config)
 

@@ -8,16 +8,19 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import CpuArchEnum, Platform, PlatformEnum
+from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import (
+    DEVICE_VARIABLE,
     RETOKENIZE,
     Options,
     Speculation,
     choose_start_method,
     kv_cache_space_gib,
+    leave_threads_unbound,
 )
 from vllm_gaudi_spec.refusals import brings_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
+_CPU_RAY_EXECUTOR = "vllm_gaudi_spec.cpu_ray_executor.CpuRayExecutor"
 _SCHEDULERS = {
     False: "vllm_gaudi_spec.pacing.scheduler.PacedScheduler",
     True: "vllm_gaudi_spec.pacing.scheduler.PacedAsyncScheduler",
@@ -72,8 +76,11 @@ class SpecPlatform(Platform):
             if vllm_config.scheduler_config.async_scheduling and (reason := _why_one_by_one(vllm_config, speculation)):
                 logger.info("Steps run one after the other, without asynchronous scheduling: %s.", reason)
                 vllm_config.scheduler_config.async_scheduling = False
-        if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = _WORKER
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = _WORKER
+        if parallel.use_ray:
+            parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
         if vllm_config.speculative_config is not None and options.paces:
             scheduler = vllm_config.scheduler_config
             scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
@@ -128,6 +135,12 @@ class SpecPlatform(Platform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         torch.manual_seed(seed)
+
+    @classmethod
+    def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
+        """The card of a rank, as this process counts them. `assigned`: those of the engine's ranks on this machine,
+        where vLLM has given it some."""
+        return local_rank
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
@@ -192,6 +205,12 @@ class CapturingPlatform(SpecPlatform):
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 
+def _on_this_device(runtime_env: Any) -> dict[str, Any]:
+    """For Ray: a rank chooses its platform before it hears of the engine's environment."""
+    given: dict[str, Any] = dict(runtime_env or {})
+    return {**given, "env_vars": {DEVICE_VARIABLE: load_backend().name, **given.get("env_vars", {})}}
+
+
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
     """What makes each step wait until the host has read the one before it, or None."""
     if brings_logits_processors(vllm_config.model_config):
@@ -209,6 +228,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     # Ops inside a Python-driven step are too small to gain from a compiled helper, and Inductor costs seconds.
     simple_compile_backend = "eager"
+    ray_device_key = "CPU"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -221,10 +241,20 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         from vllm_gaudi_spec.backends import cpu_fork, cpu_linear
 
         super().check_and_update_config(vllm_config)
+        parallel = vllm_config.parallel_config
+        if parallel.local_world_size * parallel.data_parallel_size_local > len(get_visible_memory_node()):
+            leave_threads_unbound()
+        if parallel.distributed_executor_backend == "ray":
+            executor: Any = resolve_obj_by_qualname(_CPU_RAY_EXECUTOR)
+            parallel.distributed_executor_backend = executor
         cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
         if (space := kv_cache_space_gib()) is not None:
             vllm_config.cache_config.kv_cache_memory_bytes = space << 30
         choose_start_method(cpu_fork.start_method)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_gaudi_spec.backends.cpu_communicator.CpuSpecCommunicator"
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -233,6 +263,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         from vllm_gaudi_spec.backends import cpu_linear, cpu_norms  # noqa: F401
 
         compat.choose_cpu_linears(cpu_linear.pack)
+        compat.tell_cpu_experts_which_are_theirs()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

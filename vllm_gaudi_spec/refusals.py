@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
+from vllm import envs
 
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -32,6 +33,7 @@ from vllm_gaudi_spec.config import (
     Speculation,
     UnsupportedConfigError,
     pickled_weights,
+    ranks_in_step,
     shown,
 )
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
@@ -48,7 +50,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _speculation_refusals):
+    for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _expert_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
     for of_device in (
@@ -98,8 +100,27 @@ def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
-    if model.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
-        yield "Mixture-of-experts models do not run data parallel yet; use --data-parallel-size 1."
+
+
+def _expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Of models with experts that data-parallel ranks share."""
+    parallel = vllm_config.parallel_config
+    if ranks_in_step(vllm_config) == 1:
+        return
+    name = vllm_config.model_config.model
+    if not parallel.enable_expert_parallel:
+        yield f"{name} has experts, which data-parallel ranks have to share; add --enable-expert-parallel."
+    if parallel.all2all_backend != _ALL2ALL:
+        yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
+    given = vllm_config.speculative_config
+    if given is not None and given.method not in WEIGHTLESS_METHODS and given.draft_model_config.is_moe:
+        yield (
+            f"A drafter with experts does not run data parallel: {given.draft_model_config.model}; use "
+            "--data-parallel-size 1, or a drafter without experts in --speculative-config."
+        )
+
+
+_ALL2ALL = "allgather_reducescatter"
 
 
 def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -108,6 +129,8 @@ def _feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
+    if parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        yield "vLLM's older executor for Ray is not supported; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND."
     if parallel.enable_dbo:
         yield "Dual-batch overlap is not supported; leave out --enable-dbo."
     if vllm_config.kv_transfer_config is not None:
@@ -219,7 +242,10 @@ def _quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> I
         if backend.name == "hpu":
             yield from hostile_scales(config)
         elif not config.measures:
-            yield from missing_scales(config, vllm_config.parallel_config.tensor_parallel_size)
+            parallel = vllm_config.parallel_config
+            if given is not None and of_model is given.draft_model_config:
+                parallel = given.draft_parallel_config
+            yield from missing_scales(config, parallel.tensor_parallel_size)
 
 
 def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -401,8 +427,8 @@ def _weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
 def _drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
     own = given.draft_parallel_config.tensor_parallel_size
     target = given.target_parallel_config.tensor_parallel_size
-    if own != target:
-        yield f"draft_tensor_parallel_size {own} is not the target's {target}; leave it out of --speculative-config."
+    if own not in (1, target):
+        yield f"draft_tensor_parallel_size {own} is neither 1 nor the target's {target}; use one of these."
     if given.rejection_sample_method == "probabilistic" and given.draft_sample_method == "coupled":
         yield (
             "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "

@@ -39,7 +39,8 @@ class Worker(WorkerBase):
         self.backend = load_backend()
         parallel = self.parallel_config
         # vLLM says it again in each thread that waits for results.
-        self.device = torch.device(self.backend.torch_device.type, self.local_rank)
+        card = self.current_platform.card_of(self.local_rank, parallel.assigned_physical_gpu_ids)
+        self.device = torch.device(self.backend.torch_device.type, card)
         self.current_platform.set_device(self.device)
         name_process_group(self.distributed_init_method)
         init_distributed_environment(
@@ -116,8 +117,10 @@ class Worker(WorkerBase):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()
 
+    @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """An idle data-parallel rank has no collective of its own to join: experts are not spread over ranks."""
+        """Of a data-parallel rank that has nothing to do while others, with experts that it needs or has, do."""
+        self.runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
 

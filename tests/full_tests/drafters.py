@@ -61,6 +61,26 @@ class Scripted:
         return drafts
 
 
+class Repeating(Scripted):
+    """The text goes on as it did `PERIOD` tokens ago. It needs no script, and so runs in any process."""
+
+    PERIOD = 2
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        ends = [int(end) for end in num_tokens_no_spec[: len(sampled_token_ids)]]
+        recent = [token_ids_cpu[row, max(end - self.PERIOD, 0) : end].tolist() for row, end in enumerate(ends)]
+        return [
+            (last * self.k)[: self.k] if sampled else []
+            for last, sampled in zip(recent, sampled_token_ids, strict=True)
+        ]
+
+
 @dataclass(frozen=True)
 class Record:
     """What the target says: prompts and what follows them. No prompt may begin another's text."""

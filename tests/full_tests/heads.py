@@ -1,5 +1,7 @@
 """Drafting heads: the trained tiny family in demo/, text for it, and what heads draft behind which context."""
 
+import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
@@ -35,6 +38,23 @@ def head(method: str, k: int, **options: Any) -> dict[str, Any]:
     """The speculative configuration."""
     model = {} if method == "mtp" else {"model": str(TINY / method)}
     return dict(method=method, num_speculative_tokens=k, **model, **options)
+
+
+def with_four_heads(folder: str, copy: Path) -> str:
+    """The tiny Llama, or a head for it, with a fourth attention head that says nothing: of three, two ranks can not
+    have as many each."""
+    shutil.copytree(folder, copy)
+    described = json.loads((copy / "config.json").read_text())
+    size, missing = described["head_dim"], 4 - described["num_attention_heads"]
+    (copy / "config.json").write_text(json.dumps(described | {"num_attention_heads": 4}))
+    weights = load_file(copy / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("q_proj.weight"):
+            weights[name] = torch.cat((weight, weight.new_zeros(missing * size, weight.shape[1])))
+        elif name.endswith("o_proj.weight"):
+            weights[name] = torch.cat((weight, weight.new_zeros(weight.shape[0], missing * size)), dim=1)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return str(copy)
 
 
 # --- text ---

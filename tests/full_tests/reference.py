@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from vllm_gaudi_spec.sample.noise import Stream, fold_seed, gumbel
 
 
 class Reference:
@@ -19,6 +22,16 @@ class Reference:
     @torch.no_grad()
     def next_logits(self, context: Sequence[int]) -> torch.Tensor:
         return self.model(torch.tensor([list(context)])).logits[0, -1].float()
+
+    def scores(self, context: list[int], params: SamplingParams) -> torch.Tensor:
+        """What candidates are compared by: their logits or, where they are drawn, logit / temperature + noise."""
+        logits_V = self.next_logits(context)
+        if not params.temperature:
+            return logits_V
+        assert params.seed is not None
+        key, place = torch.tensor([fold_seed(params.seed)], dtype=torch.int32), torch.tensor([[len(context) - 1]])
+        noise_V = gumbel(key, place.int(), Stream.TARGET, torch.arange(len(logits_V), dtype=torch.int32))[0, 0]
+        return logits_V / params.temperature + noise_V
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -116,9 +116,7 @@ def script(name: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "calibration" / name), *map(str, arguments)]
     if name.endswith(".sh"):
         command[0] = "bash"
-    # vLLM would bind each rank to a NUMA node of its own.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = os.environ | unbound | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

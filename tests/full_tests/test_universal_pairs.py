@@ -23,7 +23,6 @@ from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_draft_model import COUPLED, STRICT, drafting
 from vllm_gaudi_spec.demo_model import demo_model_path
-from vllm_gaudi_spec.sample.noise import Stream, fold_seed, gumbel
 
 DRAFTERS = Path(__file__).parents[2] / "demo"
 MODELS: dict[str, Callable[[], str]] = {
@@ -100,16 +99,6 @@ def reference() -> Callable[[str], Reference]:
     return cache(Reference)
 
 
-def scores(model: Reference, context: list[int], params: SamplingParams) -> torch.Tensor:
-    """What candidates are compared by: their logits or, where they are drawn, logit / temperature + noise."""
-    logits_V = model.next_logits(context)
-    if not params.temperature:
-        return logits_V
-    key, place = torch.tensor([fold_seed(params.seed)], dtype=torch.int32), torch.tensor([[len(context) - 1]])
-    noise_V = gumbel(key, place.int(), Stream.TARGET, torch.arange(len(logits_V), dtype=torch.int32))[0, 0]
-    return logits_V / params.temperature + noise_V
-
-
 def check(llm: LLM, work: Work, expected: list[list[int]], reference: Callable[[str], Reference]) -> None:
     tally = Tally()
     outputs = first_tokens(generate(llm, work.prompts, work.params))
@@ -120,7 +109,7 @@ def check(llm: LLM, work: Work, expected: list[list[int]], reference: Callable[[
         def scores_at(
             place: int, prompt: list[int] = prompt, said: list[int] = said, params: SamplingParams = params
         ) -> torch.Tensor:
-            return scores(reference(work.path), prompt + said[:place], params)
+            return reference(work.path).scores(prompt + said[:place], params)
 
         tally.compare(f"{index}: temperature {params.temperature}", output, said, scores_at)
     drafted = counter(llm, "vllm:spec_decode_num_draft_tokens")

@@ -6,6 +6,7 @@ logits would make every comparison of greedy tokens a comparison of rounding err
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,14 @@ def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = V
     return str(folder)
 
 
-def _looping_deepseek() -> PreTrainedModel:
-    model = deepseek(num_hidden_layers=4)
+def looping_with_experts(build: Callable[..., PreTrainedModel], **options: Any) -> PreTrainedModel:
+    """As the looping Llama, for models of which the experts should not decide everything either."""
+    model = build(**options)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(30)
         model.lm_head.weight.mul_(3)
         for name, weight in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if any(part in name for part in ("o_proj", "down_proj", ".w2.")):
                 weight.mul_(0.1)
     return model
 
@@ -224,7 +226,7 @@ def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
 
     The next token follows mostly from the last one, so the layer, which reads that one's embedding, is often right.
     """
-    save(_looping_deepseek, folder, seed=seed)
+    save(partial(looping_with_experts, deepseek, num_hidden_layers=4), folder, seed=seed)
     # What was made as the last layer is the predicting one.
     described = json.loads((folder / "config.json").read_text())
     described["num_hidden_layers"] -= 1

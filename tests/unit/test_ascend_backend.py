@@ -74,6 +74,21 @@ def test_its_platform(device: str) -> None:
     assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
 
 
+def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that vLLM assigned to the engine on this machine, counted as this process sees them."""
+    from vllm.platforms import interface
+
+    from vllm_gaudi_spec.ascend_platform import AscendSpecPlatform
+
+    visible = AscendSpecPlatform.device_control_env_var
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.delenv(visible, raising=False)
+    assert AscendSpecPlatform.card_of(1, None) == 1
+    monkeypatch.setenv(visible, "4,5,6,7")
+    assert AscendSpecPlatform.card_of(1, None) == 1
+    assert AscendSpecPlatform.card_of(1, [4, 6]) == 2
+
+
 def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
@@ -86,7 +101,8 @@ def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 def test_sixteen_drafts_are_refused() -> None:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=64),
+        model_config=SimpleNamespace(max_model_len=64, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     Shapes.from_config(cast(Any, config), Options(), cast(Any, ascend.Backend), 15)
     with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts a step; set num_spec"):

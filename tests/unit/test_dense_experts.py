@@ -11,6 +11,8 @@ import torch
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
+
 
 @pytest.fixture(scope="module", autouse=True)
 def only_here() -> Iterator[None]:
@@ -59,7 +61,9 @@ def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, 
         torch.testing.assert_close(weights[token], expected)
 
 
-def test_experts() -> None:
+@pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
+def test_experts(own: tuple[int, int] | None) -> None:
+    """All of them; or under expert parallelism a part, whose sum over ranks is what all say."""
     from vllm_gaudi_spec.backends.dense_experts import DenseExperts, route
 
     torch.manual_seed(0)
@@ -78,12 +82,25 @@ def test_experts() -> None:
         w2_weight=torch.randn(experts, hidden, inner),
     )
     x, logits = torch.randn(7, hidden), torch.randn(7, experts)
-    ours = DenseExperts.apply_monolithic(None, layer, x, logits)
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
+    here: Any = SimpleNamespace(own=own)
+    mine = range(experts) if own is None else range(own[0], sum(own))
+    all_w13, all_w2 = layer.w13_weight, layer.w2_weight
+    layer.w13_weight, layer.w2_weight = all_w13[list(mine)], all_w2[list(mine)]
+    ours = DenseExperts.apply_monolithic(here, layer, x, logits)
     for token in range(7):
         expected = torch.zeros(hidden)
-        for expert in weights[token].nonzero()[:, 0].tolist():
-            gate, up = (layer.w13_weight[expert] @ x[token]).chunk(2)
-            said = layer.w2_weight[expert] @ (torch.nn.functional.silu(gate) * up)
+        for expert in set(weights[token].nonzero()[:, 0].tolist()) & set(mine):
+            gate, up = (all_w13[expert] @ x[token]).chunk(2)
+            said = all_w2[expert] @ (torch.nn.functional.silu(gate) * up)
             expected += weights[token, expert] * said
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_own_experts() -> None:
+    from vllm_gaudi_spec.backends.dense_experts import _own_experts
+
+    assert _own_experts(None) is None
+    assert _own_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
+    with pytest.raises(UnsupportedConfigError, match="--expert-placement-strategy linear"):
+        _own_experts(torch.tensor([0, -1, 1, -1]))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.distributed import parallel_state
 
 from tests.unit.fakes import CapturingBackend, HostBackend, cached, new_request, step
 from tests.unit.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
@@ -28,6 +29,7 @@ from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
 from vllm_gaudi_spec.runner.heads import carried_too, layers_of, share
 from vllm_gaudi_spec.runner.landing import Landing
+from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
@@ -340,6 +342,47 @@ def test_a_target_may_write_with_its_embeddings() -> None:
     assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
     with pytest.raises(UnsupportedConfigError, match="keeps its embeddings where heads do not look"):
         share(model_of(lm_head=linear()), head)
+
+
+def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ask the ranks that have the rest of them, from within a head that asks nobody."""
+    target_group, alone = SimpleNamespace(world_size=2), SimpleNamespace(world_size=1)
+    asked: list[Any] = []
+
+    class Embeddings(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            asked.append(parallel_state.get_tp_group())
+            return tokens + 1
+
+    target = model_of(inner_embed_tokens=Embeddings(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear())
+    monkeypatch.setattr(parallel_state, "_TP", alone)
+    share(target, head, target_group)  # type: ignore[arg-type]
+    assert head.model.embed_tokens(torch.tensor(3)) == 4  # type: ignore[union-attr, operator]
+    assert asked == [target_group]
+    assert parallel_state.get_tp_group() is alone
+    assert head.lm_head is target.lm_head
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
+    """`another`: a head reads other states than those that logits are made of."""
+    sent: list[torch.Tensor] = []
+
+    def broadcast(states: torch.Tensor) -> torch.Tensor:
+        sent.append(states)
+        return states + 100
+
+    loaded: Any = LoadedModel.__new__(LoadedModel)
+    loaded.group = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
+    last, carried = torch.zeros(2, 3), torch.ones(2, 3)
+    told = loaded._told(Hidden(last, carried if another else last))
+    assert len(sent) == 1
+    assert told.carried.tolist() == [[101.0 if another else 100.0] * 3] * 2
+    assert (told.last is last) if another else (told.last is told.carried)
+    # Medusa reads what logits are made of.
+    assert loaded._told(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
+    assert loaded._told(Hidden(last)).carried is None
 
 
 def test_a_head_with_two_answers_carries_the_second() -> None:

@@ -18,11 +18,13 @@ def shapes(
     exact: bool = True,
     drafts: int = 0,
     flat: bool = False,
+    num_ranks: int = 1,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
-        model_config=SimpleNamespace(max_model_len=max_len),
+        model_config=SimpleNamespace(max_model_len=max_len, is_moe=True),
+        parallel_config=SimpleNamespace(data_parallel_size=num_ranks),
     )
     backend = SimpleNamespace(
         name="small",
@@ -151,3 +153,22 @@ def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
     assert own.entries == ()
     assert own.decode_context([2000]) in own.contexts
     assert all(shape.context in own.contexts for shape in own.all())
+
+
+def test_prompt_chunks_of_ranks_in_step_go_one_by_one() -> None:
+    assert shapes(num_ranks=2).prefill_rows == (1,)
+    with pytest.raises(UnsupportedConfigError, match="leave out additional_config"):
+        shapes(num_ranks=2, prefill_rows=(1, 2))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_decodes_as_wide_as_another_ranks_are_listed(flat: bool) -> None:
+    """Also of fewer blocks than so many rows would have."""
+    chosen = shapes(max_num_seqs=9, max_len=200, flat=flat, drafts=2)
+    listed = set(chosen.all())
+    for num_rows in chosen.decode_rows:
+        for ends in ([], [1], [17, 200], [200] * 9):
+            shape = chosen.decode(3, ends, num_rows)
+            assert shape in listed
+            assert shape.rows >= max(num_rows, len(ends))
+            assert shape.context >= chosen.decode_context(ends)

@@ -1,8 +1,8 @@
 """Experts without quantisation, for which vLLM leaves out-of-tree platforms without a kernel. Importing this registers
 them.
 
-T tokens, E experts, I inner size. Every expert sees every token, and those not chosen count nothing: which experts a
-token chooses decides no shape.
+T tokens, E experts of this rank, I inner size. Every expert sees every token, and those not chosen count nothing: which
+experts a token chooses decides no shape.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class DenseExperts(UnquantizedFusedMoEMethod):
             (self.moe.has_bias, "biases"),
             (layer.custom_routing_function is not None, "routing of its own"),
             (layer.apply_router_weight_on_input, "weighted inputs"),
-            (layer.expert_map is not None, "experts on other cards (leave out --enable-expert-parallel)"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
         ):
             if given:
                 raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
+        self.own = _own_experts(layer.expert_map)
         super().create_weights(layer, *args, **kwargs)
 
     def apply_monolithic(
@@ -70,10 +70,22 @@ class DenseExperts(UnquantizedFusedMoEMethod):
             num_groups=layer.num_expert_group if layer.use_grouped_topk else 1,
             top_groups=layer.topk_group if layer.use_grouped_topk else 1,
         )
+        if self.own is not None:
+            weights_TE = weights_TE.narrow(1, *self.own)
         weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
         gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
         inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI) * up_ETI * weights_TE.T.unsqueeze(-1)
         return torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+
+
+def _own_experts(map_of_all: torch.Tensor | None) -> tuple[int, int] | None:
+    """With expert parallelism: the first of this rank's experts, and how many follow each other from there."""
+    if map_of_all is None:
+        return None
+    own = (map_of_all >= 0).nonzero().flatten().tolist()
+    if own != list(range(own[0], own[0] + len(own))):
+        raise UnsupportedConfigError("experts are placed one after the other; use --expert-placement-strategy linear.")
+    return own[0], len(own)
 
 
 def route(

@@ -6,10 +6,11 @@ import importlib
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+from vllm_gaudi_spec.backends.even_exchange import EvenExchange
 
 
-class HpuCommunicator(DeviceCommunicatorBase):
+class HpuCommunicator(EvenExchange):
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         _end_graph()
         dist.all_reduce(input_, group=self.device_group)
@@ -25,6 +26,14 @@ class HpuCommunicator(DeviceCommunicatorBase):
             return gathered
         by_rank = gathered.unflatten(0, (self.world_size, input_.shape[0])).movedim(0, dim)
         return by_rank.flatten(dim, dim + 1)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        _end_graph()
+        return super().broadcast(tensor, src)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        _end_graph()
+        return super().reduce_scatter(input_, dim)
 
 
 def _end_graph() -> None:

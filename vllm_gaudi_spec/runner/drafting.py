@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
+from vllm.distributed import get_pp_group
 
 from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError, cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed import GroupCoordinator
     from vllm.v1.outputs import DraftTokenIds
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
@@ -124,11 +126,14 @@ def load_drafter(
     """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
     if not speculation.has_model:
         return None
+    group = _group_of_drafter(vllm_config, target)
     try:
         if speculation.reads_states:
-            return load_head(speculation.method, vllm_config, backend, target)
+            return load_head(speculation.method, vllm_config, backend, target, group)
         quantization = Quantization.of_drafter(vllm_config, target.model)
-        return LoadedModel(draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization)
+        return LoadedModel(
+            draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization, group=group
+        )
     except UnsupportedConfigError:
         raise
     except Exception as error:
@@ -139,6 +144,17 @@ def load_drafter(
             f"The drafter {given.draft_model_config.model} can not be loaded: {reason}. Is its checkpoint whole, and "
             "for this target? Give another model in --speculative-config."
         ) from error
+
+
+def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
+    """The target's ranks, or this one alone: with `draft_tensor_parallel_size` 1 each rank runs the whole drafter."""
+    given = vllm_config.speculative_config
+    assert given is not None
+    if given.draft_parallel_config.tensor_parallel_size == target.group.world_size:
+        return target.group
+    alone = get_pp_group()  # a pipeline has one stage here, so nobody else is in its group
+    assert alone.world_size == 1
+    return alone
 
 
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:

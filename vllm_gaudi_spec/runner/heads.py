@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 
+from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import EAGLE3, MEDUSA, UnsupportedConfigError
 from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
@@ -18,22 +20,30 @@ from vllm_gaudi_spec.runner.quantization import Quantization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed import GroupCoordinator
 
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
 
-def load_head(method: str, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel) -> LoadedModel:
+def load_head(
+    method: str, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel, group: GroupCoordinator
+) -> LoadedModel:
     """vLLM's classes of heads want the target's configuration, and take the rest from its speculative part."""
     given = vllm_config.speculative_config
     assert given is not None
     quantization = Quantization.of_drafter(vllm_config, target.model)
     configs = dict(
-        model_config=given.draft_model_config, load_config=given.draft_load_config, quantization=quantization
+        model_config=given.draft_model_config,
+        load_config=given.draft_load_config,
+        quantization=quantization,
+        group=group,
     )
+    if group is not target.group:
+        target.tell_states()
     if method == MEDUSA:
         return LoadedMedusa(vllm_config, backend, **configs)
-    head = LoadedHead(vllm_config, backend, **configs, adapt=partial(share, target.model))
+    head = LoadedHead(vllm_config, backend, **configs, target=target)
     if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
         _read_layers(target, head, given.draft_model_config.get_hidden_size())
     else:
@@ -43,17 +53,20 @@ def load_head(method: str, vllm_config: VllmConfig, backend: DeviceBackend, targ
 
 
 class LoadedHead(LoadedModel):
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
+        super().__init__(*args, **named, adapt=partial(share, target.model, group=target.group))
         self.hand_out(carried_too)
+        writes_with_targets = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
+        self._group_of_output = target.group if writes_with_targets else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
             self.said = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
-        if self.said is None:
-            return super().logits(hidden)
-        # The class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers.
-        logits: torch.Tensor = self.model.logits_processor(self.model.lm_head, hidden)
+        with compat.tensor_parallel_group(self._group_of_output):
+            if self.said is None:
+                logits: torch.Tensor = self.model.compute_logits(hidden)
+            else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
+                logits = self.model.logits_processor(self.model.lm_head, hidden)
         return logits.float()
 
 
@@ -66,7 +79,9 @@ class LoadedMedusa(LoadedModel):
         """float32 [rows, U], head after head."""
         with nullcontext() if self.measuring is None else self.measuring.counting(num_wanted_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
-                yield self.model.logits_processor(lm_head, states).float()
+                with compat.tensor_parallel_group(self.group):
+                    logits = self.model.logits_processor(lm_head, states)
+                yield logits.float()
 
 
 def carried_too(output: Any, inputs: Inputs) -> Hidden:
@@ -77,8 +92,29 @@ def carried_too(output: Any, inputs: Inputs) -> Hidden:
 # --- what is the target's ---
 
 
-def share(target: nn.Module, head: nn.Module) -> None:
-    """Embeddings and output matrix, where the checkpoint has none of its own, or the same once more."""
+class _InItsGroup(nn.Module):
+    """A part of the target in a head that is cut over other ranks, or over none."""
+
+    def __init__(self, part: nn.Module, group: GroupCoordinator) -> None:
+        super().__init__()
+        self.part = part
+        self._group = group
+
+    def forward(self, *args: Any) -> Any:
+        with compat.tensor_parallel_group(self._group):
+            return self.part(*args)
+
+
+def _output_matrix(target: nn.Module) -> nn.Module | None:
+    """Some targets write with their embeddings and have no matrix beside them."""
+    return getattr(target, "lm_head", getattr(target.model, "embed_tokens", None))
+
+
+def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
+    """Embeddings and output matrix, where the checkpoint has none of its own, or the same once more.
+
+    `group`: the ranks that the target is cut over. A head that each of them has whole still finds there what it shares.
+    """
     embeddings = getattr(target.model, "embed_tokens", None)
     if embeddings is None:
         raise UnsupportedConfigError(
@@ -86,9 +122,9 @@ def share(target: nn.Module, head: nn.Module) -> None:
             "--speculative-config."
         )
     if _lacks(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
-        _replace(head.model, "embed_tokens", embeddings)
-    # Some targets write with their embeddings and have no matrix beside them.
-    output = getattr(target, "lm_head", embeddings)
+        apart = group is not None and group is not get_tp_group()
+        _replace(head.model, "embed_tokens", _InItsGroup(embeddings, group) if apart else embeddings)
+    output = _output_matrix(target)
     if _lacks(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
         _replace(head, "lm_head", output)
         for module in head.modules():

@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent, packing  # noqa: F401  (puts its layer in place of vLLM's)
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.proposers.base import Hidden
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.distributed import GroupCoordinator
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.inputs import Inputs
@@ -55,22 +58,28 @@ class LoadedModel:
         load_config: LoadConfig | None = None,
         adapt: Callable[[nn.Module], None] | None = None,
         quantization: Quantization | None = None,
+        group: GroupCoordinator | None = None,
     ) -> None:
         """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
-        before it goes to the device. `quantization`: behind that."""
+        before it goes to the device. `quantization`: behind that. `group`: the ranks that the model is cut over, where
+        that is not the target's tensor-parallel group."""
         self.vllm_config = vllm_config
+        self.group = group or get_tp_group()
         self._packs = not backend.captures
+        self._num_in_step = ranks_in_step(vllm_config)
+        self._tells_states = False
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
         self.hand_out(_logits_only)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
-        with backend.loading(quantization.given) if quantization else nullcontext():
-            self.model = get_model(
-                vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
-            )
-        if adapt is not None:
-            adapt(self.model)
-        self.measuring = quantization.apply(self.model, backend) if quantization else None
+        with compat.tensor_parallel_group(self.group):
+            with backend.loading(quantization.given) if quantization else nullcontext():
+                self.model = get_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
+                )
+            if adapt is not None:
+                adapt(self.model)
+            self.measuring = quantization.apply(self.model, backend) if quantization else None
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         backend.prepare_model(self.model)
@@ -82,6 +91,18 @@ class LoadedModel:
         head reads, where they are not those that logits are made of."""
         self._hidden_of = hidden_of
         self.carried_size = carried_size
+
+    def tell_states(self) -> None:
+        """Hand out one rank's states on all ranks of the model: of those that each has added up itself, nobody promises
+        that they are the same bits everywhere, and what is drafted of them has to be the same."""
+        self._tells_states = True
+
+    def _told(self, hidden: Hidden) -> Hidden:
+        communicator = self.group.device_communicator
+        assert communicator is not None
+        carried = hidden.last if hidden.carried is None else hidden.carried
+        told = communicator.broadcast(carried.contiguous())
+        return Hidden(told if carried is hidden.last else hidden.last, None if hidden.carried is None else told)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer wants to keep."""
@@ -114,7 +135,9 @@ class LoadedModel:
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """[T, H]; KV of all real tokens is written. A head wants what was carried to it."""
         num_tokens = inputs.token_ids_T.shape[0]
-        kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if self._packs else None
+        # Ranks that run in step compute as many tokens each: how many of them are real is not known to the others.
+        packs = self._packs and self._num_in_step == 1
+        kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
         if kept is None:
             return self._run(inputs, carried_TH)
         carried = None if carried_TH is None else carried_TH.index_select(0, kept.places_T)
@@ -130,10 +153,16 @@ class LoadedModel:
             metadata.update(dict.fromkeys(names, call))
             slots.update(dict.fromkeys(names, group_slots))
         num_tokens = inputs.token_ids_T.shape[0]
-        with set_forward_context(metadata, self.vllm_config, num_tokens=num_tokens, slot_mapping=slots):
+        on_each = torch.full((self._num_in_step,), num_tokens, dtype=torch.int32) if self._num_in_step > 1 else None
+        with (
+            compat.tensor_parallel_group(self.group),
+            set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
+        ):
             carried = () if carried_TH is None else (carried_TH,)
             with self.counting(inputs), self._adapting(inputs.adapters_T):
                 hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
+            if self._tells_states:
+                hidden = self._told(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
                 self._measure_logits(self.measuring, hidden.last, inputs.real_T())
             return hidden
@@ -166,6 +195,6 @@ class LoadedModel:
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""
-        with self._adapting(adapters_N):
+        with compat.tensor_parallel_group(self.group), self._adapting(adapters_N):
             logits: torch.Tensor = self.model.compute_logits(hidden)
         return logits.float()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec.config import Options, Speculation
+from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
 from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
@@ -19,6 +19,7 @@ from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
+from vllm_gaudi_spec.runner.in_step import InStep
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
@@ -139,6 +140,9 @@ class ModelRunner:
         self.sampling = Sampling(
             self.backend, self.max_rows, model.get_vocab_size(), model.max_logprobs, model.logprobs_mode
         )
+        together = ranks_in_step(self.vllm_config) > 1
+        # A decode of what runs, and at most a chunk of each request.
+        self.in_step = InStep(self.requests, self.shapes, most=1 + self.max_rows) if together else None
         longest_chunk = max(shape.tokens for shape in self.shapes.prefills())
         self.landing = Landing(
             self.max_rows + 1,
@@ -185,9 +189,18 @@ class ModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
-        for batch in self.pending:
-            self.forward(batch)
+        for batch in self.in_step.fit(self.pending) if self.in_step else self.pending:
+            if batch.requests:
+                self.forward(batch)
+            else:  # other ranks have something to compute here
+                self.compute(batch)
         return None
+
+    def execute_dummy_batch(self) -> None:
+        """Take part in a step of other ranks, with nothing of one's own."""
+        for batch in self.in_step.fit([]) if self.in_step else ():
+            self.compute(batch)
+        self.backend.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Verify, advance, propose, report."""
@@ -256,9 +269,12 @@ class ModelRunner:
         most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
         return dict(zip(scheduled_tokens, most.tolist(), strict=True))
 
-    def forward(self, batch: Batch) -> None:
+    def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
         self._run_forward(batch.shape.phase, batch.shape.queries, batch.uploaded)
+
+    def forward(self, batch: Batch) -> None:
+        self.compute(batch)
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
             self.drafting.follow(batch)

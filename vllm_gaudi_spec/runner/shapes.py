@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.runner.buckets import Buckets, geometric, round_up
 
 if TYPE_CHECKING:
@@ -71,9 +71,16 @@ class Shapes:
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
         _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
-        rows = options.prefill_rows or backend.prefill_rows
+        # For ranks in step: a rectangle as wide as one rank's and as long as another's need not be a listed one.
+        default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.prefill_rows
+        rows = options.prefill_rows or default_rows
         if 1 not in rows:
             raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
+        if ranks_in_step(vllm_config) > 1 and rows != (1,):
+            raise UnsupportedConfigError(
+                "Data-parallel ranks that share experts run prompt chunks one by one; leave out "
+                "additional_config.gaudi_spec.prefill_rows."
+            )
         size = block_size or backend.block_size
         return cls(
             decode_rows=decode,
@@ -109,8 +116,13 @@ class Shapes:
             return _fit(self.contexts, min(max(ends, default=0), self.max_context))
         return _fit(self.entries, sum(-(-min(end, self.max_len) // self.block_size) for end in ends))
 
-    def decode(self, num_queries: int, ends: Sequence[int]) -> Shape:
-        return Shape(DECODE, _fit(self.decode_rows, len(ends)), num_queries, self.decode_context(ends))
+    def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
+        """`num_rows`: where more than those of `ends` are wanted."""
+        rows, context = _fit(self.decode_rows, max(len(ends), num_rows)), self.decode_context(ends)
+        if self.entries and rows > _fit(self.decode_rows, len(ends)):
+            # So many rows have more blocks than these, or it would be another shape.
+            context = min(size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
+        return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         queries = _fit(self.prefill_queries, longest)

@@ -1,0 +1,73 @@
+"""On emulated cards: two ranks, whose collectives stand in captured programs. `hccl` is gloo there.
+
+Runs with VGS_DEVICE=hpu-emulated or ascend-emulated in a process of its own, like test_emulated.py.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.full_tests.engines import Job, data_parallel, generate
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.speculation import ngram, speculating
+from tests.full_tests.test_distributed import (
+    ACCOUNTS,
+    EXPERTS,
+    Said,
+    Setup,
+    Work,
+    check,
+    deepseek,
+    even,
+    looping,
+    ranks_agree,
+    said,
+    setup_of,
+)
+from tests.full_tests.tiny_models import VOCAB
+
+__all__ = ["deepseek", "even", "looping", "said", "setup_of"]  # fixtures
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+# Few rows and short contexts: each size is a program.
+SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64)
+FEW = Work.of(random_prompts([3, 33, 90], VOCAB))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
+def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
+    given = setup_of(method)._replace(work=FEW)
+    drafter = given.drafter | dict(draft_tensor_parallel_size=1)
+    with speculating(given.target, drafter, tensor_parallel_size=2, **SIZES, **given.options) as llm:
+        outputs = generate(llm, *FEW)
+        ranks_agree(llm, 2)
+        for rank in llm.collective_rpc("step_report"):
+            assert rank["device"]["emulator"]["total"]["collectives"] > 0
+    check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek"])
+def test_experts_of_tensor_parallel_cards(family: str, looping: Callable[[str], str], said: Said) -> None:
+    given = Setup(looping(family), ngram(3), FEW, {})
+    with speculating(given.target, given.drafter, tensor_parallel_size=2, **EXPERTS, **SIZES) as llm:
+        outputs = generate(llm, *FEW)
+        ranks_agree(llm, 2)
+    check(given, outputs, said, f"2 cards, experts of {family}", least_accepted=1)
+
+
+def test_experts_of_data_parallel_cards(looping: Callable[[str], str], said: Said) -> None:
+    """Both with work of its own on each card, and with one that only takes part."""
+    given = Setup(looping("qwen3_moe"), ngram(3) | dict(method="ngram_gpu"), FEW, {})
+    options = dict(speculative_config=given.drafter, **ACCOUNTS, **EXPERTS, **SIZES)
+    jobs = [Job(*FEW, [0] * len(FEW.prompts)), Job(*FEW, [index % 2 for index in range(len(FEW.prompts))])]
+    for outputs, what in zip(data_parallel(given.target, jobs, **options), ("one idle", "both busy"), strict=True):
+        check(given, outputs, said, f"2 data-parallel cards, {what}", least_accepted=1)

@@ -1,0 +1,71 @@
+"""Collectives between CPU ranks: the same bits on each, which is what ranks rest on that decide alike untold."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_gaudi_spec import config
+from vllm_gaudi_spec.backends.cpu_communicator import CpuSpecCommunicator
+
+SIZE = 1000
+
+
+def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = Path(folder) / "store"
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
+    config.name_process_group(f"file://{folder}/{os.getppid()}")
+    if not shared:
+        os.environ["VLLM_DIST_IDENT"] += f"-machine-{rank}"
+    ranks = CpuSpecCommunicator(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="tp:0")
+    torch.manual_seed(rank)
+    mine = torch.randn(SIZE) * 10.0 ** torch.randint(-3, 4, (SIZE,))
+    gathered = ranks.all_gather(mine, dim=0)
+    states = ranks.broadcast(ranks.all_reduce(mine.clone()))
+    # Data-parallel ranks, with several tensors of different kinds at once.
+    tokens, experts = torch.full((2, 3), float(rank)), torch.full((2, 1), rank, dtype=torch.int32)
+    each = ranks.all_gatherv([tokens, experts], dim=0, sizes=[2] * world)
+    own = ranks.reduce_scatterv(each[0] * 10**rank, dim=0, sizes=[2] * world)
+    said = [gathered, states, *each, own]
+    results.put((rank, ranks.supports_tensor_dict, [part.numpy().tobytes() for part in said], own.tolist()))
+    dist.barrier()
+    os._exit(0)  # torch's groups would wait for each other
+
+
+@pytest.mark.parametrize(("world", "shared"), [(2, True), (3, True), (3, False)])
+def test_every_rank_has_the_same_bits(world: int, shared: bool, tmp_path: Path) -> None:
+    """Over shared memory, and over gloo as between machines."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    workers = [fork.Process(target=work, args=(rank, world, str(tmp_path), shared, results)) for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    answers = sorted(results.get(timeout=60) for _ in workers)
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert [rank for rank, *_ in answers] == list(range(world))
+    assert {over_memory for _, over_memory, *_ in answers} == {shared}
+    for _, _, parts, _ in answers[1:]:
+        assert parts[:4] == answers[0][2][:4]
+    for rank, *_, own in answers:
+        assert own == [[rank * sum(10.0**other for other in range(world))] * 3] * 2
+
+
+def test_ranks_that_share_no_memory_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DIST_IDENT", "")
+    config.name_process_group("tcp://127.0.0.1:4711")
+    here = os.environ["VLLM_DIST_IDENT"]
+    assert here.startswith("4711-")
+    config.name_process_group("tcp://127.0.0.1:4711")
+    assert os.environ["VLLM_DIST_IDENT"] == here
+    monkeypatch.setattr(config, "_shared_memory", lambda: "another machine")
+    config.name_process_group("tcp://127.0.0.1:4711")
+    assert os.environ["VLLM_DIST_IDENT"] != here

@@ -1,0 +1,98 @@
+"""Data-parallel ranks with experts in common run the same rectangles, whatever each of them has to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.fakes import HostBackend
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec.backends import load_backend
+from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.runner import in_step
+from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.runner.in_step import InStep, Rectangle, Together, merged
+from vllm_gaudi_spec.runner.requests import Request, Requests
+from vllm_gaudi_spec.runner.shapes import DECODE, Shapes
+
+DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
+CHUNKS = st.builds(Rectangle, st.just(0), st.just(1), st.sampled_from((16, 32, 64)))
+PLANS = st.lists(st.lists(st.one_of(DECODES, CHUNKS), max_size=6), min_size=1, max_size=4)
+
+
+@given(PLANS)
+def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]]) -> None:
+    steps = merged(plans)
+    for rank, plan in enumerate(plans):
+        own = [step.rectangle for step in steps if rank in step.ranks]
+        assert len(own) == len(plan)
+        for one, wanted in zip(own, plan, strict=True):
+            assert one.decodes == wanted.decodes
+            assert (one.rows, one.queries) >= (wanted.rows, wanted.queries)
+            assert one.queries >= wanted.queries
+    assert all(step.ranks for step in steps), "a forward that nobody needs"
+    assert len(steps) <= sum(map(len, plans))
+
+
+def test_what_runs_together() -> None:
+    decode, wide, chunk = Rectangle(1, 2, 1), Rectangle(1, 1, 4), Rectangle(0, 1, 16)
+    assert merged([[decode, chunk], [wide], []]) == [
+        Together(Rectangle(1, 2, 4), (0, 1)),
+        Together(chunk, (0,)),
+    ]
+    assert merged([[], []]) == []
+
+
+MAX_LEN, K = 64, 3
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Shapes:
+    config = engine_config(tmp_path, None, max_num_seqs=4, max_model_len=MAX_LEN)
+    config.parallel_config.data_parallel_size = 2
+    config.model_config = SimpleNamespace(max_model_len=MAX_LEN, is_moe=True)  # type: ignore[assignment]
+    return Shapes.from_config(config, Options(), load_backend(), K)
+
+
+def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another rank brings, this one runs shapes that warm-up has run."""
+    assert shapes.prefill_rows == (1,)
+    requests: Any = Requests(
+        HostBackend(),  # type: ignore[arg-type]
+        max_rows=4,
+        max_len=shapes.max_context + K + 1,
+        block_sizes=[16],
+        windows=[None],
+        in_flight=3 * (K + 1),
+        max_context=shapes.max_context,
+        seed=0,
+    )
+    here = InStep(requests, shapes, most=5)
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(in_step, "get_dp_group", lambda: group)
+    listed = set(shapes.all())
+    member: Any = Request("a", None, (0, 0), [1] * 60, row=0, known=[1] * 60, num_computed=60)  # type: ignore[arg-type]
+    own: dict[str, list[Batch]] = {
+        "nothing": [],
+        "a decode": [make_batch(requests, shapes.decode(1, [61]), [member], [1], [True])],
+        "a chunk": [make_batch(requests, shapes.prefill(1, 5, 60), [member], [5], [False])],
+    }
+    for mine in own.values():
+        ours = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in mine]
+        for shape in listed:
+            theirs = [Rectangle(int(shape.phase == DECODE), shape.rows, shape.queries)]
+            for rank, plans in enumerate(([ours, theirs], [theirs, ours])):
+                group.rank_in_group = rank
+                monkeypatch.setattr(here, "_exchange", lambda own, plans=plans: plans)
+                fitted = here.fit(mine)
+                assert [batch.shape.tokens for batch in fitted] == [
+                    step.rectangle.rows * step.rectangle.queries for step in merged(plans)
+                ]
+                assert {batch.shape for batch in fitted} <= listed
+                assert [batch.requests for batch in fitted if batch.requests] == [batch.requests for batch in mine]
+                assert [batch.counts for batch in fitted if batch.requests] == [batch.counts for batch in mine]

@@ -1,0 +1,102 @@
+"""How ranks may be combined: what is let in, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.full_tests.tiny_models import common
+from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
+from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
+from vllm_gaudi_spec.platform import CpuSpecPlatform
+from vllm_gaudi_spec.refusals import _drafter_model_refusals
+
+
+def with_experts(folder: Path, **options: Any) -> VllmConfig:
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    made = Qwen3MoeConfig(**common(**experts))
+    made.architectures = ["Qwen3MoeForCausalLM"]
+    made.save_pretrained(folder)
+    return EngineArgs(
+        str(folder), dtype="float32", max_model_len=512, skip_tokenizer_init=True, **options
+    ).create_engine_config()
+
+
+TWO = dict(data_parallel_size=2)
+SPREAD = dict(TWO, enable_expert_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TWO, "has experts, which data-parallel ranks have to share; add --enable-expert-parallel"),
+        (dict(SPREAD, all2all_backend="deepep_low_latency"), "use allgather_reducescatter, which is the default"),
+        (dict(SPREAD, speculative_config=DRAFT), "A drafter with experts does not run data parallel"),
+    ],
+    ids=str,
+)
+def test_experts_of_data_parallel_ranks(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if "speculative_config" in options:
+        options = options | dict(speculative_config=here(DRAFT, tmp_path) | dict(num_speculative_tokens=3))
+    with pytest.raises(UnsupportedConfigError, match=message):
+        with_experts(tmp_path, **options)
+
+
+def test_what_is_let_in(tmp_path: Path) -> None:
+    assert (
+        ranks_in_step(with_experts(tmp_path, **SPREAD, speculative_config=NGRAM | dict(num_speculative_tokens=3))) == 2
+    )
+    assert ranks_in_step(with_experts(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)) == 1
+    # Engines of a model without experts have nothing to do with each other.
+    assert ranks_in_step(engine_config(tmp_path, None, **TWO)) == 1
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_drafter_is_cut_as_its_target_or_not_at_all(size: int | None, tmp_path: Path) -> None:
+    alone = {} if size is None else dict(draft_tensor_parallel_size=size)
+    made = engine_config(tmp_path, here(DRAFT, tmp_path) | alone, tensor_parallel_size=2)
+    assert made.speculative_config is not None
+    assert made.speculative_config.draft_parallel_config.tensor_parallel_size == (size or 2)
+
+
+def test_other_sizes_are_refused() -> None:
+    """By upstream too, before us."""
+    sizes = dict(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    given: Any = SimpleNamespace(**sizes, target_parallel_config=SimpleNamespace(tensor_parallel_size=4))
+    assert next(_drafter_model_refusals(given)) == (
+        "draft_tensor_parallel_size 2 is neither 1 nor the target's 4; use one of these."
+    )
+
+
+def test_pipelines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="use --pipeline-parallel-size 1"):
+        engine_config(tmp_path, None, pipeline_parallel_size=2)
+
+
+def test_ray_on_cpus(tmp_path: Path) -> None:
+    """A rank takes a CPU of Ray's, and starts on the device that the engine is for."""
+    from vllm_gaudi_spec.cpu_ray_executor import CpuRayExecutor
+
+    made = engine_config(tmp_path, None, tensor_parallel_size=2, distributed_executor_backend="ray").parallel_config
+    assert made.distributed_executor_backend is CpuRayExecutor
+    assert made.use_ray
+    assert made.ray_runtime_env == {"env_vars": {"VGS_DEVICE": "cpu"}}
+    assert CpuSpecPlatform.ray_device_key == "CPU"
+
+
+def test_the_older_executor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches through the worker for upstream's own runner."""
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(UnsupportedConfigError, match="unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
+        engine_config(tmp_path, None, tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
+def test_the_card_of_a_rank() -> None:
+    """A Gaudi's process has one card; what vLLM assigned is for platforms whose processes see all."""
+    assert CpuSpecPlatform.card_of(1, None) == CpuSpecPlatform.card_of(1, [4, 6]) == 1

@@ -1,0 +1,11 @@
+"""Collectives between CPU ranks: vLLM's, over shared memory or gloo, and what those lack."""
+
+from __future__ import annotations
+
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+from vllm_gaudi_spec.backends.even_exchange import EvenExchange
+
+
+class CpuSpecCommunicator(EvenExchange, CpuCommunicator):
+    """The first brings what the second lacks."""

@@ -1,0 +1,30 @@
+"""What vLLM's experts need of data-parallel ranks that have as many tokens each (`runner/in_step.py`), by collectives
+that every device has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+
+class EvenExchange(DeviceCommunicatorBase):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        if self.use_all2all and self.all2all_manager is None:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+
+    def all_gatherv(
+        self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        assert sizes is None or len(set(sizes)) == 1
+        if isinstance(input_, list):
+            return [self.all_gather(tensor, dim) for tensor in input_]
+        return self.all_gather(input_, dim)
+
+    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        assert sizes is None or len(set(sizes)) == 1
+        return self.reduce_scatter(input_, dim)
