@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read when torch is loaded. Threads that spin at each barrier of a tiny model make it ten times slower as soon as the
 # machine has anything else to do.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when Ray is imported, which vLLM does where it is installed: nodes have the address 127.0.0.1, and listen there.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 @pytest.fixture(autouse=True)

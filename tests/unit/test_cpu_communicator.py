@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_gaudi_spec import config
+from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.backends.cpu_communicator import CpuSpecCommunicator
 
 SIZE = 1000
@@ -29,10 +30,11 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
     mine = torch.randn(SIZE) * 10.0 ** torch.randint(-3, 4, (SIZE,))
     gathered = ranks.all_gather(mine, dim=0)
     states = ranks.broadcast(ranks.all_reduce(mine.clone()))
-    # Data-parallel ranks, with several tensors of different kinds at once.
+    # Data-parallel ranks, which vLLM lets use gloo, with several tensors of different kinds at once.
     tokens, experts = torch.full((2, 3), float(rank)), torch.full((2, 1), rank, dtype=torch.int32)
-    each = ranks.all_gatherv([tokens, experts], dim=0, sizes=[2] * world)
-    own = ranks.reduce_scatterv(each[0] * 10**rank, dim=0, sizes=[2] * world)
+    engines = CpuSpecCommunicator(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="dp:0")
+    each = engines.all_gatherv([tokens, experts], dim=0, sizes=[2] * world)
+    own = engines.reduce_scatterv(each[0] * 10**rank, dim=0, sizes=[2] * world)
     said = [gathered, states, *each, own]
     results.put((rank, ranks.supports_tensor_dict, [part.numpy().tobytes() for part in said], own.tolist()))
     dist.barrier()
@@ -43,14 +45,15 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
 def test_every_rank_has_the_same_bits(world: int, shared: bool, tmp_path: Path) -> None:
     """Over shared memory, and over gloo as between machines."""
     fork = multiprocessing.get_context("fork")
-    results = fork.Queue()
+    load_backend("cpu")  # with vLLM's kernels, shared memory among them
+    results = fork.SimpleQueue()
     workers = [fork.Process(target=work, args=(rank, world, str(tmp_path), shared, results)) for rank in range(world)]
     for worker in workers:
         worker.start()
-    answers = sorted(results.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
+    answers = sorted(results.get() for _ in workers)
     assert [rank for rank, *_ in answers] == list(range(world))
     assert {over_memory for _, over_memory, *_ in answers} == {shared}
     for _, _, parts, _ in answers[1:]:

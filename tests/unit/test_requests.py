@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,26 @@ def test_an_id_may_finish_and_come_back_in_one_step(requests: Requests) -> None:
     requests.apply(step({"a": 1}, new=[new_request("a", [4], [3])], finished={"a"}))
     assert history(requests, "a", 4) == [4, 0, 0, 0], "nothing of the old request is left"
     assert table(requests, "a") == [3, 0, 0, 0]
+
+
+class Backwards(set[str]):
+    """Sets of texts have another order in each process."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__(), reverse=True))
+
+
+@pytest.mark.parametrize("kind", ["finished", "preempted"])
+def test_every_rank_gives_the_same_rows(kind: str) -> None:
+    given = []
+    for order in (set, Backwards):
+        ranks = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+        ranks.apply(step({}, new=[new_request(name, [1, 2], [block]) for block, name in enumerate("abc", 1)]))
+        ranks.apply(step({}, **{kind: order({"a", "b", "c"})}))
+        ended = list(ranks.ended)
+        ranks.apply(step({}, new=[new_request(name, [1, 2], [block]) for block, name in enumerate("def", 1)]))
+        given.append((ended, [ranks.by_id[name].row for name in "def"]))
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize("contract", ["V1", "V2"])

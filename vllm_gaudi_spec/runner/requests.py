@@ -104,15 +104,16 @@ class Requests:
     # --- what the scheduler says ---
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """Free before admitting: an id may leave and come back in one step."""
+        """Free before admitting: an id may leave and come back in one step. In the same order on every rank, where sets
+        of texts have one in each process: rows are given in it, and what suffixes remember follows it."""
         self.admitted.clear()
         self.freed_rows.clear()
         self.ended.clear()
-        for req_id in scheduled.finished_req_ids:
+        for req_id in sorted(scheduled.finished_req_ids):
             if (request := self.by_id.pop(req_id, None)) is not None:
                 self._free_row(request)
                 self.ended.append(req_id)
-        for req_id in scheduled.preempted_req_ids or ():
+        for req_id in sorted(scheduled.preempted_req_ids or ()):
             # A request may be preempted and, before the next step, aborted: then it is gone already.
             if (request := self.by_id.get(req_id)) is not None:
                 self._free_row(request)
