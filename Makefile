@@ -19,6 +19,8 @@ OSL ?= 64
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+# Of load, for `make soak`
+SECONDS := 600
 UV ?= uv
 
 # Nothing is sent anywhere without being asked for
@@ -115,6 +117,11 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@$(ON_GAUDI) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
 	@echo "[4/4] the emulated Ascend NPU"
 	@$(ON_ASCEND) $(BIN)/pytest tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
+
+.PHONY: soak
+soak: export VLLM_LOGGING_LEVEL ?= WARNING
+soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, and what it leaves behind (SECONDS=, ARGS=)
+	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
 verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)

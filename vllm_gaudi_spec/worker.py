@@ -147,7 +147,7 @@ class Worker(WorkerBase):
     # --- questions and life cycle ---
 
     def step_report(self) -> dict[str, object]:
-        """Step signatures and host reads so far; reachable through `collective_rpc`."""
+        """Step signatures and host reads so far, and what requests hold now; reachable through `collective_rpc`."""
         return self.runner.step_report()
 
     def save_measurements(self) -> None:

@@ -1,13 +1,10 @@
 """Checkpoints shared by the full tests of one session."""
 
-import json
-import random
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine
@@ -77,24 +74,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def twin(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The looping Llama with all its tokens renumbered: a drafter of another vocabulary that is always right."""
-    folder = tmp_path_factory.mktemp("twin")
-    new_ids = random.Random(0).sample(range(tiny_models.VOCAB), tiny_models.VOCAB)
-    tokenizer = AutoTokenizer.from_pretrained(looping_llama)
-    written = json.loads(tokenizer.backend_tokenizer.to_str())
-    written["model"]["vocab"] = {token: new_ids[old] for token, old in written["model"]["vocab"].items()}
-    for token in written["added_tokens"]:
-        token["id"] = new_ids[token["id"]]
-    names = dict(bos_token=tiny_models.BOS, eos_token=tiny_models.EOS, chat_template=tokenizer.chat_template)
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(written)), **names).save_pretrained(folder)
-
-    model = AutoModelForCausalLM.from_pretrained(looping_llama)
-    for weight in (model.model.embed_tokens.weight.data, model.lm_head.weight.data):
-        weight[new_ids] = weight.clone()
-    for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(model.config, role, new_ids[getattr(model.config, role)])
-        setattr(model.generation_config, role, getattr(model.config, role))
-    model.save_pretrained(folder)
-    return str(folder)
+    return tiny_models.save_renumbered(looping_llama, tmp_path_factory.mktemp("twin"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ logits would make every comparison of greedy tokens a comparison of rounding err
 """
 
 import json
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -241,4 +244,25 @@ def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
         f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def save_renumbered(model_path: str, folder: Path) -> str:
+    """A tiny Llama with all its tokens renumbered: of another vocabulary, and always of one mind with it."""
+    new_ids = random.Random(0).sample(range(VOCAB), VOCAB)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    written["model"]["vocab"] = {token: new_ids[old] for token, old in written["model"]["vocab"].items()}
+    for token in written["added_tokens"]:
+        token["id"] = new_ids[token["id"]]
+    names = dict(bos_token=BOS, eos_token=EOS, chat_template=tokenizer.chat_template)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(written)), **names).save_pretrained(folder)
+
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    for weight in (model.model.embed_tokens.weight.data, model.lm_head.weight.data):
+        weight[new_ids] = weight.clone()
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, role, new_ids[getattr(model.config, role)])
+        setattr(model.generation_config, role, getattr(model.config, role))
+    model.save_pretrained(folder)
     return str(folder)

@@ -40,7 +40,7 @@ class Request:
     params: SamplingParams
 
 
-def mixed_requests(count: int = 64, seed: int = 0) -> list[Request]:
+def mixed_requests(count: int = 64, seed: int = 0, kinds: list[dict[str, Any]] = KINDS) -> list[Request]:
     """Prompts of 3 to 400 tokens, 4 to 48 tokens out. Every third shares a long beginning, for the prefix cache."""
     rng = random.Random(seed)
     lengths = [rng.choice([rng.randint(3, 40), rng.randint(40, 150), rng.randint(150, 400)]) for _ in range(count)]
@@ -50,7 +50,7 @@ def mixed_requests(count: int = 64, seed: int = 0) -> list[Request]:
     for index, prompt in enumerate(prompts):
         if index % 3 == 0:
             prompt = (shared + prompt)[: max(len(prompt), 140)]
-        kind = dict(KINDS[index % len(KINDS)])
+        kind = dict(kinds[index % len(kinds)])
         if kind["temperature"] > 0:
             kind["seed"] = 1000 + index
         limit = max(rng.randint(4, 48), kind.get("min_tokens", 0))

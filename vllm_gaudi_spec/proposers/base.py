@@ -50,6 +50,11 @@ class HostProposer(Protocol):
         """These requests have ended; an id may come again with other tokens."""
         ...
 
+    @property
+    def num_remembered(self) -> int:
+        """Requests of which something is kept until they are forgotten."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:

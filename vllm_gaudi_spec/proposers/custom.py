@@ -51,6 +51,10 @@ class CustomProposer:
         for req_id in req_ids:
             self._num_seen.pop(req_id, None)
 
+    @property
+    def num_remembered(self) -> int:
+        return len(self._num_seen)
+
     def _new_tokens(self, context: Context) -> list[int]:
         """What this step sampled; upstream says it apart from the texts.
 

@@ -33,6 +33,8 @@ class NgramProposer:
     def forget(self, req_ids: Iterable[str]) -> None:
         """Nothing is remembered."""
 
+    num_remembered = 0
+
     def _drafts(self, tokens_np: np.ndarray, num_wanted: int) -> list[int]:
         distance = self._distance(tokens_np)
         if distance == 0:

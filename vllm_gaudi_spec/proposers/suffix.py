@@ -52,6 +52,10 @@ class SuffixProposer:
             if self._fed.pop(req_id, None) is not None:
                 self._cache.stop_request(req_id)
 
+    @property
+    def num_remembered(self) -> int:
+        return max(len(self._fed), len(self._cache.active_requests))
+
     def _drafts(self, context: Context) -> Sequence[int]:
         self._feed(context)
         draft = self._cache.speculate(

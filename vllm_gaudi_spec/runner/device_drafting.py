@@ -184,6 +184,10 @@ class DeviceDrafting:
         tokens, counts = step.drafts.tokens_BK.tolist(), step.drafts.num_drafts_B.tolist()
         return DraftTokenIds(names, [row[:count] for row, count, _ in zip(tokens, counts, names, strict=False)])
 
+    def in_use(self) -> dict[str, int]:
+        """All of it stands in tensors, by row."""
+        return {}
+
     def _signature(self, num_rows: int, context: int, branch: Branch) -> Hashable:
         return ("draft", num_rows, context, branch)
 

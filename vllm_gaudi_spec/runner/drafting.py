@@ -101,6 +101,10 @@ class Drafting(Protocol):
         """What was drafted behind a step that lies on the host."""
         ...
 
+    def in_use(self) -> dict[str, int]:
+        """What it remembers of requests that have not ended, by what that is."""
+        ...
+
     # --- warm-up ---
 
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:

@@ -120,6 +120,9 @@ class HostDrafting:
         names = [request.req_id for request in step.requests]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
 
+    def in_use(self) -> dict[str, int]:
+        return {"remembered": self._proposer.num_remembered}
+
     def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
         return iter(())
 

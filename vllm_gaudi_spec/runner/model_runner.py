@@ -353,7 +353,8 @@ class ModelRunner:
         return Finished(verdict, verified.logprobs, verified.scores, told_B, lengths_B)
 
     def step_report(self) -> dict[str, object]:
-        said = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts()}
+        in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
+        said = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts(), "in_use": in_use}
         if self.drafting is not None:
             word = self.drafter_word
             said["drafter"] = {"faults": word.num_faults if word else 0, "off": bool(word and word.is_off)}

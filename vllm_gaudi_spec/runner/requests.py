@@ -101,6 +101,10 @@ class Requests:
         """int32: every row's tokens. For reading."""
         return self._history.view(-1, self.max_len)
 
+    def in_use(self) -> dict[str, int]:
+        """Nothing once all requests have ended and a step has said so."""
+        return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
+
     # --- what the scheduler says ---
 
     def apply(self, scheduled: SchedulerOutput) -> None:

@@ -110,6 +110,7 @@ class TextDrafting:
         self._followed.apply()
         for row in requests.freed_rows:
             self._timelines.pop(row, None)
+            self._num_followed.pop(row, None)
         for request in requests.admitted:
             self._followed.admit(request)
             self._timelines[request.row] = Timeline(self._reader)
@@ -332,6 +333,9 @@ class TextDrafting:
             if rewritten := self._rewriter.rewrite(own, known)[: drafter.num_wanted]:
                 self._drafts[drafter.request.req_id] = rewritten
         self._followed.put(step, self._drafts)
+
+    def in_use(self) -> dict[str, int]:
+        return {"slab_rows": len(self._timelines)}
 
     # --- what can happen ---
 

@@ -1,0 +1,60 @@
+"""What the soak asks of the engine's own process, beside the worker's `step_report`: see --worker-extension-cls.
+
+A worker in the engine's process is called from the engine's loop, so the engine stands further up the stack.
+"""
+
+import gc
+import sys
+from collections import Counter
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request as EngineRequest
+
+from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.runner.batch import Batch
+from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
+from vllm_gaudi_spec.runner.report import Report, Step
+from vllm_gaudi_spec.runner.requests import Request
+
+# Made for a request or for a step; none of them should outlive what it was made for by more than a step.
+SHORT_LIVED = (EngineRequest, SchedulerOutput, Request, Batch, Step, Report, PromptScores, Timeline)
+
+
+class Inside:
+    def inside(self) -> dict[str, Any]:
+        engine = _engine()
+        scheduler: Any = engine.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        lengths = getattr(scheduler, "_lengths", None)
+        return {
+            "blocks": pool.num_gpu_blocks - 1,  # block 0 is padding
+            "free_blocks": pool.get_num_free_blocks(),
+            "scheduler": {
+                "requests": len(scheduler.requests),
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "deferred": len(scheduler.deferred_waiting),
+                "unreported": len(scheduler.finished_req_ids),
+                "steps_in_flight": len(engine.batch_queue or ()),
+                "paced_requests": len(lengths._by_id) if lengths is not None else 0,
+                "paced_steps": len(getattr(scheduler, "_paces", ())),
+            },
+            "alive": _alive(),
+        }
+
+
+def _engine() -> EngineCore:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(owner := frame.f_locals.get("self"), EngineCore):
+            return owner
+    raise RuntimeError("the soak needs a worker in the engine's own process")
+
+
+def _alive() -> dict[str, int]:
+    gc.collect()
+    counts = Counter(type(thing) for thing in gc.get_objects())
+    return {f"{kind.__module__.split('.')[0]}.{kind.__name__}": counts[kind] for kind in SHORT_LIVED}
