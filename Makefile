@@ -65,7 +65,7 @@ lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
 
 .PHONY: clean
 clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
-	rm -rf $(VENV) .bench .verify .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .bench .demo .verify .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- run ----------------------------------------------------------------------------------------
@@ -79,14 +79,10 @@ endef
 # all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
 FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR)/$(VENV)/lib/libiomp5.so' KMP_BLOCKTIME=1)
 
-# One request at a time is where drafting gains most; four prompts keep the demo short. ARGS, coming last, overrides.
-DEMO := --batch_size 1 --num_prompts 4 --num_spec_tokens 3
-
+# Its own defaults make it short; ARGS, coming last, overrides.
 .PHONY: demo
-demo: export VLLM_LOGGING_LEVEL ?= WARNING
-demo: $(VENV)/.stamp  ## set up, then the ways of drafting side by side on the demo model (MODEL=, TASK=, OSL=, ARGS=)
-	@$(FAIR_THREADS) $(BIN)/python tests/full_tests/spec_decode.py --task $(TASK) --osl $(OSL) $(DEMO) \
-		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
+demo: $(VENV)/.stamp  ## set up, then the ways of drafting side by side on the demo model, and a page (MODEL=, TASK=, OSL=, ARGS=)
+	@$(BIN)/gaudi-spec demo --task $(TASK) --osl $(OSL) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 .PHONY: serve
 serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; on two machines: docs/scaling.md)
@@ -107,8 +103,13 @@ bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platf
 ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 ON_ASCEND := env VGS_DEVICE=ascend-emulated
 
+# The page of `gaudi-spec report` is looked at in a real browser.
+.PHONY: browser
+browser: $(VENV)/.stamp
+	@$(BIN)/python requirements/browser.py
+
 .PHONY: test
-test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
+test: $(VENV)/.stamp-dev browser  ## unit tests and one full test per promise
 	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
 	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"

@@ -91,7 +91,8 @@ def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
     """The repetitive texts of the full tests, and the eight fixed openings of their spec_decode.py."""
     sys.path.append(str(TESTS))
     from repetitive import repetitive_prompts
-    from spec_decode import PROMPTS
+
+    from vllm_gaudi_spec.comparison.tasks import PROMPTS
 
     return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
 

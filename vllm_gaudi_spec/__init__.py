@@ -9,12 +9,25 @@ __version__ = "0.1.0"
 
 def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform class to use, or None to stay out of the way."""
-    from vllm_gaudi_spec import compat
-    from vllm_gaudi_spec.backends import choose_device, other_platform_plugins, platform_class
+    from vllm_gaudi_spec import compat, versions
+    from vllm_gaudi_spec.backends import (
+        REFUSING_PLATFORM,
+        asked_for,
+        choose_device,
+        other_platform_plugins,
+        platform_class,
+        say_wrong_vllm,
+    )
 
     device = choose_device()
     if device is None:
         return None
+    if (reason := versions.wrong_vllm()) is not None:
+        if not asked_for():
+            say_wrong_vllm(reason)
+            return None
+        compat.end_errors_with_their_message()
+        return REFUSING_PLATFORM
     if other_platform_plugins():
         compat.end_errors_with_their_message()  # vLLM may refuse to choose, and does not say what to do
     compat.answer_for_vllm_distribution()
@@ -28,7 +41,10 @@ def general_plugin() -> None:
     if vllm_ascend.is_active():  # with a vLLM of its own, for which what follows is not made
         vllm_ascend.register()
         return
-    from vllm_gaudi_spec import compat
+    from vllm_gaudi_spec import compat, versions
+
+    if versions.wrong_vllm() is not None:
+        return  # the platform said so, and its modules may not even load there
     from vllm_gaudi_spec.platform import is_active
 
     if is_active():

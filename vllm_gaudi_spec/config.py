@@ -64,6 +64,11 @@ def trusts_draft_code() -> bool:
     return os.environ.get(TRUST_DRAFT_CODE, "0") not in ("", "0")
 
 
+def environment_value(name: str) -> str | None:
+    """As it stands, for what only shows it, or hands it on."""
+    return os.environ.get(name)
+
+
 def vllm_plugins_allowed() -> set[str] | None:
     """The plugins that VLLM_PLUGINS lets in; None means all."""
     names = os.environ.get("VLLM_PLUGINS")
@@ -82,6 +87,14 @@ def choose_start_method(choose: Callable[[], str]) -> None:
         return
     os.environ[_START_METHOD] = choose()
     os.environ[_CHOSEN_BY] = str(os.getpid())
+
+
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+def keep_engine_in_process(why: str) -> None:
+    if os.environ.setdefault(_IN_PROCESS, "0") != "0":
+        raise ValueError(f"{why} needs the engine in this process: unset {_IN_PROCESS} or set it to 0")
 
 
 def cache_folder() -> Path:

@@ -104,6 +104,6 @@ def test_what_an_engine_refuses_is_told_in_the_last_line(looping_llama: str, str
     done = script(tmp_path, looping_llama, "--draft", stranger, "--num-drafts", "1", "--batches", "1")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("choose_speculation: error: ")
+    assert last.startswith("gaudi-spec tune: error: ")
     assert "has other tokens" in last
     assert "draft_model-1.log" in last

@@ -1,6 +1,5 @@
 """The script that users run: its report, its exit status, and what it says when it can not do what was asked."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi_spec.report import record
+
 SCRIPT = Path(__file__).with_name("spec_decode.py")
 REPORTED = {
     "task",
-    "device",
-    "mode",
     "k",
     "batch_size",
     "tokens_per_s",
@@ -24,7 +23,8 @@ REPORTED = {
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
-    "texts",
+    "accepted_lengths",
+    "answers",
     "matches_baseline",
     "graphs",
     "host_syncs_per_step",
@@ -38,8 +38,21 @@ def script(*options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def tasks_in(file: Path) -> dict[str, Any]:
+    """Of the record that --json wrote, which is what `gaudi-spec report` reads."""
+    written = record.read(file)
+    assert written["command"][0] == "python"
+    assert set(written["device"]) == {"device", "mode"}
+    tasks: dict[str, Any] = written["tasks"]
+    return tasks
+
+
 def check_report(report: dict[str, Any], k: int) -> None:
     assert set(report) >= REPORTED
+    drafted = [step[1] for answer in report["answers"] for step in answer["steps"]]
+    assert sum(drafted) == report["num_accepted_tokens"], "each accepted draft is a token of an answer"
+    assert sum(report["accepted_lengths"]) == report["num_drafts"]
+    assert sum(length * steps for length, steps in enumerate(report["accepted_lengths"])) == sum(drafted)
     assert report["k"] == k
     assert len(report["acc_counts"]) == k
     assert report["acc_counts"] == sorted(report["acc_counts"], reverse=True)
@@ -64,13 +77,19 @@ def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     assert status == 1, said
     assert "acc_rate" in said.splitlines()[-1]
     assert "1.1" in said.splitlines()[-1]
-    report = json.loads(file.read_text())
+    tasks = tasks_in(file)
+    report = tasks[task]
     check_report(report, 4)
     assert report["matches_baseline"] == {"equal": 3, "tied": 0, "different": 0}
-    assert len(report["texts"]) == 3
+    assert len(report["answers"]) == 3
+    assert [len(answer["pieces"]) for answer in report["answers"]] == [64] * 3
     assert Path(report["trace"]).parent == tmp_path
     assert Path(report["trace"]).stat().st_size > 1000
-    assert report["baseline"]["k"] == 0
+    assert list(tasks) == ["baseline", task]
+    assert tasks["baseline"]["k"] == 0
+    assert all(step == [1, 0] for answer in tasks["baseline"]["answers"] for step in answer["steps"])
+    texts = [["".join(answer["pieces"]) for answer in one["answers"]] for one in tasks.values()]
+    assert texts[0] == texts[1]
     assert all(prompt in said for prompt in ("Hello, my name is", "The capital of France is"))
 
 
@@ -79,10 +98,12 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     file = tmp_path / "reports.json"
     status, said = script(
         *("--task", "compare", "--osl", "24", "--batch_size", "2", "--num_spec_tokens", "3", "--num_warmups", "0"),
-        *("--prompt_lookup_min", "1", "--json", str(file)),
+        *("--prompt_lookup_min", "1", "--json", str(file), "--report", str(tmp_path / "report.html")),
     )
     assert status == 0, said
-    reports = json.loads(file.read_text())
+    assert said.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert "universal</h3>" in (tmp_path / "report.html").read_text().replace(' <span class="k">k = 3</span>', "")
+    reports = tasks_in(file)
     assert list(reports) == ["baseline", "ngram", "draft_model", "universal"]
     base = reports.pop("baseline")
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
@@ -118,7 +139,7 @@ def test_heads_of_the_demo(task: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     status, said = script("--task", task, "--osl", "24", "--batch_size", "4", "--run_base", "--json", str(file))
     assert status == 0, said
-    report = json.loads(file.read_text())
+    report = tasks_in(file)[task]
     check_report(report, 4 if task == "medusa" else 5)
     assert report["matches_baseline"]["different"] == 0
     assert (report["acc_rate_elsewhere"] is not None) == ("acc_rate elsewhere" in said) == (task == "eagle")
@@ -144,7 +165,7 @@ def test_compare_when_one_fails(tiny_llama: str, tmp_path: Path) -> None:
     )
     assert status == 1, said
     assert said.splitlines()[-1].startswith("error: task draft_model ngram failed: draft_model: ")
-    assert list(table_in(said)) == list(json.loads(file.read_text())) == ["baseline", "ngram"]
+    assert list(table_in(said)) == list(tasks_in(file)) == ["baseline", "ngram"]
 
 
 @pytest.mark.slow
@@ -157,7 +178,7 @@ def test_acceptance(how: list[str], tiny_llama: str, tmp_path: Path) -> None:
         *("--prompt_lookup_min", "1", "--temperature", "0.8", "--run_base", "--acceptance", *how, *rates),
     )
     assert status == 0, said
-    report = json.loads(file.read_text())
+    report = tasks_in(file)["ngram"]
     check_report(report, 2)
     if rates:
         first, second = (count / report["num_drafts"] for count in report["acc_counts"])
@@ -177,10 +198,10 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
         *("--prompts", str(SCRIPT.with_name("prompts")), "--run_base", "--assert_accept_rate", "0.5"),
     )
     assert status == 0, said
-    report = json.loads(file.read_text())
-    check_report(report, 5)
-    assert report["matches_baseline"]["different"] == 0
-    assert report["tokens_per_s"] > report["baseline"]["tokens_per_s"]
+    tasks = tasks_in(file)
+    check_report(tasks["ngram"], 5)
+    assert tasks["ngram"]["matches_baseline"]["different"] == 0
+    assert tasks["ngram"]["tokens_per_s"] > tasks["baseline"]["tokens_per_s"]
 
 
 @pytest.mark.parametrize(

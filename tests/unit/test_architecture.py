@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder or module -> what of ours it may import. What is not listed is not done.
 MAY_IMPORT = {
-    "__init__": {"compat", "backends", "platform", "integrations"},
+    "__init__": {"compat", "backends", "platform", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {"integrations", "config", "patching", "proposers.translation", "proposers.universal"},
     "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
@@ -53,9 +53,29 @@ MAY_IMPORT = {
     "patching": set(),
     "quantization": {"cached_files", "quantization", "config", "attention.operations"},
     "argument_types": set(),
-    "tuning": {"tuning", "quantization", "backends", "config", "demo_model", "emulator.cost", "emulator.counters"},
+    "one_line": set(),
+    "terminal": set(),
+    "variables": set(),
+    "versions": set(),
+    "wrong_vllm": {"config", "versions"},
+    "tuning": {
+        *("tuning", "quantization", "backends", "config", "demo_model", "terminal"),
+        *("emulator.cost", "emulator.counters"),
+    },
     "demo_model": {"cached_files", "config"},
-    "cli": {"cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"},
+    "report": {"report", "config", "variables", "versions"},
+    "comparison": {
+        *("comparison", "argument_types", "backends", "config", "demo_model", "one_line", "report", "terminal"),
+    },
+    # Looks into the parts that decide what can be served, and changes nothing.
+    "doctor": {
+        *("doctor", "backends", "config", "one_line", "platform", "proposers.universal", "quantization.fingerprint"),
+        *("runner.draft_choice", "tuning.builtin_prompts", "tuning.estimates", "variables", "versions"),
+    },
+    "cli": {
+        *("__version__", "cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"),
+        *("comparison", "doctor", "one_line", "report", "terminal", "tuning"),
+    },
 }
 
 

@@ -36,8 +36,8 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(backends, "other_platform_plugins", tuple)
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    monkeypatch.setattr(backends, "_GAUDI_NODES", ((str(tmp_path), "accel[0-9]*"),))
-    monkeypatch.setattr(backends, "_ASCEND_NODES", ((str(tmp_path), "davinci[0-9]*"),))
+    monkeypatch.setitem(backends._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    monkeypatch.setitem(backends._NODES, "ascend", ((str(tmp_path), "davinci[0-9]*"),))
     for ask in questions:
         ask.cache_clear()
     yield tmp_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,15 @@ from xml.etree import ElementTree
 import pytest
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_gaudi_spec import cli
 from vllm_gaudi_spec.tuning import chart, choice
+from vllm_gaudi_spec.tuning import choose as choose_command
 from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
 from vllm_gaudi_spec.tuning.cases import Cases
 from vllm_gaudi_spec.tuning.child import run_module
 from vllm_gaudi_spec.tuning.choice import Candidate, choose, ranges
 from vllm_gaudi_spec.tuning.costs import Clock, StepCost, cost_at, cost_of, steady
+from vllm_gaudi_spec.tuning.drafters import Drafter
 
 SCRIPT = Path(__file__).parents[2] / "calibration" / "choose_speculation.py"
 
@@ -277,21 +279,13 @@ def test_another_python_sees_the_package_alone(tmp_path: Path) -> None:
     assert run_module("some.module", {}, tmp_path / "log", str(there)) == {}
 
 
-@pytest.fixture
-def tool() -> dict[str, object]:
-    return runpy.run_path(str(SCRIPT))
+def question(*words: str) -> dict[str, object]:
+    options = cli.make_parser().parse_args(["tune", *words])
+    drafter = options.draft[0] if options.draft else Drafter.parse("ngram")
+    return choose_command.task_of(drafter, 2, ["text"], options)
 
 
-def question(tool: dict[str, object], monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, object]:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    options = tool["parse_options"]()
-    drafter = options.draft[0] if options.draft else tool["Drafter"].parse("ngram")
-    return tool["task_of"](drafter, 2, ["text"], options)
-
-
-def test_a_question_changes_with_what_it_depends_on(
-    tool: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_changes_with_what_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of both models and quantisation files, but not the folder that one happens to be in."""
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
@@ -304,9 +298,9 @@ def test_a_question_changes_with_what_it_depends_on(
 
     def ask() -> list[dict[str, object]]:
         return [
-            question(tool, monkeypatch, target),
-            question(tool, monkeypatch, target, "--draft", drafter),
-            question(tool, monkeypatch, target, "--draft", drafter, "--engine", ours),
+            question(target),
+            question(target, "--draft", drafter),
+            question(target, "--draft", drafter, "--engine", ours),
         ]
 
     first = ask()
@@ -322,13 +316,10 @@ def test_a_question_changes_with_what_it_depends_on(
     assert all(one != other for one, other in zip(third, ask(), strict=True))
 
 
-def test_the_largest_batch_of_the_server_is_measured_too(
-    tool: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "m", "--batches", "4", "1", "--max-num-seqs", "64"])
-    options = tool["parse_options"]()
-    assert tool["sizes"](options) == [1, 4, 64]
-    assert question(tool, monkeypatch, "m", "--batches", "4", "--max-num-seqs", "64")["max_num_seqs"] == 64
+def test_the_largest_batch_of_the_server_is_measured_too() -> None:
+    options = cli.make_parser().parse_args(["tune", "m", "--batches", "4", "1", "--max-num-seqs", "64"])
+    assert choose_command.sizes(options) == [1, 4, 64]
+    assert question("m", "--batches", "4", "--max-num-seqs", "64")["max_num_seqs"] == 64
 
 
 # ---- the command -----------------------------------------------------------------------------------------
@@ -337,8 +328,8 @@ def test_the_largest_batch_of_the_server_is_measured_too(
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
-        (["/no/such"], 1, "no model folder /no/such"),
-        (["{model}", "--draft", "eagle=/no/drafter"], 1, "no model folder /no/drafter"),
+        (["/no/such"], 2, "no model folder /no/such"),
+        (["{model}", "--draft", "eagle=/no/drafter"], 2, "no model folder /no/drafter"),
         (["{model}", "--draft", "egale=/some"], 2, "is no drafter: write METHOD=MODEL"),
         (["{model}", "--prompts", "{empty}"], 1, "no prompts"),
         (["{model}", "--num-drafts", "17"], 2, "at most 16 drafts"),

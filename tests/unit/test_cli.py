@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import verify_device
+from tests.unit.processes import ROOT
 from vllm_gaudi_spec import backends, cli
-from vllm_gaudi_spec.cli import counting, graph_check, summary, workload
+from vllm_gaudi_spec.cli import completion, counting, demo, graph_check, summary, workload
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))
@@ -21,14 +26,36 @@ WORDS = tuple(range(3, 200))
 # ---- options -------------------------------------------------------------------------------------------------
 
 
-def test_help_loads_nothing_heavy() -> None:
+HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "tqdm")
+
+
+@pytest.mark.parametrize("command", ["", "doctor", "demo", "report", "graph-check", "tune", "completion"])
+def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
-        "import sys\nfrom vllm_gaudi_spec import cli\ntry: cli.main(['graph-check', '--help'])\n"
-        "finally: print([m for m in ('vllm', 'torch', 'numpy', 'transformers') if m in sys.modules])"
+        f"import sys\nfrom vllm_gaudi_spec import cli\ntry: cli.main([*{command.split()}, '--help'])\n"
+        f"finally: print([m for m in {HEAVY} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "--speculative-config" in done.stdout
+    for word in ("xit status",) if command != "completion" else ("source <(gaudi-spec completion bash)",):
+        assert word in done.stdout
+    if command not in ("", "completion"):
+        assert "--json" in done.stdout
+
+
+def test_commands_run_where_numpy_is_all_there_is(tmp_path: Path) -> None:
+    """Nothing but the standard library, to say that something is missing."""
+    code = (
+        "import sys\nfrom vllm_gaudi_spec import cli\n"
+        "sys.exit(cli.main(['demo']) + 10 * cli.main(['doctor', '--json']))"
+    )
+    bare = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
+    done = subprocess.run(bare, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 12, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "gaudi-spec demo: error: vLLM is not installed here; run `make setup`"
+    )
+    assert json.loads(done.stdout)["findings"][1]["text"] == "is not installed"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +112,106 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
     assert settings["VGS_SKIP_WARMUP"] == "0"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert command[python + 1 :] == ["-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+
+
+# ---- demo ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    commands: list[list[str]] = []
+
+    def become(command: list[str]) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(demo, "become", become)
+    return commands
+
+
+def test_demo_is_the_comparison_with_options_of_its_own(
+    started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LD_PRELOAD", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(demo, "OPENMP", tmp_path)
+    assert cli.main(["demo", "--osl", "7"]) == 0
+    (command,) = started
+    python = command.index(sys.executable)
+    settings = dict(word.split("=", 1) for word in command[1:python])
+    assert settings["LD_PRELOAD"] == str(tmp_path)
+    assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert command[python + 1 : python + 3] == ["-m", "vllm_gaudi_spec.comparison"]
+    given = command[python + 3 :]
+    assert given[-2:] == ["--osl", "7"]  # the user's words come last and win
+    assert given[given.index("--report") + 1] == ".demo/report.html"
+    assert given[given.index("--num_prompts") + 1] == "4"
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    assert cli.main(["demo", "--prompts", str(tmp_path)]) == 0
+    assert not any(word.startswith("LD_PRELOAD") for word in started[1])
+    assert "--num_prompts" not in started[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "ngram", "--draft_model", "some/model"], "needs no draft model"),
+        (["--model", "/no/such"], "there is no model folder /no/such"),
+        (["--acceptance", "synthetic"], "need each other"),
+        (["--json", "/no/such/folder/run.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_options_of_demo(
+    options: list[str], words: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gaudi-spec demo: error: ")
+    assert words in line
+    assert not started
+
+
+# ---- completion ------------------------------------------------------------------------------------------
+
+
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last word."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _gaudi_spec; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = completion._bash(list(completion._commands(cli.make_parser())))
+    done = subprocess.run(["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    assert completed("gaudi-spec", "") == ["doctor", "demo", "report", "graph-check", "tune", "completion"]
+    assert completed("gaudi-spec", "do") == ["doctor"]
+    assert completed("gaudi-spec", "doctor", "--m") == ["--model", "--method", "--max-model-len", "--max-num-seqs"]
+    assert completed("gaudi-spec", "graph-check", "--device", "h") == ["hpu-emulated", "hpu"]
+    assert completed("gaudi-spec", "completion", "f") == ["fish"]
+    (tmp_path / "run.json").touch()
+    assert completed("gaudi-spec", "report", "-o", f"{tmp_path}/r") == [f"{tmp_path}/run.json"]
+    assert completed("gaudi-spec", "report", f"{tmp_path}/r") == [f"{tmp_path}/run.json"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_command_and_option_is_in_the_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in completion._commands(cli.make_parser()):
+        assert command.name in script
+        for option in command.options:
+            assert all(name.lstrip("-") in script for name in option.names)
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n"], input=script, text=True, check=True)
+
+
+def test_commands_have_what_all_commands_have() -> None:
+    (actions,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, parser in actions.choices.items():
+        assert "--json" in parser.format_help() or name == "completion"
+        assert parser.description
 
 
 # ---- workload ------------------------------------------------------------------------------------------------

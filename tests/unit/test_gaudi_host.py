@@ -27,7 +27,7 @@ def software(monkeypatch: pytest.MonkeyPatch) -> None:
 def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).touch()
-    monkeypatch.setattr(backends, "_GAUDI_NODES", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
+    monkeypatch.setitem(backends._NODES, "hpu", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
 
 
 @pytest.mark.parametrize(

@@ -1,205 +1,203 @@
-"""A step's results reach the host in one copy and in vLLM's own records."""
+"""The record of a run, and the page made of it."""
 
 from __future__ import annotations
 
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsTensors
 
-from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
-from tests.unit.test_shapes import shapes
-from vllm_gaudi_spec.drafter_health import DraftRound
-from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
-from vllm_gaudi_spec.runner.downloads import Downloads
-from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
-from vllm_gaudi_spec.runner.requests import Request, Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.runner.schedule import plan_batches
-from vllm_gaudi_spec.sample.verdict import Verdict
+from tests.unit.records import DRAFTED, answer, run, task
+from vllm_gaudi_spec import cli
+from vllm_gaudi_spec.report import page, record
 
 
-def send(step: Step, backend: HostBackend) -> Report:
-    return Reports(backend, Downloads(backend, overlap=True)).send(step)  # type: ignore[arg-type]
+def saved(folder: Path, made: dict[str, Any], name: str = "run.json") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(made))
+    return path
 
 
-def request(name: str, **params: Any) -> Request:
-    return Request(name, SamplingParams(**params), (0, 0), [1])
+# ---- the record ------------------------------------------------------------------------------------------
 
 
-def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
-    values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + start
-    return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
+def test_a_record_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    made = run()
+    assert record.read(saved(tmp_path, made)) == made
+    assert made["environment"]["VGS_DEVICE"] == "hpu-emulated"
+    assert "secret" not in json.dumps(made), "a record is passed on: it holds the variables of our table alone"
 
 
-def test_ragged_tokens_in_one_read() -> None:
-    backend = HostBackend()
-    a, b, c = request("a"), request("b"), request("c")
-    verdict = Verdict(
-        torch.tensor([[5, 6, 7], [8, 9, 10], [0, 0, 0]], dtype=torch.int32), torch.tensor([2, 3, 1]).int()
-    )
-    output = send(Step([a, b], verdict, unfinished=[c]), backend).get_output()
-    assert backend.num_host_reads == 1
-    assert output.req_ids == ["a", "b", "c"]
-    assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
-    assert output.sampled_token_ids == [[5, 6], [8, 9, 10], []], "an unfinished prompt answers with nothing"
-    assert output.logprobs is None
-
-
-def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
-    backend = HostBackend()
-    output = send(Step([], unfinished=[request("c")]), backend).get_output()
-    assert output.sampled_token_ids == [[]]
-    assert backend.num_host_reads == 0
-
-
-def test_each_request_gets_the_logprobs_it_asked_for() -> None:
-    """One wants the three likeliest, one named two tokens, one wants nothing, in one batch of Q = 2."""
-    backend = HostBackend()
-    top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
-    tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
-    step = Step(
-        [top, named, none],
-        Verdict(tokens, torch.tensor([2, 2, 1]).int()),
-        logprobs=logprobs(6, 4, 0),
-        scores=logprobs(6, 3, 100),
-    )
-    output = send(step, backend).get_output()
-    assert backend.num_host_reads == 1
-    assert output.logprobs is not None
-    first = output.logprobs.slice_request(0, 2)
-    assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert first.sampled_token_ranks.tolist() == [0, 1]
-    second = output.logprobs.slice_request(1, 2)
-    assert second.logprobs[:, :3].tolist() == [[106, 107, 108], [109, 110, 111]]
-    assert (second.logprobs[:, 3] == -torch.inf).all()
-
-
-class HiddenLogits:
-    """A model whose hidden states are its logits."""
-
-    adapters = None
-
-    def logits(self, hidden_NH: torch.Tensor, adapters_N: torch.Tensor | None) -> torch.Tensor:
-        return hidden_NH.clone()
-
-
-VOCAB = 30
-
-
-def expected_scores(hidden_TV: torch.Tensor, following: list[int], num_top: int) -> LogprobsTensors:
-    scores, tokens = hidden_TV[: len(following)].log_softmax(-1), torch.tensor(following)[:, None]
-    own = scores.gather(1, tokens)
-    best = scores.topk(num_top, dim=-1)
-    return LogprobsTensors(
-        torch.cat((tokens, best.indices), 1).int(), torch.cat((own, best.values), 1), (scores >= own).sum(-1).int()
-    )
-
-
-def same(found: LogprobsTensors | None, expected: LogprobsTensors) -> bool:
-    return found is not None and all(torch.equal(*pair) for pair in zip(found[:3], expected[:3], strict=True))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-@pytest.mark.parametrize("chunk", [5, 100, 130, 200])
-def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
-    device: type[HostBackend], chunk: int, overlap: bool
-) -> None:
-    """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
-    backend = device()
-    listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
-    requests = Requests(backend, 4, 600, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, 4, VOCAB, -1, "raw_logprobs")  # type: ignore[arg-type]
-    chunk_TV, seen = torch.zeros(512, VOCAB), set()
-    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, Downloads(backend, overlap=overlap))  # type: ignore[arg-type]
-    wanted = {"a": 3, "b": -1, "c": None}
-    length = {"a": 131, "b": 64, "c": 20}
-    prompts = {name: torch.randint(VOCAB, (length[name],)).tolist() for name in wanted}
-    hidden = {name: torch.randn(length[name], VOCAB) for name in wanted}
-    new = [
-        new_request(name, prompt, [1], params=SamplingParams(prompt_logprobs=wanted[name]))
-        for name, prompt in prompts.items()
-    ]
-    requests.apply(step(dict.fromkeys(prompts, 1), new=new))
-    steps_of: dict[str, LogprobsTensors | None] = {}
-    while going := {n: r for n, r in requests.by_id.items() if r.num_computed < r.num_prompt}:
-        counts = {name: min(chunk, request.num_prompt - request.num_computed) for name, request in going.items()}
-        pending = plan_batches(step(counts), requests, listed, {})
-        for batch in pending:
-            hidden_TV = torch.full((batch.shape.rows, batch.shape.queries, VOCAB), torch.nan)
-            for row, member, count in zip(hidden_TV, batch.requests, batch.counts, strict=False):
-                row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
-            chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
-            scoring.collect(batch, seen.add)
-        finishing = [member for batch in pending for member, _ in batch.finishing()]
-        done = Step(finishing, prompt_logprobs=take(finishing))
-        done.unfinished = [member for batch in pending for member in batch.continuing()]
-        done.verdict = Verdict(torch.ones(4, 1).int(), torch.ones(4).int())
-        before = backend.num_host_reads
-        output = send(done, backend).get_output()
-        assert backend.num_host_reads == before + 1
-        for name in output.prompt_logprobs_dict:
-            assert name not in steps_of
-            assert counts[name] + going[name].num_computed == length[name], "not before its last chunk"
-        steps_of |= output.prompt_logprobs_dict
-        for name, count in counts.items():
-            going[name].num_computed += count
-    assert set(steps_of) == {"a", "b"}
-    assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
-    assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
-    assert seen <= set(scoring.signatures())
-
-
-def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
-    """The user has them; outputs are prefilled beside the prompt."""
-    backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
-    requests = Requests(backend, 4, 100, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
-    downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
-    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
-    again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
-    requests.apply(step({"a": 5}, new=[again]))
-    (batch,) = plan_batches(step({"a": 5}), requests, listed, {})
-    scoring.collect(batch, lambda signature: None)
-    assert take(batch.requests) == []
-    assert backend.num_host_reads == 0
-
-
-def test_drafts_and_their_number_travel_in_the_same_read() -> None:
-    backend = HostBackend()
-    a, b = request("a"), request("b")
-    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
-    drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
-    report = send(Step([a, b], verdict, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)
-    output = report.get_output()
-    assert backend.num_host_reads == 1
-    assert isinstance(output, SpeculativeOutput)
-    assert output.num_real_drafts == {"a": 1, "b": 1}
-    assert report.step is not None
-    assert report.step.drafts is not None
-    assert report.step.drafts.tokens_BK.tolist() == [[7], [9], [0]]
+def broken(**changes: Any) -> dict[str, Any]:
+    return {**run(), **changes}
 
 
 @pytest.mark.parametrize(
-    ("numbers", "rounds"),
+    ("content", "words"),
     [
-        ([2, FAULTY, 0], [DraftRound(("b",), worked=True)]),
-        ([FAULTY, FAULTY, 0], [DraftRound(("a", "b"), worked=False)]),
-        ([0, FAULTY, 0], [DraftRound(("b",), worked=False)]),
-        ([1, 0, 0], [DraftRound()]),
-        ([0, 0, 0], []),
+        ("no such file", "No such file"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is no record of a run"),
+        ('{"tasks": {}}', "is no record of a run"),
+        (broken(version=2), "is a record of version 2, and this release reads 1"),
+        (broken(tasks={}), "tasks has none"),
+        (broken(tasks=[]), "tasks is []"),
+        (broken(device={"device": "cpu"}), "device.mode is missing"),
+        (broken(command=["a", 3]), "command[1] is 3"),
+        (run(task("ngram", -1.0)), "tasks.ngram.tokens_per_s is -1.0"),
+        (run(task("ngram", float("nan"))), "tasks.ngram.tokens_per_s is NaN"),
+        (run(task("ngram", 1.0, acc_rate="high")), 'tasks.ngram.acc_rate is "high"'),
+        (run(task("ngram", 1.0, k=3)), "other numbers of positions than k = 3"),
+        (run(task("ngram", 1.0, answers=[{**DRAFTED, "steps": [[1, 2]]}])), "no pairs of tokens and drafts"),
+        (run(task("ngram", 1.0, answers=[{**DRAFTED, "steps": [[9, 2]]}])), "other tokens than its steps brought"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
-    backend = HostBackend()
-    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
-    seen = DraftRound(("c",), worked=False)
-    step = Step([request("a"), request("b")], verdict, num_drafts_B=torch.tensor(numbers).int(), draft_rounds=[seen])
-    output = send(step, backend).get_output()
-    assert isinstance(output, SpeculativeOutput)
-    assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
-    assert output.draft_rounds == [*rounds, seen]
+def test_a_bad_file_is_one_clear_line(
+    content: str | dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.json"
+    if content != "no such file":
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert cli.main(["report", str(path), "-o", str(tmp_path / "report.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert "run.json" in line
+    assert re.search(r"; (give|make)", line), f"does not say what to do: {line}"
+    assert not (tmp_path / "report.html").exists()
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a reader of the page gets: its texts, its tables, and the elements that could load or run something."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.marked: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.texts.append(data)
+        if "mark" in self._open:
+            self.marked.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def rendered(*runs: dict[str, Any]) -> Page:
+    return Page(page.render([page.Run(f"run{place}.json", made) for place, made in enumerate(runs or (run(),), 1)]))
+
+
+def test_the_page_says_what_was_gained() -> None:
+    text = rendered().text
+    assert "ngram was 1.50 times as fast as no speculation: 60.0 tokens a second against 40.0." in text
+    assert "1.50 ×" in text
+    assert "65 % 13 of 20" in text
+    assert "Device cpu, mode eager. 1 prompt of 4 tokens, 1 request at a time, temperature 0." in text
+    assert "gaudi-spec demo --task compare" in text
+    # Each position of ten steps with drafts, and how many steps kept so many.
+    assert "1 80 % 2 50 %" in text
+    assert "0 2 1 3 2 5" in text
+
+
+def test_drafted_tokens_are_marked() -> None:
+    found = rendered()
+    assert found.marked == ["Marked and underlined", " was a"]
+    assert "2 of 4 tokens were drafts; 2 steps" in found.text
+
+
+def test_steps_of_every_kind_make_the_whole_text() -> None:
+    cut_off = answer("p", ("one", 0), ("two three", 2), ("four", 0), ("five", 0), ("six seven", 1))
+    assert page._parts(cut_off) == [(" one", 0), (" two three", 2), (" four five", 0), (" six", 1), (" seven", 0)]
+
+
+def test_what_does_not_pay_is_said() -> None:
+    text = rendered(run(task("baseline", 40.0, k=0), task("ngram", 30.0))).text
+    assert "No drafting paid here: ngram came nearest with 30.0 tokens a second, against 40.0 without." in text
+    alone = rendered(run(task("ngram", 30.0))).text
+    assert "ngram: 30.0 tokens a second." in alone
+    assert "times as fast" not in alone
+
+
+def test_a_compile_after_warm_up_stands_out() -> None:
+    late = task("ngram", 60.0, graphs={"warmup": 7, "after_warmup": 2}, compiled_after_warmup=3)
+    text = rendered(run(late)).text
+    assert "2 – should be 0" in text
+    assert "3 – should be 0" in text
+
+
+def test_several_runs_are_compared() -> None:
+    slow, fast = run(), run(task("baseline", 80.0, k=0), task("ngram", 200.0), device="hpu-emulated")
+    text = rendered(slow, fast).text
+    assert "2 runs" in text
+    assert "run1.json ngram drafter 60.0 tokens a second 1.50 ×" in text
+    assert "run2.json ngram drafter 200.0 tokens a second 2.50 ×" in text
+    assert "target: ngram was 2.50 times as fast" in text
+
+
+NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\ud800\u202e\0</style></title>"
+
+
+def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
+    """Everywhere: prompts, answers, names of models, tasks, files and commands."""
+    words = [NASTY, f" {NASTY}"]
+    said = {"prompt": NASTY, "pieces": words, "steps": [[2, 1]]}
+    made = run(task(NASTY, 2.0, answers=[said], draft_model=NASTY), device=NASTY, model=NASTY)
+    made |= {"command": [NASTY], "versions": {NASTY: NASTY}, "environment": {"VGS_DEVICE": NASTY}, "made": NASTY}
+    path = saved(tmp_path, made, "<b>.json")
+    html = tmp_path / "report.html"
+    assert cli.main(["report", str(path), str(path), "-o", str(html)]) == 0
+    written = html.read_bytes().decode()
+    found, harmless = Page(written), rendered(run(), run())
+    assert set(found.tags) == set(harmless.tags)
+    assert not {"script", "img", "iframe", "link", "object"} & set(found.tags)
+    assert {name for name, _ in found.attributes} == {name for name, _ in harmless.attributes}
+    assert found.text.count("<script>alert(1)</script>") > 10
+    assert "<script" not in written
+
+
+def test_the_page_loads_nothing() -> None:
+    html = page.render([page.Run("run.json", run())])
+    found = Page(html)
+    assert "script" not in found.tags
+    assert not {name for name, _ in found.attributes} & {"src", "href", "style", "onclick", "onload"}
+    assert "url(" not in html
+    assert "@import" not in html
+    policy = next(value for _, value in found.attributes if value.startswith("default-src"))
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+
+
+def test_json_in_place_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, html = saved(tmp_path, run()), tmp_path / "report.html"
+    assert cli.main(["report", str(path), "-o", str(html), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["ratio"] for one in told["runs"][0]["tasks"]] == [1.0, 1.5]
+    assert html.stat().st_size > 5000
+    assert cli.main(["report", str(path), "-o", str(html)]) == 0
+    assert capsys.readouterr().out == f"report: {html}\n"
+    assert cli.main(["report", str(path), "-o", "/no/such/report.html"]) == 2
+    assert "there is no folder /no/such for --output" in capsys.readouterr().err

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
 
+PLUGIN = "gaudi_spec"
+"""The name under which vLLM knows this package."""
+
+
 class _Entry(NamedTuple):
     module: str
     platform: str
@@ -38,6 +42,16 @@ _DEVICES = {
 }
 
 
+# Beside another release of vLLM: the module refuses as it is imported.
+REFUSING_PLATFORM = "vllm_gaudi_spec.wrong_vllm.Platform"
+DEVICES = tuple(_DEVICES)
+
+
+def asked_for() -> bool:
+    """Whether the user named this platform, rather than just installed it."""
+    return config.requested_device() is not None or PLUGIN in (config.vllm_plugins_allowed() or ())
+
+
 def choose_device() -> str | None:
     """The device this process runs on; None when another platform plugin should serve it."""
     if (requested := config.requested_device()) is not None:
@@ -53,13 +67,13 @@ def choose_device() -> str | None:
 @cache
 def gaudi_is_available() -> bool:
     """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
-    return _is_here("hpu", _GAUDI_NODES)
+    return _is_here("hpu")
 
 
 @cache
 def ascend_is_available() -> bool:
     """The same of an NPU."""
-    return _is_here("ascend", _ASCEND_NODES)
+    return _is_here("ascend")
 
 
 def missing_software(device: str) -> str | None:
@@ -68,21 +82,23 @@ def missing_software(device: str) -> str | None:
     return software if software is not None and find_spec(software) is None else None
 
 
-def _is_here(device: str, nodes: tuple[tuple[str, str], ...]) -> bool:
+def _is_here(device: str) -> bool:
     try:
-        return missing_software(device) is None and any(map(_has_entry, nodes))
+        return missing_software(device) is None and bool(cards(device))
     except (ImportError, OSError, ValueError):
         return False
 
 
-def _has_entry(place: tuple[str, str]) -> bool:
-    folder, pattern = place
-    return next(Path(folder).glob(pattern), None) is not None
+def cards(device: str) -> list[str]:
+    """The cards of a kind that a driver shows, by the files through which they are opened."""
+    return sorted(str(found) for folder, pattern in _NODES.get(device, ()) for found in Path(folder).glob(pattern))
 
 
-# Where drivers show their cards: current Gaudis, and those before the kernel's accelerator class.
-_GAUDI_NODES = (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*"))
-_ASCEND_NODES = (("/dev", "davinci[0-9]*"),)
+# Where drivers show their cards: current Gaudis, and those before the kernel's accelerator class; NPUs.
+_NODES = {
+    "hpu": (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
+    "ascend": (("/dev", "davinci[0-9]*"),),
+}
 
 
 @cache
@@ -105,6 +121,11 @@ def _say_inactive(others: tuple[str, ...]) -> None:
         logger.warning(
             "vllm_gaudi_spec stays inactive beside the platform plugin %s; set VGS_DEVICE to use it.", ", ".join(others)
         )
+
+
+@cache
+def say_wrong_vllm(reason: str) -> None:
+    logging.getLogger("vllm").warning("vllm_gaudi_spec stays inactive: %s.", reason)
 
 
 def platform_class(device: str) -> str:

@@ -7,6 +7,11 @@ import psutil
 _MOST = 4 << 30
 
 
-def for_kv(utilization: float) -> int:
+def free() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+def for_kv(utilization: float, less: int = 0) -> int:
+    """`less`: what will not be free any more when the cache is made."""
     # Unlike a card's memory this one has other users, and clearing it takes time at every start.
-    return min(int(psutil.virtual_memory().available * utilization / 2), _MOST)
+    return min(int((free() - less) * utilization / 2), _MOST)

@@ -6,17 +6,41 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_gaudi_spec.cli import graph_check
+from vllm_gaudi_spec import __version__
+from vllm_gaudi_spec.cli import completion, demo, doctor, graph_check, output, report, tune
+
+_COMMANDS = {
+    "doctor": doctor,
+    "demo": demo,
+    "report": report,
+    "graph-check": graph_check,
+    "tune": tune,
+    "completion": completion,
+}
+_STATUSES = (
+    "Exit status of all commands: 0 when all is well, 1 when something was found or failed, 2 for wrong options."
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gaudi-spec", description="Checks of vLLM on Intel Gaudi, real or emulated.")
+    parser = argparse.ArgumentParser(
+        prog="gaudi-spec", description="vLLM on Intel Gaudi, built around speculative decoding.", epilog=_STATUSES
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    graph_check.add_to(commands)
+    for command in _COMMANDS.values():
+        command.add_to(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when all is well, 1 when something was found, 2 for wrong options."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return graph_check.start(make_parser().parse_args(arguments), arguments)
+    options = make_parser().parse_args(arguments)
+    try:
+        return _COMMANDS[options.command].start(options, arguments)
+    except KeyboardInterrupt:
+        return output.fail(options.command, "interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; and what is left in the buffer has nowhere to go.
+        sys.stderr.close()
+        return output.PROBLEMS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.cli import counting, make_parser, summary, workload
+from vllm_gaudi_spec.cli import counting, make_parser, output, summary, workload
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.one_line import in_one_line
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -29,37 +29,25 @@ def main() -> int:
     try:
         result = check(options)
     except WrongOptions as error:
-        return _fail(str(error), 2)
+        return output.fail("graph-check", str(error), output.USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return output.fail("graph-check", "interrupted", 130)
     except Exception as error:
         if options.verbose:
             raise
-        return _fail(_explained(error), 1)
-    print(summary.table(result))
-    print()
-    print(summary.verdict(result), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        return output.fail("graph-check", _explained(error), output.PROBLEMS)
+    if options.json != output.STDOUT:
+        print(summary.table(result))
+        print()
+        print(summary.verdict(result), flush=True)
+    output.write_json(result, options.json)
     return 1 if result["findings"] else 0
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"gaudi-spec graph-check: error: {message}", file=sys.stderr, flush=True)
-    return status
 
 
 def _explained(error: Exception) -> str:
     if type(error).__name__ == _REFUSAL:
         return f"the card would refuse this: {in_one_line(error)}"
     return f"{type(error).__name__}: {in_one_line(error)} (--verbose shows where)"
-
-
-def in_one_line(error: Exception) -> str:
-    details = getattr(error, "errors", None)  # pydantic's own list of what failed
-    if callable(details):
-        return "; ".join(str(item["msg"]) for item in details())
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def say(text: str) -> None:
@@ -157,10 +145,10 @@ def drive(llm: LLM, items: list[workload.Item], look: Callable[[], None]) -> dic
             num_aborted += len(gone)
             for name in gone:
                 del leaving[name]
-        for output in engine.step():
-            if output.finished:
-                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                leaving.pop(output.request_id, None)
+        for answer in engine.step():
+            if answer.finished:
+                num_tokens += sum(len(completion.token_ids) for completion in answer.outputs)
+                leaving.pop(answer.request_id, None)
         tick += 1
         num_steps += 1
         if num_steps % _LOOK_EVERY == 0:

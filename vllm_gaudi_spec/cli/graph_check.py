@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_gaudi_spec.argument_types import at_least, json_object, positive
 from vllm_gaudi_spec.backends import missing_software
+from vllm_gaudi_spec.cli.output import add_json, become, fail, json_mistake, model_mistake, python
 
 DESCRIPTION = """\
 Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
@@ -58,25 +56,21 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
     )
-    add("--json", type=Path, metavar="FILE", help="write everything that was counted there as well")
+    add_json(parser, "everything that was counted")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Options are checked before anything heavy is loaded."""
     if mistake := mistake_in(options):
-        print(f"gaudi-spec graph-check: error: {mistake}", file=sys.stderr)
-        return 2
+        return fail("graph-check", mistake)
     return become(command(options, arguments))
 
 
 def mistake_in(options: argparse.Namespace) -> str | None:
     drafter = (options.speculative_config or {}).get("model")
-    for model in (options.model, drafter):
-        if isinstance(model, str) and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-            return f"there is no model folder {model}; give a folder or a Hugging Face id"
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        return f"there is no folder {options.json.absolute().parent} for --json; make it first"
+    if mistake := model_mistake(options.model, drafter) or json_mistake(options.json):
+        return mistake
     device = options.device
     if (software := missing_software(device)) is not None:
         return (
@@ -88,15 +82,7 @@ def mistake_in(options: argparse.Namespace) -> str | None:
 
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """The same command in the environment that the check needs, from the start: torch and vLLM read theirs when they
-    are loaded, and this package leaves reading the environment to config.py."""
+    """The same command in the environment that the check needs."""
     level = "INFO" if options.verbose else "WARNING"
     values = {**ENVIRONMENT, "VGS_DEVICE": options.device, "VLLM_LOGGING_LEVEL": level}
-    settings = [f"{name}={value}" for name, value in values.items()]
-    return ["env", *settings, sys.executable, "-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
-
-
-def become(words: list[str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvp(words[0], words)
+    return python("vllm_gaudi_spec.cli.check_engine", values, [*arguments])

@@ -14,7 +14,7 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 def fingerprint(model: str) -> str:
     """Of a folder's configuration, and of the size, beginning and end of each file of weights; of a name on the Hugging
     Face hub what was downloaded. "" where there are no weights yet."""
-    folder = _folder(model)
+    folder = folder_of(model)
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]) if folder is not None else []
     if folder is None or not weights:
         return ""
@@ -32,7 +32,8 @@ def fingerprint(model: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _folder(model: str) -> Path | None:
+def folder_of(model: str) -> Path | None:
+    """A model's files: its own folder, or what was downloaded of a name on the hub."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache

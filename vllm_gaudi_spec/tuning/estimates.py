@@ -135,8 +135,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return config | (config.get("text_config") or {})
 
 
-def _count_weights(folder: Path) -> tuple[int, bool]:
-    """Weights that a step reads, and whether there is an output matrix among them. Only headers are read."""
+def tensor_sizes(folder: Path) -> dict[str, int]:
+    """Of each tensor of a model, how many numbers it has. Only headers are read."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -144,6 +144,12 @@ def _count_weights(folder: Path) -> tuple[int, bool]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         sizes |= {name: math.prod(facts["shape"]) for name, facts in header.items()}
+    return sizes
+
+
+def _count_weights(folder: Path) -> tuple[int, bool]:
+    """Weights that a step reads, and whether there is an output matrix among them."""
+    sizes = tensor_sizes(folder)
     if not sizes:
         raise ValueError(f"an estimate needs the model's safetensors files; there are none in {folder}")
     own_head = any("lm_head" in name for name in sizes)

@@ -17,10 +17,10 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import QuantFilesError
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.terminal import counted
 from vllm_gaudi_spec.tuning import quant_configs
 from vllm_gaudi_spec.tuning.folder import DRAFT, TARGET, Folder, Role, fingerprint_of, read_json, write_json
 from vllm_gaudi_spec.tuning.options import engine_options
-from vllm_gaudi_spec.tuning.progress import progress
 from vllm_gaudi_spec.tuning.prompts import load_prompts
 from vllm_gaudi_spec.tuning.ranks import merge
 
@@ -163,7 +163,7 @@ def _chunks(prompts: Sequence[str], done: int, size: int) -> Iterator[Sequence[s
     starts = range(done, len(prompts), size)
     chunks = (prompts[start : start + size] for start in starts)
     before = -(-done // size)
-    return progress(chunks, f"measuring, chunks of {size} prompts", before + len(starts), before)
+    return counted(chunks, f"measuring, chunks of {size} prompts", before + len(starts), before)
 
 
 def _generate(llm: LLM, run: Run, prompts: Sequence[str]) -> None:

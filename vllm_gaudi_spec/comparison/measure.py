@@ -1,16 +1,23 @@
-"""Measure one way of drafting, and compare its tokens with the baseline's; a part of spec_decode.py."""
+"""Measure one way of drafting, and compare its tokens with the baseline's."""
+
+from __future__ import annotations
 
 import gc
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
+
+from vllm_gaudi_spec.comparison.answers import Answer, ask
+from vllm_gaudi_spec.terminal import counting
+
+Say = Callable[[str], None]
 
 LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
 WARMUP_TOKENS = 16
@@ -18,7 +25,6 @@ OTHER_TOKENS = 128
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
 MOST_POSITIONS = 64
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +58,17 @@ class Setup:
             enforce_eager=self.enforce_eager,
             speculative_config=config,
             disable_log_stats=False,  # the draft counters are metrics
+            **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )
 
-    def generate(self, llm: LLM, prompts: list[str], max_tokens: int) -> list[RequestOutput]:
+    def generate(
+        self, llm: LLM, prompts: list[str], max_tokens: int, more: Callable[[int], None] | None = None
+    ) -> list[Answer]:
         sampling = [
             SamplingParams(temperature=self.temperature, seed=self.seed + i, max_tokens=max_tokens, ignore_eos=True)
             for i in range(len(prompts))
         ]
-        return llm.generate(prompts, sampling)
+        return ask(llm, prompts, sampling, more)
 
 
 @dataclass
@@ -67,7 +76,7 @@ class Run:
     """A measured task; its engine stays for a closer look at the answers until it is closed."""
 
     llm: LLM | None
-    outputs: list[RequestOutput]
+    answers: list[Answer]
     report: dict[str, Any]
 
     def close(self) -> None:
@@ -75,45 +84,56 @@ class Run:
         gc.collect()
 
 
-def measure(task: str, config: dict[str, Any] | None, setup: Setup, trace: Path | None = None) -> Run:
+def measure(task: str, config: dict[str, Any] | None, setup: Setup, say: Say, trace: Path | None = None) -> Run:
     """Load, warm up, measure."""
-    print(f"[{task}] loading", flush=True)
+    say(f"[{task}] loading")
     llm = LLM(**setup.engine_options(config))
     for _ in range(setup.num_warmups):
-        print(f"[{task}] warm-up run", flush=True)
+        say(f"[{task}] warm-up run")
         setup.generate(llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
-    print(f"[{task}] measured run: {len(setup.prompts)} x {setup.osl} tokens", flush=True)
+    say(f"[{task}] measured run: {len(setup.prompts)} x {setup.osl} tokens")
     before = draft_counts(llm)
-    started = time.perf_counter()
-    with profiled(trace):
-        outputs = setup.generate(llm, setup.prompts, setup.osl)
-        latency = time.perf_counter() - started
+    with counting(f"[{task}] tokens", len(setup.prompts) * setup.osl) as more:
+        started = time.perf_counter()
+        with profiled(trace, say):
+            answers = setup.generate(llm, setup.prompts, setup.osl, more)
+            latency = time.perf_counter() - started
     counts = drafted_since(before, llm)
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
     steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
     k = config["num_speculative_tokens"] if config else 0
+    tokenizer = llm.get_tokenizer()
     report = {
         "task": task,
         "k": k,
+        "draft_model": (config or {}).get("model"),
         "batch_size": setup.batch_size,
         "latency_s": latency,
         "tokens_per_s": num_tokens / latency,
         **acceptance(counts, k),
-        "tokens_per_step": tokens_per_step(num_tokens - len(outputs), counts["num_accepted_tokens"]),
+        "accepted_lengths": accepted_lengths(answers, k),
+        "tokens_per_step": tokens_per_step(num_tokens - len(answers), counts["num_accepted_tokens"]),
         "graphs": steps["graphs"],
         "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
+        "steps": steps["steps"],
         "host_syncs_per_step": steps["host_syncs_per_step"],
-        "acc_rate_elsewhere": rate_elsewhere(setup, llm) if k and setup.other_prompts else None,
+        "acc_rate_elsewhere": rate_elsewhere(setup, llm, say) if k and setup.other_prompts else None,
         "matches_baseline": None,
         "trace": str(trace) if trace else None,
-        "prompts": [output.prompt for output in outputs],
-        "texts": [output.outputs[0].text for output in outputs],
+        "answers": [
+            {"prompt": answer.prompt, "pieces": answer.pieces(tokenizer), "steps": answer.steps()} for answer in answers
+        ],
     }
-    return Run(llm, outputs, report)
+    return Run(llm, answers, report)
 
 
-def rate_elsewhere(setup: Setup, llm: LLM) -> float | None:
-    print(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone", flush=True)
+def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
+    """How many steps with drafts accepted 0, 1, ... k of them."""
+    return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
+
+
+def rate_elsewhere(setup: Setup, llm: LLM, say: Say) -> float | None:
+    say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
     before = draft_counts(llm)
     setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
     rate: float | None = acceptance(drafted_since(before, llm), 0)["acc_rate"]
@@ -160,14 +180,8 @@ def tokens_per_step(num_tokens: int, accepted: int) -> float:
 # ---- profiling -----------------------------------------------------------------------------------------
 
 
-def stay_in_process() -> None:
-    """A profiler sees its own process only."""
-    if os.environ.setdefault(IN_PROCESS, "0") != "0":
-        raise ValueError(f"--do_profile needs the engine in this process: unset {IN_PROCESS} or set it to 0")
-
-
 @contextmanager
-def profiled(trace: Path | None) -> Iterator[None]:
+def profiled(trace: Path | None, say: Say) -> Iterator[None]:
     if trace is None:
         yield
         return
@@ -176,7 +190,7 @@ def profiled(trace: Path | None) -> Iterator[None]:
     with profile(activities=supported_activities()) as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
-    print(f"trace of the measured run: {trace}", flush=True)
+    say(f"trace of the measured run: {trace}")
 
 
 # ---- comparing with the baseline -----------------------------------------------------------------------
@@ -184,24 +198,24 @@ def profiled(trace: Path | None) -> Iterator[None]:
 
 def compare(base: Run, run: Run, temperature: float) -> dict[str, int]:
     """How many texts equal the baseline's, token by token, up to the first tie."""
-    pairs = zip(base.outputs, run.outputs, strict=True)
+    assert base.llm is not None, "the baseline's engine is asked about ties"
+    pairs = zip(base.answers, run.answers, strict=True)
     verdicts = [compare_one(base.llm, *pair, temperature) for pair in pairs]
     return {name: verdicts.count(name) for name in ("equal", "tied", "different")}
 
 
-def compare_one(base_llm: LLM, base: RequestOutput, output: RequestOutput, temperature: float) -> str:
-    base_ids, ids = list(base.outputs[0].token_ids), list(output.outputs[0].token_ids)
-    if base_ids == ids:
+def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float) -> str:
+    if base.token_ids == answer.token_ids:
         return "equal"
-    pairs = zip(base_ids, ids, strict=False)
+    pairs = zip(base.token_ids, answer.token_ids, strict=False)
     first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
     # The noise of a sampled token is not to be had from outside, so only greedy ties can be told.
     if first is None or temperature > 0:
         return "different"
-    prefix = {"prompt_token_ids": [*base.prompt_token_ids, *base_ids[:first]]}
+    prefix = tokens_input([*base.prompt_ids, *base.token_ids[:first]])
     look = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     candidates = base_llm.generate(prefix, look, use_tqdm=False)[0].outputs[0].logprobs[0]
-    if base_ids[first] not in candidates or ids[first] not in candidates:
+    expected, got = base.token_ids[first], answer.token_ids[first]
+    if expected not in candidates or got not in candidates:
         return "different"
-    gap = abs(candidates[base_ids[first]].logprob - candidates[ids[first]].logprob)
-    return "tied" if gap <= TIE else "different"
+    return "tied" if abs(candidates[expected].logprob - candidates[got].logprob) <= TIE else "different"

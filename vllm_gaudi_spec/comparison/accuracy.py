@@ -1,11 +1,13 @@
-"""GSM8K through lm-eval; a part of spec_decode.py.
+"""GSM8K through lm-eval.
 
 Neither lm-eval nor its data come with this project, and this has not been tried with them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
-from spec_measure import Setup
+from vllm_gaudi_spec.comparison.measure import Setup
 
 TASK = "gsm8k"
 QUESTION_TOKENS = 2048  # five worked examples and a question

@@ -1,0 +1,68 @@
+"""Records of runs, as `gaudi-spec demo --json` writes them, with figures that are easy to check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_gaudi_spec.report import record
+
+
+def answer(prompt: str, *steps: tuple[str, int]) -> dict[str, Any]:
+    """Each step as its tokens, a word each, and how many of them were drafts."""
+    pieces = [f" {word}" for text, _ in steps for word in text.split()]
+    return {"prompt": prompt, "pieces": pieces, "steps": [[len(text.split()), drafts] for text, drafts in steps]}
+
+
+PLAIN = answer("Once upon a time", ("there", 0), ("was", 0), ("a", 0), ("boat", 0))
+DRAFTED = answer("Once upon a time", ("there", 0), ("was a boat", 2))
+
+
+def task(
+    name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
+) -> dict[str, Any]:
+    """The baseline with k = 0; else 10 steps with drafts: two accepted none of theirs, three one, five two."""
+    drafted: dict[str, Any] = {
+        "acc_rate": 0.65,
+        "acc_counts": [8, 5],
+        "num_drafts": 10,
+        "num_draft_tokens": 20,
+        "num_accepted_tokens": 13,
+        "accepted_lengths": [2, 3, 5],
+        "tokens_per_step": 2.3,
+        "draft_model": "models/drafter",
+        "matches_baseline": {"equal": 1, "tied": 0, "different": 0},
+    }
+    plain: dict[str, Any] = {
+        "acc_rate": None,
+        "acc_counts": [],
+        "num_drafts": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "accepted_lengths": [0],
+        "tokens_per_step": 1.0,
+        "draft_model": None,
+        "matches_baseline": None,
+    }
+    return {
+        "task": name,
+        "k": k,
+        "batch_size": 1,
+        "tokens_per_s": speed,
+        "latency_s": 4.0,
+        "graphs": {"warmup": 7, "listed": 9, "after_warmup": 0, "unexpected": []},
+        "compiled_after_warmup": None,
+        "steps": 12,
+        "host_syncs_per_step": 1.0,
+        "answers": answers or [DRAFTED if k else PLAIN],
+        **(drafted if k else plain),
+        **more,
+    }
+
+
+def run(*tasks: dict[str, Any], device: str = "cpu", model: str = "/models/target") -> dict[str, Any]:
+    return record.make(
+        command=["gaudi-spec", "demo", "--task", "compare"],
+        device={"device": device, "mode": "eager"},
+        settings={"model": model, "dtype": "float32", "osl": 4, "batch_size": 1, "temperature": 0.0, "seed": 0},
+        tasks={one["task"]: one for one in tasks or (task("baseline", 40.0, k=0), task("ngram", 60.0))},
+    )

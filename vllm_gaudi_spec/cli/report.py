@@ -1,0 +1,51 @@
+"""`gaudi-spec report`: records of runs as one page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.cli.output import FINE, STDOUT, add_json, fail, json_mistake, write_json
+
+DESCRIPTION = """\
+Write one page of what runs recorded (`gaudi-spec demo --json RUN.json`): speeds against no speculation, how far drafts
+were accepted, the texts with accepted tokens marked, graphs and host reads, and the command to run it again. Several
+records are compared. The page is one file that loads nothing, and has no script.
+
+Exit status: 0 when the page is written, 2 when a record can not be read or the options make no sense.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "report",
+        help="a page about one run or several",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
+    )
+    add_json(parser, "the figures of the page")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from vllm_gaudi_spec.report import page, record
+
+    folder = options.output.absolute().parent
+    if not folder.is_dir():
+        return fail("report", f"there is no folder {folder} for --output; make it first")
+    if mistake := json_mistake(options.json):
+        return fail("report", mistake)
+    try:
+        runs = [page.Run(str(path), record.read(path)) for path in options.runs]
+        page.write(runs, options.output)
+    except (record.RecordError, OSError) as error:
+        return fail("report", str(error))
+    write_json(page.summary(runs), options.json)
+    if options.json != STDOUT:
+        print(f"report: {options.output.absolute()}")
+    return FINE

@@ -1,0 +1,79 @@
+"""Ask an engine, and keep how each answer came: in which steps, and how many tokens of each were drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM, CompletionOutput, SamplingParams
+
+
+@dataclass
+class Answer:
+    prompt: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """How many tokens each step of the target brought; the first is the prompt's."""
+    histogram: list[int] = field(default_factory=list)
+    """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
+
+    def take(self, completion: CompletionOutput) -> int:
+        """What a step brought of it."""
+        new = list(completion.token_ids)
+        if new:
+            self.token_ids += new
+            self.sizes.append(len(new))
+        if completion.spec_decode_metrics is not None:
+            self.histogram = list(completion.spec_decode_metrics.histogram)
+        return len(new)
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Of each step, its tokens and how many of these were drafts. A step's last token is the target's own, save
+        where the answer's end cut it off: what is missing from the engine's count then is the last step's."""
+        drafts = [size - 1 for size in self.sizes]
+        if drafts:
+            drafts[-1] += sum(number * steps for number, steps in enumerate(self.histogram)) - sum(drafts)
+        steps = list(zip(self.sizes, drafts, strict=True))
+        if any(not 0 <= accepted <= size for size, accepted in steps):
+            raise RuntimeError(f"the engine accepted other numbers of drafts than its steps brought: {steps}")
+        return steps
+
+    def pieces(self, tokenizer: Any) -> list[str]:
+        """What each token added to the text, as vLLM writes it."""
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        request: Any = SimpleNamespace(
+            request_id="", sampling_params=self.params, prompt_token_ids=self.prompt_ids, prompt_embeds=None
+        )
+        text = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        pieces = []
+        for token in self.token_ids:
+            before = len(text.output_text)
+            text.update([token], False)
+            pieces.append(text.output_text[before:])
+        return pieces
+
+
+def ask(
+    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
+) -> list[Answer]:
+    """`more` is told of tokens as they come."""
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    answers = {}
+    for place, (text, wanted) in enumerate(zip(prompts, params, strict=True)):
+        answer = answers[str(place)] = Answer(text, tokenizer.encode(text), wanted)
+        wanted.output_kind = RequestOutputKind.DELTA
+        engine.add_request(str(place), tokens_input(answer.prompt_ids, prompt=text), wanted)
+    while engine.has_unfinished_requests():
+        brought = sum(answers[output.request_id].take(output.outputs[0]) for output in engine.step())
+        if more is not None:
+            more(brought)
+    return list(answers.values())

@@ -1,0 +1,31 @@
+"""What was found: one line each, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
+"""Severities: only a problem keeps the platform, or the pair of models, from running."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    severity: str
+    about: str
+    text: str
+    remedy: str = ""
+
+    @classmethod
+    def refusal(cls, about: str, message: str) -> Finding:
+        """Of a refusal in one line, which ends with what to do."""
+        text, _, remedy = message.rpartition("; ")
+        return cls(PROBLEM, about, text or message, remedy if text else "")
+
+
+def verdict(findings: list[Finding]) -> str:
+    counts = {name: sum(found.severity == name for found in findings) for name in (PROBLEM, WARNING)}
+    told = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    if not counts[PROBLEM]:
+        return f"fine, with {told}" if told else "fine"
+    first = next(found for found in findings if found.severity == PROBLEM)
+    return f"{told}; first: {first.remedy or first.text}"

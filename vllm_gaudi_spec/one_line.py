@@ -1,0 +1,8 @@
+"""An error as one line, for the last line that a user reads."""
+
+
+def in_one_line(error: BaseException) -> str:
+    details = getattr(error, "errors", None)  # pydantic's own list of what failed
+    if callable(details):
+        return "; ".join(str(item["msg"]) for item in details())
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,163 @@
+"""The record of a run: one JSON object, with a version, made here and checked here when it is read again.
+
+{"format", "version", "made", "command", "environment", "versions", "device", "settings", "tasks"}; a task's figures are
+those that SHAPE names and more. `answers` has each prompt, the answer in pieces, a piece a token, and for each step of
+the target how many tokens it brought and how many of these were drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.config import environment_value
+from vllm_gaudi_spec.variables import VARIABLES
+
+FORMAT = "vllm-gaudi-spec run"
+VERSION = 1
+_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", "torch-npu")
+
+
+class RecordError(ValueError):
+    """A file that is no record, or not one that can be read; the message is one line and names the file."""
+
+
+def make(
+    command: Sequence[str], device: dict[str, str], settings: dict[str, Any], tasks: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
+    found |= {name: versions.installed(name) for name in _PACKAGES}
+    values = {variable.name: environment_value(variable.name) for variable in VARIABLES}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(command),
+        "environment": {name: value for name, value in values.items() if value is not None},
+        "versions": {name: version for name, version in found.items() if version is not None},
+        "device": device,
+        "settings": settings,
+        "tasks": tasks,
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror or error}; give the file that --json wrote") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path} is not JSON ({error}); give the file that --json wrote") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RecordError(f"{path} is no record of a run; give the file that `gaudi-spec demo --json FILE` wrote")
+    if found.get("version") != VERSION:
+        raise RecordError(
+            f"{path} is a record of version {found.get('version')}, and this release reads {VERSION}; "
+            "make it again with this release"
+        )
+    try:
+        _check(found, SHAPE, "")
+        _check_answers(found)
+    except _Mismatch as mismatch:
+        raise RecordError(f"{path} is damaged: {mismatch}; make it again") from None
+    return found
+
+
+# ---- what a record looks like ----------------------------------------------------------------------------
+
+_NUMBER = (int, float)
+_MAYBE = type(None)
+SHAPE: dict[str, Any] = {
+    "made": str,
+    "command": [str],
+    "environment": {str: str},
+    "versions": {str: str},
+    "device": {"device": str, "mode": str},
+    "settings": {"model": str, "dtype": str, "osl": int, "batch_size": int, "temperature": _NUMBER},
+    "tasks": {
+        str: {
+            "k": int,
+            "tokens_per_s": _NUMBER,
+            "latency_s": _NUMBER,
+            "tokens_per_step": _NUMBER,
+            "acc_rate": (*_NUMBER, _MAYBE),
+            "acc_counts": [int],
+            "num_drafts": int,
+            "num_draft_tokens": int,
+            "num_accepted_tokens": int,
+            "accepted_lengths": [int],
+            "draft_model": (str, _MAYBE),
+            "matches_baseline": ({str: int}, _MAYBE),
+            "graphs": {"warmup": int, "after_warmup": int},
+            "compiled_after_warmup": (int, _MAYBE),
+            "steps": int,
+            "host_syncs_per_step": _NUMBER,
+            "answers": [{"prompt": str, "pieces": [str], "steps": [[int]]}],
+        }
+    },
+}
+
+
+class _Mismatch(Exception):
+    pass
+
+
+def _check(value: Any, shape: Any, place: str) -> None:
+    """A type, a list of one shape, an object with these names and maybe more, or with any names; or one of several.
+    Numbers are figures: none is negative, or not a number."""
+    if isinstance(shape, tuple):
+        if not any(_fits(value, one, place) for one in shape):
+            raise _Mismatch(f"{place} is {_shortened(value)}")
+    elif isinstance(shape, list):
+        _expect(isinstance(value, list), value, place)
+        for number, item in enumerate(value):
+            _check(item, shape[0], f"{place}[{number}]")
+    elif isinstance(shape, dict):
+        _expect(isinstance(value, dict), value, place)
+        wanted = dict.fromkeys(value, shape[str]) if str in shape else shape
+        for name, inner in wanted.items():
+            inside = f"{place}.{name}" if place else name
+            if name not in value:
+                raise _Mismatch(f"{inside} is missing")
+            _check(value[name], inner, inside)
+    else:
+        is_sane = not isinstance(value, bool) and not (isinstance(value, int | float) and not 0 <= value < math.inf)
+        _expect(isinstance(value, shape) and is_sane, value, place)
+
+
+def _fits(value: Any, shape: Any, place: str) -> bool:
+    try:
+        _check(value, shape, place)
+    except _Mismatch:
+        return False
+    return True
+
+
+def _expect(holds: bool, value: Any, place: str) -> None:
+    if not holds:
+        raise _Mismatch(f"{place} is {_shortened(value)}")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_answers(found: dict[str, Any]) -> None:
+    if not found["tasks"]:
+        raise _Mismatch("tasks has none")
+    for name, task in found["tasks"].items():
+        if len(task["acc_counts"]) != task["k"] or len(task["accepted_lengths"]) != task["k"] + 1:
+            raise _Mismatch(f"tasks.{name} has other numbers of positions than k = {task['k']}")
+        for number, answer in enumerate(task["answers"]):
+            steps = answer["steps"]
+            if any(len(step) != 2 or not 0 <= step[1] <= step[0] for step in steps):
+                raise _Mismatch(f"tasks.{name}.answers[{number}].steps are no pairs of tokens and drafts among them")
+            if sum(step[0] for step in steps) != len(answer["pieces"]):
+                raise _Mismatch(f"tasks.{name}.answers[{number}] has other tokens than its steps brought")
