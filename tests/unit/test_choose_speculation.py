@@ -252,14 +252,16 @@ def test_an_answer_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: py
         return {"context": 7, "acceptance": {"2": [counts]}, "costs": [cost]}
 
     monkeypatch.setattr("vllm_gaudi_spec.tuning.cases.run_module", run)
-    cases = Cases(tmp_path / "kept", said := [].append)
+    answered: list[int] = []
+    cases = Cases(tmp_path / "kept", said := [].append, answered.append)
     first = cases.answer("eagle-2", {"model": "m"})
     assert first.acceptance == {2: Acceptance(2, (Counts(3, 2, (1,)),))}
     assert first.costs == (StepCost(1, 1.0, 2.0, 0.5),)
-    assert Cases(tmp_path / "kept", said).answer("eagle-2", {"model": "m"}) == first
+    assert Cases(tmp_path / "kept", said, answered.append).answer("eagle-2", {"model": "m"}) == first
     assert len(asked) == 1
     cases.answer("eagle-2", {"model": "other"})
     assert len(asked) == 2
+    assert answered == [1, 1, 1]
 
 
 def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:

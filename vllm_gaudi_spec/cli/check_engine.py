@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec.cli import counting, make_parser, output, summary, workload
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.one_line import in_one_line
+from vllm_gaudi_spec.terminal import counting as counting_requests
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -68,8 +69,9 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     ):
         say(f"{len(items)} requests ({title})")
         meter = counting.Meter(meter.last)
-        for name, count in drive(llm, items, look_with(meter, llm)).items():
-            traffic[name] += count
+        with counting_requests(f"requests ({title})", len(items)) as more:
+            for name, count in drive(llm, items, look_with(meter, llm), more).items():
+                traffic[name] += count
         phases[title] = counting.phase(meter).as_dict()
     result = {
         **describe(llm, options),
@@ -126,8 +128,10 @@ def look_with(meter: counting.Meter, llm: LLM) -> Callable[[], None]:
     return lambda: meter.look(report(llm))
 
 
-def drive(llm: LLM, items: list[workload.Item], look: Callable[[], None]) -> dict[str, int]:
-    """Each request comes and leaves at its step; pauses without work are skipped."""
+def drive(
+    llm: LLM, items: list[workload.Item], look: Callable[[], None], more: Callable[[int], None]
+) -> dict[str, int]:
+    """Each request comes and leaves at its step; pauses without work are skipped. `more` is told of those that end."""
     engine = llm.llm_engine
     waiting = sorted(items, key=lambda item: item.arrives)[::-1]
     leaving: dict[str, int] = {}
@@ -143,12 +147,14 @@ def drive(llm: LLM, items: list[workload.Item], look: Callable[[], None]) -> dic
         if gone := [name for name, when in leaving.items() if when <= tick]:
             engine.abort_request(gone)
             num_aborted += len(gone)
+            more(len(gone))
             for name in gone:
                 del leaving[name]
         for answer in engine.step():
             if answer.finished:
                 num_tokens += sum(len(completion.token_ids) for completion in answer.outputs)
                 leaving.pop(answer.request_id, None)
+                more(1)
         tick += 1
         num_steps += 1
         if num_steps % _LOOK_EVERY == 0:

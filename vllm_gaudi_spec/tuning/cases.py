@@ -45,8 +45,15 @@ class Cases:
 
     folder: Path
     say: Callable[[str], None]
+    more: Callable[[int], None]
+    """Is told of each answer."""
 
     def answer(self, name: str, task: dict[str, Any]) -> Answer:
+        found = self._answer(name, task)
+        self.more(1)
+        return found
+
+    def _answer(self, name: str, task: dict[str, Any]) -> Answer:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / f"{name}-{_digest(task)}.json"
         if kept.exists():

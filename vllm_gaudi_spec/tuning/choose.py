@@ -15,6 +15,7 @@ from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, quant_config_path
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.terminal import counting
 from vllm_gaudi_spec.tuning import chart, choice
 from vllm_gaudi_spec.tuning.cases import Cases
 from vllm_gaudi_spec.tuning.choice import Candidate
@@ -32,21 +33,28 @@ Say = Callable[[str], None]
 def candidates(options: argparse.Namespace, say: Say) -> list[Candidate]:
     prompts = load_prompts(options.prompts, options.limit)
     drafters = [*options.draft, *(drafter for drafter in [Drafter.parse("ngram")] if drafter not in options.draft)]
-    cases = Cases(options.out, say)
     if options.device:
         for drafter in drafters:  # what can not be estimated is refused before acceptance is measured
             estimate(drafter, 1, 1, options.context or 1, options)
-        return [found for drafter in drafters for found in estimated(drafter, prompts, cases, options, say)]
-    plain = timed_without_drafts(prompts, cases, options, say)
-    return [found for drafter in drafters for found in timed(drafter, prompts, plain, cases, options, say)]
+        with counting("engines", len(drafters)) as more:
+            cases = Cases(options.out, say, more)
+            return [found for drafter in drafters for found in estimated(drafter, prompts, cases, options, say)]
+    with counting("engines", len(drafters) * len(set(options.num_drafts)) + times_plain_engine()) as more:
+        cases = Cases(options.out, say, more)
+        plain = timed_without_drafts(prompts, cases, options, say)
+        return [found for drafter in drafters for found in timed(drafter, prompts, plain, cases, options, say)]
+
+
+def times_plain_engine() -> bool:
+    """Where a device works behind the host's back, a host's clock can not tell what a drafter takes of a plain step: so
+    plain steps are timed in an engine without one."""
+    return choose_device() != "cpu"
 
 
 def timed_without_drafts(
     prompts: list[str], cases: Cases, options: argparse.Namespace, say: Say
 ) -> dict[int, StepCost] | None:
-    """Where a device works behind the host's back, a host's clock can not tell what a drafter takes of a plain step: so
-    plain steps are timed in an engine without one."""
-    if choose_device() == "cpu":
+    if not times_plain_engine():
         return None
     say(f"no drafter: steps at batch {words(sizes(options))}")
     task = task_of(None, 0, prompts, options) | {"asked": [], "batches": sizes(options)}
