@@ -3,6 +3,5 @@
 
 def in_one_line(error: BaseException) -> str:
     details = getattr(error, "errors", None)  # pydantic's own list of what failed
-    if callable(details):
-        return "; ".join(str(item["msg"]) for item in details())
-    return " ".join(str(error).split()) or type(error).__name__
+    told = "; ".join(str(item["msg"]) for item in details()) if callable(details) else str(error)
+    return " ".join(told.split()) or type(error).__name__

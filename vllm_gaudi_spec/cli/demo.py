@@ -59,6 +59,8 @@ def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     given = list(arguments[1:])
     defaults = [*("--num_prompts", str(NUM_PROMPTS))] if not (options.prompts or options.num_prompts) else []
     for name, value in DEFAULTS.items():
+        if getattr(options, name) != value:
+            continue  # the user's own stands among the arguments
         defaults += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     values = unless_set(
         VLLM_LOGGING_LEVEL="WARNING",

@@ -65,6 +65,7 @@ class Comparison:
         self.options, self.command = options, command
         # What is printed of a run in words makes room for a record on stdout.
         self.words = sys.stderr if options.json == _STDOUT else sys.stdout
+        self.environment = record.environment()
         self.device = describe_device()
 
     def say(self, text: str) -> None:
@@ -147,6 +148,7 @@ class Comparison:
         options = self.options
         made = record.make(
             command=self.command,
+            environment=self.environment,
             device=self.device,
             settings={name: getattr(setup, name) for name in ("model", "dtype", *setup.OPTIONS)},
             tasks=reports,

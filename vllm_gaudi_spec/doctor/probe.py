@@ -76,6 +76,7 @@ def _vllm() -> Iterator[Finding]:
 
 
 def _platform() -> Iterator[Finding]:
+    import vllm.engine.arg_utils  # noqa: F401  # as `vllm serve` does, before there is a device
     from vllm.platforms import current_platform
 
     kind = type(current_platform)

@@ -28,18 +28,27 @@ class RecordError(ValueError):
     """A file that is no record, or not one that can be read; the message is one line and names the file."""
 
 
+def environment() -> dict[str, str]:
+    """Of the variables that matter those that are set: to be asked before a run, which sets some itself."""
+    values = {variable.name: environment_value(variable.name) for variable in VARIABLES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def make(
-    command: Sequence[str], device: dict[str, str], settings: dict[str, Any], tasks: dict[str, dict[str, Any]]
+    command: Sequence[str],
+    environment: dict[str, str],
+    device: dict[str, str],
+    settings: dict[str, Any],
+    tasks: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
     found |= {name: versions.installed(name) for name in _PACKAGES}
-    values = {variable.name: environment_value(variable.name) for variable in VARIABLES}
     return {
         "format": FORMAT,
         "version": VERSION,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(command),
-        "environment": {name: value for name, value in values.items() if value is not None},
+        "environment": environment,
         "versions": {name: version for name, version in found.items() if version is not None},
         "device": device,
         "settings": settings,
