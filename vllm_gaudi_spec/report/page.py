@@ -69,7 +69,7 @@ def _run(run: Run, fastest: float) -> dict[str, Any]:
         "headline": _headline(tasks),
         "device": device["device"],
         "mode": device["mode"],
-        "made": record["made"],
+        "made": record["made"].replace("+00:00", " UTC").replace("T", " ", 1),
         "workload": f"{_number(len(answers), 'prompt')} of {_number(settings['osl'], 'token')}, "
         f"{_number(settings['batch_size'], 'request')} at a time, temperature {settings['temperature']:g}",
         "tasks": tasks,
