@@ -2,8 +2,9 @@
 
 python3 requirements/browser.py    prints its path, after installing Debian's package where there is none
 
-Debian's, because it comes with the libraries it needs, is mended when Chromium is, and is verified by apt. No package
-index for Python has a browser: what is published there downloads one from elsewhere. Only the standard library is used.
+Debian's, because it comes with the libraries it needs, is mended when Chromium is, and is verified by apt. Packages for
+Python bring no browser, they download one from elsewhere; those of npm need Node.js first, and libraries all the same.
+Only the standard library is used.
 """
 
 from __future__ import annotations
