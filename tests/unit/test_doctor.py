@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -443,3 +444,10 @@ def test_the_documentation_has_the_table_of_variables() -> None:
     written = (ROOT / "docs" / "command_line.md").read_text()
     rows = [f"| `{variable.name}` | {variable.default} | {variable.meaning} |" for variable in VARIABLES]
     assert "\n".join(rows) in written
+
+
+def test_the_table_has_every_variable_that_is_read() -> None:
+    """Those of ours and of the Gaudi bridge, by name; one is a note of ours to child processes."""
+    source = (ROOT / "vllm_gaudi_spec" / "config.py").read_text()
+    read = set(re.findall(r'"((?:VGS|PT_HPU|VLLM_CPU)_[A-Z_]+|QUANT_CONFIG|VLLM_GRAPH_RESERVED_MEM)"', source))
+    assert read - {variable.name for variable in VARIABLES} == {"VGS_START_METHOD_CHOSEN_BY"}
