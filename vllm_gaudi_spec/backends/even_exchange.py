@@ -10,6 +10,8 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 
 
 class EvenExchange(DeviceCommunicatorBase):
+    all2all_manager: Any
+
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         if self.use_all2all and self.all2all_manager is None:

@@ -54,7 +54,8 @@ def load_head(
 
 class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
-        super().__init__(*args, **named, adapt=partial(share, target.model, group=target.group))
+        named["adapt"] = partial(share, target.model, group=target.group)
+        super().__init__(*args, **named)
         self.hand_out(carried_too)
         writes_with_targets = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
         self._group_of_output = target.group if writes_with_targets else self.group

@@ -41,7 +41,7 @@ class Together(NamedTuple):
 def merged(plans: list[list[Rectangle]]) -> list[Together]:
     """The forwards that serve every rank's plan, each plan in its own order: one that comes later may read what one
     before it wrote. The same on all ranks, since all know all plans."""
-    places, steps = [0] * len(plans), []
+    places, steps = [0] * len(plans), list[Together]()
     while True:
         next_ones = {
             rank: plan[place] for rank, (plan, place) in enumerate(zip(plans, places, strict=True)) if plan[place:]
