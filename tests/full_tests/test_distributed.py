@@ -7,6 +7,7 @@ a part of every sum, so a tie may go the other way: those are counted.
 import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +24,13 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import FAMILIES as MODELS
-from tests.full_tests.tiny_models import VOCAB, looping_with_experts, save, save_deepseek_with_mtp
+from tests.full_tests.tiny_models import (
+    VOCAB,
+    looping_with_experts,
+    save,
+    save_deepseek_with_mtp,
+    save_untrained_head,
+)
 
 NUM_TOKENS = 32
 LENGTHS = [3, 17, 32, 33, 64, 90, 150, 200]
@@ -250,12 +257,13 @@ SPREAD: dict[str, dict[str, Any]] = {
     "one by one": dict(async_scheduling=False),
     "overlapping": {},
     "short steps": dict(max_num_batched_tokens=32, enable_prefix_caching=True),
+    "each on two ranks": dict(tensor_parallel_size=2),
 }
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek")
 QUICK_MOE = [("qwen3_moe", "ngram_gpu", "overlapping")]
 MOE = [
     *((family, "ngram_gpu", how) for family in FAMILIES for how in SPREAD),
-    *(("qwen3_moe", method, how) for method in ("ngram", "draft_model") for how in SPREAD),
+    *(("qwen3_moe", method, how) for method in ("ngram", "draft_model", "eagle") for how in SPREAD),
 ]
 
 
@@ -281,9 +289,11 @@ def test_experts_of_data_parallel_ranks(
     looping: Callable[[str], str],
     cousin: str,
     said: Said,
+    tmp_path: Path,
 ) -> None:
     """First with a rank that has nothing to do but to take part; then with work of its own on each."""
-    stranger = dict(method=method, model=cousin, num_speculative_tokens=3)
+    model = save_untrained_head(tmp_path) if method == "eagle" else cousin
+    stranger = dict(method=method, model=model, num_speculative_tokens=3)
     drafter = WITHOUT_MODEL.get(method, stranger)
     given = Setup(looping(family), drafter, NOISE, {})
     options = dict(speculative_config=drafter, **ACCOUNTS, **EXPERTS, **(SIZES | SPREAD[how]))

@@ -212,6 +212,21 @@ def save(build: Callable[[], PreTrainedModel], folder: Path, vocab_size: int = V
     return str(folder)
 
 
+def save_untrained_head(folder: Path) -> str:
+    """An EAGLE head for any of the families of plain size. It is never right."""
+    save(partial(llama, num_hidden_layers=1), folder)
+    size, weights = 2 * common()["hidden_size"], load_file(folder / "model.safetensors")
+    own = {
+        name.removeprefix("model."): weight
+        for name, weight in weights.items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    save_file(
+        own | {"fc.weight": torch.randn(size // 2, size)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    return str(folder)
+
+
 def looping_with_experts(build: Callable[..., PreTrainedModel], **options: Any) -> PreTrainedModel:
     """As the looping Llama, for models of which the experts should not decide everything either."""
     model = build(**options)
