@@ -541,6 +541,7 @@ def _only_cpu_build_installed() -> bool:
 # Part of an error's text -> what the user can do about it, where upstream does not say.
 _ADVICE = {
     "Address already in use": "Choose another port with --port, or stop the program that listens there.",
+    "object has no attribute 'items'": "--speculative-config takes an object with options by name, as JSON.",
     "Repo id must be in the form": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
     "Only one platform plugin can be activated": (
         "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to leave the place to the other."
@@ -568,8 +569,10 @@ def _report_error(
 def _message(error: BaseException, trace: TracebackType | None) -> str:
     details = getattr(error, "errors", None)  # pydantic's own list of what failed
     if callable(details):
-        return "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
-    message = " ".join((str(error) or type(error).__name__).split())
+        message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
+    else:
+        message = str(error) or type(error).__name__
+    message = " ".join(message.split())
     if isinstance(error, OSError) and (address := _bound_address(trace)):
         message += f": {address}."
     return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])

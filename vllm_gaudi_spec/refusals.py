@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 from vllm import envs
 
@@ -516,34 +516,25 @@ def _too_many_rules(params: SamplingParams) -> str | None:
     )
 
 
-# What of a request is text, or has texts in it, and goes to the engine as UTF-8.
-_TEXT_FIELDS = ("stop", "bad_words", "structured_outputs", "extra_args")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from (text for item in value.items() for part in item for text in _texts(part))
-    elif isinstance(value, list | tuple | set):
-        yield from (text for part in value for text in _texts(part))
-    elif is_dataclass(value):
-        yield from _texts(vars(value))
-
-
-def _no_unicode(given: Mapping[str, object]) -> str | None:
-    """JSON can name halves of characters. The front end fails when it sends one to the engine, and answers 500."""
+def _not_sent(given: Mapping[str, object]) -> str | None:
+    """JSON can name halves of characters, and integers of any size. vLLM's front end fails when it sends one to the
+    engine, and answers with an error of the server's."""
     for name, value in given.items():
-        if value and any(map(_SURROGATE.search, _texts(value))):
+        try:
+            msgspec.msgpack.encode(value)
+        except UnicodeEncodeError:
             return f"{name} has a lone surrogate (\\ud800 to \\udfff), which is no character; leave it out."
+        except OverflowError:
+            return f"{name} has an integer of more than 64 bits; use a smaller one."
+        except TypeError:
+            continue  # an object of Python's own, which no request over HTTP has
     return None
 
 
 def unsupported_request(params: SamplingParams, *, fixed_tables: bool, cache_salt: str | None = None) -> str | None:
     """Why a request can not be served, or None. `fixed_tables`: the device's programs have room for so many rules."""
-    texts = {name: getattr(params, name) for name in _TEXT_FIELDS}
-    if reason := _no_unicode(texts | {"cache_salt": cache_salt}):
+    given = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
+    if reason := _not_sent(given | {"cache_salt": cache_salt}):
         return reason
     if fixed_tables and (reason := _too_many_rules(params)):
         return reason

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import backends, config, platform, refusals
@@ -532,5 +533,17 @@ def test_halves_of_characters_are_refused(given: dict[str, Any], name: str) -> N
     assert reason is not None
     assert reason.startswith(f"{name} has a lone surrogate")
     assert reason.isascii()
+    with pytest.raises(UnicodeEncodeError):  # when this passes, vLLM's own way to the engine has become another
+        MsgpackEncoder().encode(SamplingParams(**given))
     assert unsupported_request(SamplingParams(), fixed_tables=False, cache_salt=HALF)
     assert unsupported_request(SamplingParams(stop=["\U00010000"], bad_words=["é"]), fixed_tables=False) is None
+
+
+@pytest.mark.parametrize("given", [dict(extra_args={"other": 2**64}), dict(extra_args={"a": -(2**63) - 1})])
+def test_integers_that_are_too_long_are_refused(given: dict[str, Any]) -> None:
+    reason = unsupported_request(SamplingParams(**given), fixed_tables=False)
+    assert reason == "extra_args has an integer of more than 64 bits; use a smaller one."
+    with pytest.raises(OverflowError):
+        MsgpackEncoder().encode(SamplingParams(**given))
+    objects = SamplingParams(extra_args={"mine": object(), "num_speculative_tokens": 2**63})
+    assert unsupported_request(objects, fixed_tables=False) is None

@@ -22,7 +22,13 @@ class UpstreamFault:
     reason: str
 
 
-UPSTREAM_FAULTS: list[UpstreamFault] = []
+UPSTREAM_FAULTS = [
+    UpstreamFault(
+        "/v1/systemone",
+        "The model does not support the structured decision API",
+        "the server offers it whatever the model is, and answers 501",
+    ),
+]
 
 
 @dataclass

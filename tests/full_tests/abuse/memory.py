@@ -24,4 +24,5 @@ class Resident:
 
     def __str__(self) -> str:
         first, last, most = self.samples[0], self.samples[-1], max(self.samples)
-        return f"{first // MEBIBYTE} MiB at first, {most // MEBIBYTE} at most, {last // MEBIBYTE} at last"
+        now = ", ".join(f"{process.name()} {process.memory_info().rss // MEBIBYTE}" for process in self.family)
+        return f"{first // MEBIBYTE} MiB at first, {most // MEBIBYTE} at most, {last // MEBIBYTE} at last ({now})"

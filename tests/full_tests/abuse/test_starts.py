@@ -16,11 +16,11 @@ HUGE = 10**40
 
 # What is given as --additional-config, and words that the last line must have.
 ADDITIONAL: list[tuple[str, list[str]]] = [
-    ("{", ["--additional-config"]),
+    ("{", ["additional_config"]),
     ("5", ["additional_config"]),
     ("[1]", ["additional_config"]),
     ('"text"', ["additional_config"]),
-    (DEEP, ["--additional-config"]),
+    (DEEP, ["additional_config"]),
 ]
 # The same below gaudi_spec.
 OURS: list[tuple[Any, list[str]]] = [
@@ -93,10 +93,12 @@ def unknown(cousin: str, tmp_path: Path) -> Path:
     return folder
 
 
-def test_hostile_starts(looping_llama: str, pickled: Path, unknown: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_hostile_starts(every: int, looping_llama: str, pickled: Path, unknown: Path, tmp_path: Path) -> None:
     cases = [(["--additional-config", given], words) for given, words in ADDITIONAL]
     cases += [(["--additional-config", json.dumps({"gaudi_spec": given})], words) for given, words in OURS]
     cases += [(["--speculative-config", given], words) for given, words in SPECULATIVE]
+    cases = cases[::every]
     cases += [
         (drafting(pickled), ["pickles", "safetensors"]),
         (drafting(pickled, draft_load_config={"load_format": "pt"}), ["pickles", "safetensors"]),
