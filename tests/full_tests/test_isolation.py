@@ -134,5 +134,6 @@ def test_neighbours_do_not_matter(way: Way, probes: list[Request], plain: Any, r
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         if config:
             assert accepted(llm) > 50
+        llm.llm_engine.step()  # the worker hears of an end with the next step
         in_use = llm.collective_rpc("step_report")[0]["in_use"]
         assert not any(in_use.values()), in_use
