@@ -19,7 +19,8 @@ from vllm_gaudi_spec.doctor.findings import OK, PROBLEM, Finding
 from vllm_gaudi_spec.one_line import in_one_line
 
 SECONDS = 300
-_STAGES = ("torch", "vLLM", "platform", "device", "pair")
+# The device comes behind the pair, as in `vllm serve`: an emulated card changes what libraries find that are loaded later.
+_STAGES = ("torch", "vLLM", "platform", "pair", "device")
 _REMEDIES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",
@@ -76,7 +77,6 @@ def _vllm() -> Iterator[Finding]:
 
 
 def _platform() -> Iterator[Finding]:
-    import vllm.engine.arg_utils  # noqa: F401  # as `vllm serve` does, before there is a device
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
@@ -120,7 +120,7 @@ def _answer(stage: str, look: Callable[[], Iterator[Finding]], answers: Any) -> 
 def main() -> int:
     task, path = sys.argv[1:]
     pair = json.loads(Path(task).read_text())
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (_torch, _vllm, _platform, _device, lambda: _pair(pair))
+    looks: tuple[Callable[[], Iterator[Finding]], ...] = (_torch, _vllm, _platform, lambda: _pair(pair), _device)
     with open(path, "a") as answers:
         all(_answer(stage, look, answers) for stage, look in zip(_STAGES, looks, strict=True))
     return 0
