@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO, cast
 
 import numpy as np
 from numpy.lib import format as npy
@@ -31,7 +31,7 @@ _OUTSIDE = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _MARKS = {"PROTO", "FRAME"}
 
 
-def foreign_calls(member: BinaryIO) -> Iterator[str]:
+def foreign_calls(member: IO[bytes]) -> Iterator[str]:
     """Of an .npy file: what its pickle would import or call that no array needs. ValueError if it is none."""
     version = npy.read_magic(member)
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -49,9 +49,9 @@ def called(pickled: bytes) -> Iterator[str]:
         if kind in _TEXTS:
             texts.append(argument)
         elif kind in _STORES:
-            memo[len(memo) if kind == "MEMOIZE" else int(argument)] = texts[-1] if texts else None
+            memo[len(memo) if kind == "MEMOIZE" else cast("int", argument)] = texts[-1] if texts else None
         elif kind in _FETCHES:
-            texts.append(memo.get(int(argument)))
+            texts.append(memo.get(cast("int", argument)))
         elif kind not in _MARKS:
             if kind == "STACK_GLOBAL":
                 yield ".".join(map(str, texts[-2:]))
