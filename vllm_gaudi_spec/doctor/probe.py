@@ -19,7 +19,7 @@ from vllm_gaudi_spec.doctor.findings import OK, PROBLEM, Finding
 from vllm_gaudi_spec.one_line import in_one_line
 
 SECONDS = 300
-# The device comes behind the pair, as in `vllm serve`: an emulated card changes what libraries find that are loaded later.
+# The device comes behind the pair, as in `vllm serve`: an emulated card changes what libraries find that come later.
 _STAGES = ("torch", "vLLM", "platform", "pair", "device")
 _REMEDIES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
