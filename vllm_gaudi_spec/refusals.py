@@ -50,11 +50,12 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _expert_refusals, _speculation_refusals):
+    for refusals in (_pickle_refusals, _model_refusals, _feature_refusals, _speculation_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
     for of_device in (
         _damage_refusals,
+        _expert_refusals,
         _format_refusals,
         _weight_refusals,
         _quantization_refusals,
@@ -102,7 +103,7 @@ def _model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
-def _expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def _expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of models with experts that data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
@@ -110,6 +111,11 @@ def _expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     name = vllm_config.model_config.model
     if not parallel.enable_expert_parallel:
         yield f"{name} has experts, which data-parallel ranks have to share; add --enable-expert-parallel."
+    if backend.captures:
+        yield (
+            f"{name} has experts, and such models run data parallel on the CPU only, not on {backend.name}; use "
+            "--tensor-parallel-size with --enable-expert-parallel in place of --data-parallel-size."
+        )
     if parallel.all2all_backend != _ALL2ALL:
         yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
     given = vllm_config.speculative_config
