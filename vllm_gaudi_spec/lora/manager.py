@@ -40,6 +40,10 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
 
     def place(self, upload: Upload) -> TokenSlots:
         """Give each wrapped layer its tables, in place of those that vLLM made on the device."""
+        if not self.modules:
+            raise UnsupportedConfigError(
+                f"{type(self.model).__name__} has none of these modules; change --lora-target-modules or leave it out."
+            )
         (slots,) = {id(module.punica_wrapper): module.punica_wrapper for module in self.modules.values()}.values()
         for module in self.modules.values():
             module.set_mapping(adapters_of(module, slots, upload))
