@@ -285,3 +285,13 @@ def test_a_decode_elsewhere_has_tables_alone(requests: Requests) -> None:
     found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
     assert found.flat == ()
     assert found.tables[0].tolist() == [[4, 9], [0, 0]]
+
+
+def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
+    """A set of names has another order in each process; a drafter on the host remembers who ended last."""
+    names = [f"request {index}" for index in range(40)]
+    requests = Requests(HostBackend(), 40, 64, [16], 64, seed=0)  # type: ignore[arg-type]
+    new = [new_request(name, [1, 2], [1 + index]) for index, name in enumerate(names)]
+    requests.apply(step(dict.fromkeys(names, 2), new=new))
+    requests.apply(step({}, finished=set(names)))
+    assert requests.ended == sorted(names)
