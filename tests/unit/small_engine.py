@@ -51,6 +51,7 @@ _SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=t
 class Reads:
     """The target, or a drafter of one mind with it."""
 
+    adapters = None
     carried_size = None
     measuring = None
     said = None
@@ -82,10 +83,12 @@ class Reads:
         hidden[:, 0] = (sums_BC.gather(1, last_BQ) % _HASHED).flatten().float()
         return Hidden(hidden)
 
-    def logits_of_rows(self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor) -> torch.Tensor:
+    def logits_of_rows(
+        self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self.logits(hidden_NH)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         return _logits(hidden[:, 0].long())
 
 
