@@ -28,6 +28,8 @@ from tests.full_tests.server import Server
 from vllm_gaudi_spec.drafter_health import MOST_IN_A_ROW
 from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = ("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}')
 OPTIONS = (*DRAFTS, "--tensor-parallel-size", "2", "--max-num-seqs", "32", "--max-model-len", "1024")
 # Two ranks on a machine of one NUMA node: vLLM would bind the threads of each to a node of its own.
@@ -70,7 +72,7 @@ def check_all_came_back(server: Server) -> None:
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, 2000])
 def test_abort_storm(count: int, two_ranks: Server, quiet: list[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         gone = pool.submit(storm, two_ranks, count)
