@@ -79,7 +79,7 @@ def neighbours(rng: random.Random, count: int) -> list[Request]:
     prompts = random_prompts(lengths, VOCAB, rng.getrandbits(32))
     kinds = [rng.choice([dict(temperature=0), dict(temperature=1.0), dict(temperature=0.8, top_k=9)]) for _ in prompts]
     return [
-        Request("neighbour", prompt, SamplingParams(max_tokens=rng.randint(1, 60), **kind))
+        Request("neighbour", prompt, SamplingParams(max_tokens=rng.randint(1, 24), **kind))
         for prompt, kind in zip(prompts, kinds, strict=True)
     ]
 
