@@ -45,6 +45,8 @@ def test_what_runs_together() -> None:
         Together(Rectangle(1, 2, 4), (0, 1)),
         Together(chunk, (0,)),
     ]
+    # A chunk that could go at once waits for another rank's decode, and for the chunk behind it.
+    assert merged([[chunk], [decode, chunk]]) == [Together(decode, (1,)), Together(chunk, (0, 1))]
     assert merged([[], []]) == []
 
 
