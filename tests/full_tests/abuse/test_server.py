@@ -262,6 +262,6 @@ def test_nothing_is_left(server: Server, watcher: Watcher, judge: Judge, residen
         f"growth after a warm-up of {WARM:.0%}: {resident.growth(WARM):.2%}"
     )
     assert server.metric("vllm:kv_cache_usage_perc") == 0
-    assert watcher.num_compared > 50
+    assert watcher.num_compared >= 2 * len(NORMAL)
     assert resident.growth(WARM) < MOST_GROWTH, resident
     assert ran(draft) == []
