@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.full_tests.engines import Job, data_parallel, generate
+from tests.full_tests.engines import generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import ngram, speculating
 from tests.full_tests.test_distributed import (
-    ACCOUNTS,
     EXPERTS,
     Said,
     Setup,
@@ -62,12 +61,3 @@ def test_experts_of_tensor_parallel_cards(family: str, looping: Callable[[str], 
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
     check(given, outputs, said, f"2 cards, experts of {family}", least_accepted=1)
-
-
-def test_experts_of_data_parallel_cards(looping: Callable[[str], str], said: Said) -> None:
-    """Both with work of its own on each card, and with one that only takes part."""
-    given = Setup(looping("qwen3_moe"), ngram(3) | dict(method="ngram_gpu"), FEW, {})
-    options = dict(speculative_config=given.drafter, **ACCOUNTS, **EXPERTS, **SIZES)
-    jobs = [Job(*FEW, [0] * len(FEW.prompts)), Job(*FEW, [index % 2 for index in range(len(FEW.prompts))])]
-    for outputs, what in zip(data_parallel(given.target, jobs, **options), ("one idle", "both busy"), strict=True):
-        check(given, outputs, said, f"2 data-parallel cards, {what}", least_accepted=1)
