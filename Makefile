@@ -115,9 +115,9 @@ test: $(VENV)/.stamp-dev browser  ## unit tests and one full test per promise
 	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
 	@echo "[3/4] the emulated Gaudi"
-	@$(ON_GAUDI) $(BIN)/pytest tests/full_tests -m "not slow and emulated" --durations=5 -v
+	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and emulated" --durations=5 -v
 	@echo "[4/4] the emulated Ascend NPU"
-	@$(ON_ASCEND) $(BIN)/pytest tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
+	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 
 .PHONY: soak
 soak: export VLLM_LOGGING_LEVEL ?= WARNING
