@@ -14,13 +14,14 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
 from tests.full_tests import heads
 from tests.full_tests.engines import Job, data_parallel, engine, first_tokens, generate
-from tests.full_tests.equality import Tally, first_difference
+from tests.full_tests.equality import Tally
 from tests.full_tests.prompts import random_prompts
+from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accounts, custom, ngram, speculating, suffix
 from tests.full_tests.tiny_models import FAMILIES as MODELS
@@ -162,26 +163,6 @@ def check(
 
 
 # --- tensor parallel ---
-
-
-def histories(worker: Any) -> list[list[int]]:
-    """Tokens of every row on a rank: prompts, what was sampled, and the newest drafts behind it."""
-    rows: list[list[int]] = worker.runner.requests.history_RM[:-1].tolist()
-    return rows
-
-
-def ranks_agree(llm: LLM, num_ranks: int) -> None:
-    """No rank was told what another has sampled: all have decided alike, down to the drafts that were not accepted."""
-    first, *others = llm.collective_rpc(histories)
-    assert len(others) == num_ranks - 1
-    assert any(map(any, first))
-    for rank, other in enumerate(others, 1):
-        parted = [
-            (row, place, mine[place:][:4], theirs[place:][:4])
-            for row, (mine, theirs) in enumerate(zip(first, other, strict=True))
-            if (place := first_difference(mine, theirs)) is not None
-        ]
-        assert not parted, f"ranks 0 and {rank} part (row, position, tokens of each): {parted}"
 
 
 def cuts(worker: Any) -> set[int]:

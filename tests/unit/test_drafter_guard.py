@@ -16,7 +16,7 @@ from tests.unit.test_heads import HeadRows
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
-from vllm_gaudi_spec.runner.drafter_guard import Guard, usable
+from vllm_gaudi_spec.runner.drafter_guard import Guard, alike, usable
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.sample.rules import TORCH
@@ -82,6 +82,44 @@ def test_a_law_that_is_none_never_reaches_a_rule() -> None:
     assert found is not None
     assert found[0].isnan().all()
     assert found[1].tolist() == [[0.25] * 4]
+
+
+def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
+    """What two ranks that each have the drafter make of their drafts: how many each row has, on both."""
+    sent: list[torch.Tensor] = []
+
+    def all_gather(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+        assert (numbers.dtype, dim) == (torch.float32, 0), "what every device's ranks exchange"
+        sent.append(numbers)
+        return torch.cat([sent[0], sent[-1]]) if len(sent) > 1 else torch.cat([numbers, numbers])
+
+    group: Any = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(all_gather=all_gather))
+    alike(other, group)
+    sent = sent[:1]
+    first = alike(own, group)
+    sent = [sent[1]]
+    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, alike(other, group))]
+
+
+def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
+    own = drafted([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]], [3, 3, 3, 2, FAULTY])
+    other = drafted([[1, 2, 3], [1, 2, 3], [1, 9, 3], [1, 2, 9], [4, 5, 6]], [3, FAULTY, 3, 2, FAULTY])
+    assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
+
+
+def test_laws_of_ranks_are_alike_too() -> None:
+    """Else one of them would accept what another does not."""
+    laws = torch.full((3, K, VOCAB), 0.01)
+    other = laws.clone()
+    other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
+    other[2] = torch.nan
+    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=laws)
+    assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
+
+
+def test_a_cut_drafter_asks_nobody() -> None:
+    """All its ranks have the logits of all."""
+    assert Guard(alone=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
 
 
 # --- drafters on the host ---

@@ -15,7 +15,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts
 from vllm_gaudi_spec.proposers.length_split import wanted
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice
-from vllm_gaudi_spec.runner.drafter_guard import Guard, usable
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 from vllm_gaudi_spec.runner.reading import NOWHERE, Placed, Reading
 from vllm_gaudi_spec.runner.sampling import Branch
 
@@ -165,7 +165,7 @@ class DeviceDrafting:
         wanted_B = self._reading.able(rows_B, lengths_B, wanted(limits_B2, lengths_B))
         hidden = self._reading.hidden(rows_B, lengths_B)
         request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
-        drafts = usable(self._proposer.propose(request), request, self._laws.vocab_size)
+        drafts = self._guard.usable(self._proposer.propose(request), request, self._laws.vocab_size)
         self._laws.put(rows_B, drafts)
         # Last of what may fail: until then the rows have no drafts.
         self._requests.put_drafts(rows_B, lengths_B, drafts)

@@ -19,6 +19,7 @@ from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed import GroupCoordinator
 
     from vllm_gaudi_spec.proposers.base import DraftRequest
     from vllm_gaudi_spec.runner.requests import Request
@@ -30,9 +31,11 @@ Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
 
 
 class Guard:
-    def __init__(self, *, alone: bool = True) -> None:
-        """`alone`: there are no ranks that may wait, in the middle of a drafter's collective, for one that failed."""
+    def __init__(self, *, alone: bool = True, apart: GroupCoordinator | None = None) -> None:
+        """`alone`: there are no ranks that may wait, in the middle of a drafter's collective, for one that failed.
+        `apart`: the ranks of the target, where each of them has the whole drafter."""
         self._alone = alone
+        self._apart = apart
         self._rounds: list[DraftRound] = []
         self._num_caught = 0
 
@@ -49,6 +52,11 @@ class Guard:
         if self._num_caught & (self._num_caught - 1) == 0:  # a drafter that fails now and then would fill the log
             logger.warning("The drafter failed, %d times so far.", self._num_caught, exc_info=error)
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
+
+    def usable(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
+        """On the device: see there. The same on all ranks."""
+        checked = usable(drafts, request, vocab_size)
+        return checked if self._apart is None else alike(checked, self._apart)
 
     def done(self, faulty: Sequence[str], num_asked: int) -> None:
         """A round on the host, in which drafts of some rows may have been unusable."""
@@ -111,3 +119,24 @@ def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Dra
     num_B = drafts.num_drafts_B
     wrong_B = (wrong_BK & (place_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.num_wanted_B)
     return Drafts(tokens_BK, torch.where(wrong_B, FAULTY, num_B).int(), drafts.probs_BKV)
+
+
+def alike(drafts: Drafts, group: GroupCoordinator) -> Drafts:
+    """Marked as well: rows that not all ranks of `group` have drafted for alike. A collective, of a few numbers a row.
+
+    Ranks that have a drafter each compute its logits each; nobody but they can tell that one of them said what is no
+    number, and a step that verified other drafts on each would add up what does not belong together.
+    """
+    num_B = drafts.num_drafts_B
+    is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
+    parts = [num_B[:, None], torch.where(is_draft_BK, drafts.tokens_BK, 0)]
+    if drafts.probs_BKV is not None:
+        law_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
+        parts.append(torch.where(is_draft_BK, law_BK.view(torch.int32), 0))
+    own_BN = torch.cat([part.int() for part in parts], dim=1)
+    communicator = group.device_communicator
+    assert communicator is not None
+    # As floats, of which only the bits are moved: not every device's ranks exchange integers.
+    gathered = communicator.all_gather(own_BN.view(torch.float32), 0).view(torch.int32)
+    parted_B = (gathered.view(group.world_size, *own_BN.shape) != own_BN).any(2).any(0)
+    return drafts._replace(num_drafts_B=torch.where(parted_B, FAULTY, num_B).int())

@@ -191,7 +191,10 @@ def load_drafting(
     target, device = vllm_config.model_config, requests.backend.torch_device
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
     laws = DraftLaws(speculation, requests.pad_row, target.get_vocab_size(), device)
-    guard = Guard(alone=vllm_config.parallel_config.world_size_across_dp == 1)
+    cut_alike = model is None or model.group is target_model.group
+    guard = Guard(
+        alone=vllm_config.parallel_config.world_size_across_dp == 1, apart=None if cut_alike else target_model.group
+    )
     pair = coverage = None
     if speculation.universal:
         pair = Pair.load(vllm_config, cache_folder())

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
 from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
 from vllm_gaudi_spec.proposers.universal.timeline import Timeline
-from vllm_gaudi_spec.runner.drafter_guard import Guard, usable
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
@@ -300,12 +300,12 @@ class TextDrafting:
         request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
         said = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
-            drafts = usable(said, request, self._laws.vocab_size)
+            drafts = self._guard.usable(said, request, self._laws.vocab_size)
             self._laws.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
             return drafts.known
         # Of the drafter's own tokens the host reads nothing else: a row with a fault says so in their place.
-        drafts = usable(said, request, None)
+        drafts = self._guard.usable(said, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
 

@@ -18,6 +18,7 @@ from vllm import LLM
 from tests.full_tests import heads
 from tests.full_tests.engines import counter
 from tests.full_tests.faults import broken
+from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, custom, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
 from vllm_gaudi_spec.drafter_health import MOST_IN_A_ROW
@@ -394,3 +395,44 @@ def test_a_drafter_that_cannot_read(
             check_same(requests, run_together(llm, requests), expected)
         check_counts(llm, errors, None, off=where == "every step")
         engines.clear()
+
+
+def spoil_one_round(worker: Any) -> None:
+    """On the second rank the whole drafter says what is no number, once."""
+    drafter: Any = worker.runner.drafter
+    logits, calls = drafter.logits, 0
+
+    def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        said: torch.Tensor = logits(hidden)
+        return said.fill_(torch.nan) if calls == 12 else said
+
+    if worker.rank == 1:
+        drafter.logits = spoilt
+
+
+ONE_RANK = [("draft_model", "greedy"), ("draft_model", "probabilistic"), ("retokenize", "greedy"), ("slem", "greedy")]
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [case if case == ONE_RANK[0] else pytest.param(*case, marks=pytest.mark.slow) for case in ONE_RANK],
+)
+def test_no_number_on_one_rank(
+    method: str, mode: str, looping_llama: str, twin: str, requests: list[Request], plain: Plain, errors: list[str]
+) -> None:
+    """Of ranks that each have the whole drafter: the others do without those drafts too, and the scheduler hears, which
+    only hears the first."""
+    config, options = of_method(method, looping_llama, twin)
+    config = config | dict(draft_tensor_parallel_size=1) | MODES[mode]
+    greedy = [request for request in requests if request.params.temperature == 0]
+    expected = [answer for request, answer in zip(requests, plain(looping_llama), strict=True) if request in greedy]
+    with speculating(looping_llama, config, tensor_parallel_size=2, **options) as llm:
+        llm.collective_rpc(spoil_one_round)
+        check_same(greedy, run_together(llm, greedy), expected)
+        ranks_agree(llm, 2)
+        assert counter(llm, DRAFTER_FAULTS) == 1
+        assert accepted(llm) > 0
+        assert [report["drafter"] for report in llm.collective_rpc("step_report")] == [dict(faults=1, off=False)] * 2
+    assert not errors
