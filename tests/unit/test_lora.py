@@ -97,6 +97,29 @@ def test_logits(padding: int) -> None:
     torch.testing.assert_close(ours, expected(both, x_TI, y_TV[:, :12]))
 
 
+def test_ranks_add_the_same_to_their_logits() -> None:
+    """Logits are gathered, and states are each rank's own: nobody promises that they are the same bits."""
+    sent: list[torch.Tensor] = []
+
+    def broadcast(columns: torch.Tensor) -> torch.Tensor:
+        sent.append(columns)
+        return sent[0]
+
+    group: Any = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
+    module, given = linear((12,), one=True), slots()
+    layer = LinearAdapters(module, given, HostBackend().upload, group)
+    fill(SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,)))
+    layer.send()
+    x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12)
+    with given.given(TOKENS):
+        first, second = (layer.add_lora_logits(y_TV, states) for states in (x_TI, x_TI * (1 + 1e-6)))
+        layer.add_lora_linear(y_TV, x_TI)
+    assert torch.equal(first, second)
+    assert not torch.equal(sent[0], sent[1])
+    assert len(sent) == 2, "of other layers only logits are a decision"
+    assert sent[0].shape == (len(TOKENS), SLOTS * RANK)
+
+
 def test_embeddings() -> None:
     vocab, size, given = 7, 5, slots()
     module: Any = SimpleNamespace(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from vllm.distributed import get_tp_group
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -23,6 +24,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
+    from vllm.distributed import GroupCoordinator
 
 NO_SLOT = -1
 """Of a token without an adapter. It is compared and never used as an index."""
@@ -84,8 +86,10 @@ class LinearAdapters:
     """What vLLM's wrapper of a linear layer, or of the output matrix, asks for. A layer may be several put together
     (N slices)."""
 
-    def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
+    def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
+        """`group`: the ranks of the output matrix, where those are several."""
         self._slots = slots
+        self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
         first, second = module.lora_a_stacked, module.lora_b_stacked
         if one:
@@ -111,11 +115,24 @@ class LinearAdapters:
         """`y` may be wider than the vocabulary, and have a dtype of its own."""
         if not self._slots.are_given:
             return y
-        added = self._added(x).to(y.dtype)
+        added = self._added(x, self._told).to(y.dtype)
         return y.narrow(1, 0, added.shape[1]) + added
 
-    def _added(self, x_TI: torch.Tensor) -> torch.Tensor:
-        columns_TNC = functional.linear(x_TI, self._first.device).unflatten(1, (len(self._second), -1))
+    def _told(self, columns_TC: torch.Tensor) -> torch.Tensor:
+        """One rank's on all: the logits that they are added to are gathered, and so the same bits everywhere; states
+        are not."""
+        if self._group is None:
+            return columns_TC
+        communicator = self._group.device_communicator
+        assert communicator is not None
+        told: torch.Tensor = communicator.broadcast(columns_TC.contiguous())
+        return told
+
+    def _added(self, x_TI: torch.Tensor, tell: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        columns_TC = functional.linear(x_TI, self._first.device)
+        if tell is not None:
+            columns_TC = tell(columns_TC)
+        columns_TNC = columns_TC.unflatten(1, (len(self._second), -1))
         parts = zip(self._slots.keep_own(columns_TNC).unbind(1), self._second, strict=True)
         return torch.cat([functional.linear(columns_TC, table.device) for columns_TC, table in parts], dim=1)
 
@@ -153,7 +170,10 @@ def adapters_of(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) ->
     """Makes tables for one of vLLM's wrappers, which writes to their host side from then on."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
         return EmbeddingAdapters(module, slots, upload)
-    if isinstance(module, BaseLinearLayerWithLoRA | LogitsProcessorWithLoRA):
+    if isinstance(module, LogitsProcessorWithLoRA):
+        group = get_tp_group()
+        return LinearAdapters(module, slots, upload, group if group.world_size > 1 else None)
+    if isinstance(module, BaseLinearLayerWithLoRA):
         return LinearAdapters(module, slots, upload)
     raise UnsupportedConfigError(
         f"LoRA adapters of a {type(module).__name__} are not supported; leave out --enable-lora."
