@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from tests.full_tests import heads
 from tests.full_tests.engines import Job, data_parallel, engine, first_tokens, generate
 from tests.full_tests.equality import Tally
+from tests.full_tests.faults.broken import BreaksOnDevice
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.reference import Reference
@@ -32,6 +33,7 @@ from tests.full_tests.tiny_models import (
     save_deepseek_with_mtp,
     save_untrained_head,
 )
+from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer
 
 NUM_TOKENS = 32
 LENGTHS = [3, 17, 32, 33, 64, 90, 150, 200]
@@ -283,6 +285,20 @@ def test_experts_of_data_parallel_ranks(
     for outputs, what in zip(data_parallel(given.target, [idle, uneven], **options), ("idle", "uneven"), strict=True):
         least = 0 if drafter is stranger else 10
         check(given, outputs, said, f"DP 2, experts of {family}, {method}, {how}, {what}", least)
+
+
+@pytest.mark.slow
+def test_a_drafter_that_raises_on_a_rank_with_others_experts(
+    looping: Callable[[str], str], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it in the drafter: each engine drafts for itself."""
+    given = Setup(looping("qwen3_moe"), WITHOUT_MODEL["ngram_gpu"], NOISE, {})
+    said(given.target, given.work)
+    fault = BreaksOnDevice("raises", lambda call: call % 5 == 2)
+    monkeypatch.setattr(DeviceNgramProposer, "propose", fault.around(DeviceNgramProposer.propose))
+    options = dict(speculative_config=given.drafter, **ACCOUNTS, **EXPERTS, **SIZES)
+    [outputs] = data_parallel(given.target, [spread(given.work)], **options)
+    check(given, outputs, said, "DP 2, experts, a drafter that raises")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_guard import Guard, alike, usable
+from vllm_gaudi_spec.runner.drafting import guard_of
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.sample.rules import TORCH
@@ -238,6 +239,24 @@ def test_warm_up_and_several_ranks_are_not_survived() -> None:
     guard.caught(ZeroDivisionError(), somebody)
     guard.caught(ZeroDivisionError(), somebody)
     assert guard.take() == [DraftRound(("a",), worked=False)], "one step, one round"
+
+
+def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
+    """Engines that run data parallel draft each for itself, with experts in common too."""
+
+    def model(group: Any) -> Any:
+        return SimpleNamespace(group=group)
+
+    one, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    for target, drafter, alone, apart in (
+        (one, None, True, None),
+        (one, one, True, None),
+        (two, None, False, None),
+        (two, two, False, None),
+        (two, one, False, two),
+    ):
+        guard = guard_of(model(target), drafter and model(drafter))
+        assert (guard._alone, guard._apart) == (alone, apart)
 
 
 def started_rows(kind: type[Rows]) -> Rows:

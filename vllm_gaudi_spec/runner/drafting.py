@@ -161,6 +161,12 @@ def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoor
     return alone
 
 
+def guard_of(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
+    """Data-parallel ranks draft each for itself: of them none waits for another here."""
+    cut_alike = drafter is None or drafter.group is target.group
+    return Guard(alone=target.group.world_size == 1, apart=None if cut_alike else target.group)
+
+
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:
     """vLLM's configuration as it is for the drafter's model."""
     given = vllm_config.speculative_config
@@ -191,10 +197,7 @@ def load_drafting(
     target, device = vllm_config.model_config, requests.backend.torch_device
     split = LengthSplit(requests.backend, requests.pad_row, speculation, target.max_model_len)
     laws = DraftLaws(speculation, requests.pad_row, target.get_vocab_size(), device)
-    cut_alike = model is None or model.group is target_model.group
-    guard = Guard(
-        alone=vllm_config.parallel_config.world_size_across_dp == 1, apart=None if cut_alike else target_model.group
-    )
+    guard = guard_of(target_model, model)
     pair = coverage = None
     if speculation.universal:
         pair = Pair.load(vllm_config, cache_folder())

@@ -239,41 +239,6 @@ def test_a_head_of_no_numbers(
         check_counts(llm, errors, counter(llm, DRAFTER_FAULTS), off=True)
 
 
-class Broken:
-    """Breaks a proposer on the device at some of its rounds."""
-
-    def __init__(self, how: str, at: Callable[[int], bool]) -> None:
-        self.how, self.at, self.num_rounds = how, at, 0
-
-    def around(self, propose: Any) -> Any:
-        def breaking(proposer: Any, request: DraftRequest, *more: Any) -> Drafts:
-            drafts = propose(proposer, request, *more)
-            if not bool((request.num_wanted_B > 0).any()):  # warm-up
-                return drafts
-            call, self.num_rounds = self.num_rounds, self.num_rounds + 1
-            return getattr(self, self.how)(drafts, request) if self.at(call) else drafts
-
-        return breaking
-
-    def raises(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        raise torch.OutOfMemoryError("injected: the drafter has no memory left")
-
-    def ids(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        return drafts._replace(tokens_BK=torch.full_like(drafts.tokens_BK, 2**31 - 1))
-
-    def negative_ids(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        return drafts._replace(tokens_BK=torch.full_like(drafts.tokens_BK, -5))
-
-    def counts(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        return drafts._replace(num_drafts_B=drafts.num_drafts_B + 100)
-
-    def negative_counts(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        return drafts._replace(num_drafts_B=drafts.num_drafts_B - 100)
-
-    def shapes(self, drafts: Drafts, request: DraftRequest) -> Drafts:
-        return drafts._replace(tokens_BK=drafts.tokens_BK[:, :-1])
-
-
 HOWS = ("raises", "ids", "negative_ids", "counts", "negative_counts", "shapes")
 METHODS: dict[str, Any] = {
     "draft_model": AutoregressiveProposer,
@@ -313,7 +278,7 @@ def test_on_the_device(
     if method == "eagle":
         target = heads.target("eagle")
     expected = plain(target)
-    fault = Broken(how, lambda call: call % 10 == 5)
+    fault = broken.BreaksOnDevice(how, lambda call: call % 10 == 5)
     monkeypatch.setattr(METHODS[method], "propose", fault.around(METHODS[method].propose))
     with speculating(target, config, async_scheduling=overlapping, **options) as llm:
         check_same(requests, run_together(llm, requests), expected)
