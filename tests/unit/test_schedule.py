@@ -8,7 +8,7 @@ import torch
 from tests.unit.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
-from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
+from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.batch import Batch, Located, build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
@@ -185,3 +185,12 @@ def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
     (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2})
     assert located(batch, requests).num_real_B.tolist()[:2] == [1, 3]
     assert requests.told_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
+
+
+def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
+    requests, _ = drafting()
+    rows = torch.tensor([requests.by_id[name].row for name in "ab"])
+    drafts = Drafts(torch.tensor([[9, 9, 9]] * 2).int(), torch.tensor([2, 0]).int())
+    requests.put_drafts(rows, torch.tensor([4, 4]), drafts)
+    assert requests.told_drafts(rows, torch.tensor([0, 0])).tolist() == [UNVERIFIED, 0]
+    assert requests.told_drafts(rows, torch.tensor([1, 0])).tolist() == [1, 0]

@@ -12,7 +12,7 @@ from vllm.v1.outputs import LogprobsTensors
 from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.drafter_health import DraftRound
-from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
+from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
@@ -190,6 +190,8 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
         ([2, FAULTY, 0], [DraftRound(("b",), worked=True)]),
         ([FAULTY, FAULTY, 0], [DraftRound(("a", "b"), worked=False)]),
         ([0, FAULTY, 0], [DraftRound(("b",), worked=False)]),
+        ([UNVERIFIED, FAULTY, 0], [DraftRound(("b",), worked=True)]),
+        ([UNVERIFIED, 0, 0], [DraftRound((), worked=True)]),
         ([1, 0, 0], [DraftRound()]),
         ([0, 0, 0], []),
     ],

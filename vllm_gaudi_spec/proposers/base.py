@@ -81,6 +81,8 @@ class DraftRequest:
 
 FAULTY = -1
 """In place of a row's number of drafts: there are none, for what was drafted can not be used."""
+UNVERIFIED = -2
+"""In place of how many of a row's drafts a step verified: it had some, and a grammar or the scheduler let none be."""
 
 
 class Drafts(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_spec.drafter_health import DraftRound
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Step:
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     num_drafts_B: torch.Tensor | None = None
-    """How many drafts of each row were verified, `FAULTY` where they could not be; None without speculation."""
+    """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
     signature: tuple[Hashable, ...] = ()
     """Of what the device has of it."""
     drafts: Drafts | None = None
@@ -151,8 +151,8 @@ class Report(AsyncModelRunnerOutput):
 
 def _verified_round(told: dict[str, int]) -> list[DraftRound]:
     """What the device has seen of the round whose drafts this step verified."""
-    faulty = tuple(req_id for req_id, number in told.items() if number < 0)
-    worked = any(number > 0 for number in told.values())
+    faulty = tuple(req_id for req_id, number in told.items() if number == FAULTY)
+    worked = any(number > 0 or number == UNVERIFIED for number in told.values())
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 

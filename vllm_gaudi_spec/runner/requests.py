@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.proposers.base import FAULTY
+from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
 
@@ -260,8 +260,11 @@ class Requests:
         self.num_drafts_R.index_fill_(0, rows_B, 0)
 
     def told_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """int32: how many drafts a step verified, as the host is told: with the faults of their drafter."""
-        return torch.where(self.num_drafts_R.index_select(0, rows_B) == FAULTY, FAULTY, num_verified_B).int()
+        """int32: how many drafts a step verified, as the host is told: with the faults of their drafter, and whether it
+        did its work where none of its drafts was verified."""
+        num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
+        told_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
+        return torch.where(num_drafts_B == FAULTY, FAULTY, told_B).int()
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """Drafts behind the `lengths_B` known tokens of each row, for the next step to verify."""
