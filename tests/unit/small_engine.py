@@ -53,6 +53,7 @@ class Reads:
 
     adapters = None
     carried_size = None
+    group = SimpleNamespace(world_size=1)
     measuring = None
     said = None
     model = None

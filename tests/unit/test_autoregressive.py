@@ -23,6 +23,7 @@ from vllm_gaudi_spec.proposers.translation import SameTokens
 from vllm_gaudi_spec.runner.batch import Batch, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 from vllm_gaudi_spec.runner.drafter_state import DrafterState
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
 from vllm_gaudi_spec.runner.reading import Reading
@@ -126,7 +127,10 @@ class Rows:
         speculation = self.speculation(method, drafter_max_len)
         laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.torch_device)
         split = split or self.split(speculation)
-        return DeviceDrafting(proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, reading)
+        guard = Guard(alone=True)
+        return DeviceDrafting(
+            proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, guard, reading
+        )
 
     def start(
         self, prompts: dict[str, list[int]], chunk: int = 24, num_computed: int = 0, blocks: list[int] | None = None

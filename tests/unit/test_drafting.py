@@ -16,6 +16,7 @@ from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.recorder import StepRecorder
@@ -69,7 +70,7 @@ def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) 
     recorder = StepRecorder()
     listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
     laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.torch_device)
-    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws)
+    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws, Guard(alone=True))
     recorder.expect(drafting.signatures(sampling(requests)))
     return drafting, recorder
 

@@ -23,6 +23,7 @@ from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens, Trans
 from vllm_gaudi_spec.proposers.universal.timeline import Timeline
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.runner.drafter_guard import Guard
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
@@ -106,6 +107,7 @@ class Rows:
             DraftChoice(self.speculation, TORCH),
             DraftLaws(self.speculation, NUM_ROWS, vocab, device),
             num_drafts,
+            Guard(alone=True),
         )
         self.recorder.expect(self.drafting.signatures(self.sampling))
         self.tokens: dict[str, list[int]] = {}

@@ -45,11 +45,11 @@ class DeviceDrafting:
         shapes: Shapes,
         speculation: Speculation,
         laws: DraftLaws,
+        guard: Guard,
         reading: Reading | None = None,
         coverage: Coverage | None = None,
-        guard: Guard | None = None,
     ) -> None:
-        self._guard = guard or Guard()
+        self._guard = guard
         self._is_off = False
         self._proposer = proposer
         self._split = split

@@ -31,7 +31,7 @@ Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
 
 
 class Guard:
-    def __init__(self, *, alone: bool = True, apart: GroupCoordinator | None = None) -> None:
+    def __init__(self, *, alone: bool, apart: GroupCoordinator | None = None) -> None:
         """`alone`: there are no ranks that may wait, in the middle of a drafter's collective, for one that failed.
         `apart`: the ranks of the target, where each of them has the whole drafter."""
         self._alone = alone

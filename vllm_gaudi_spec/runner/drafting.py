@@ -220,8 +220,8 @@ def load_drafting(
             DraftChoice(speculation, requests.backend.rules),
             laws,
             speculation.num_drafts,
-            coverage,
             guard,
+            coverage,
         )
     setting = Setting(speculation, vllm_config, device, model, pair)
     proposer = build_proposer(setting)
@@ -248,9 +248,9 @@ def load_drafting(
             shapes,
             speculation,
             laws,
+            guard,
             reading,
             coverage,
-            guard,
         )
     if isinstance(proposer, CustomProposer):
         proposer.load_model(target_model.model)

@@ -31,7 +31,7 @@ class HostDrafting:
         self._followed = followed
         self._vocab_size = vocab_size
         self._agree = agree
-        self._guard = Guard()
+        self._guard = Guard(alone=True)  # of drafters that work on the host no rank waits for another
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:

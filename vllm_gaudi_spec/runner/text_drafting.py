@@ -70,12 +70,12 @@ class TextDrafting:
         choice: DraftChoice,
         laws: DraftLaws,
         num_drafts: int,
+        guard: Guard,
         coverage: Coverage | None = None,
-        guard: Guard | None = None,
     ) -> None:
         """`shapes`: for rows as long as the slab. With a `rewriter` drafts are the drafter's own tokens, to be written
         anew in the target's."""
-        self._guard = guard or Guard()
+        self._guard = guard
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
