@@ -28,6 +28,7 @@ _MUST_NOT_SAY = {"numpy.load": ("allow_pickle", False), "subprocess": ("shell", 
 ALLOWED = {
     ("tests/full_tests/abuse/folders.py", "import pickle"): "writes pickles that would do harm, and reads none",
     ("tests/unit/test_compat.py", "import pickle"): "sends a configuration as vLLM does, between processes of the test",
+    ("tests/unit/test_drafter_health.py", "import pickle"): "sends a step's word as vLLM does, between processes",
     ("tests/unit/test_emulator.py", "import pickle"): "a tensor goes through vLLM's way between processes and back",
     ("tests/integrations/test_vllm_ascend_patches.py", "import pickle"): "sends a configuration as vLLM does",
     ("tests/unit/test_quant_files.py", "numpy.load(allow_pickle)"): "reads as INC does what the test itself wrote",
