@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -178,4 +179,20 @@ def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:
     np.savez(f"{prefix}_hooks_maxabs_1_2.npz", np.array({"Nodes": Bomb()}))
     for attempt in (files.read_world, files.check_harmless):
         with pytest.raises(QuantFilesError, match=r"would call \w+\.system when it is read"):
+            attempt(prefix)
+
+
+def npy_of_a_pickle() -> bytes:
+    written = io.BytesIO()
+    np.save(written, np.array({"Nodes": Bomb()}), allow_pickle=True)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("front", [HOSTILE[0], HOSTILE[1], npy_of_a_pickle()], ids=["pickle", "text pickle", "npy"])
+def test_an_archive_behind_a_pickle_is_not_handed_on(front: bytes, prefix: Path) -> None:
+    """zipfile finds the archive from the file's end; numpy looks at the beginning, and would run what stands there."""
+    path = Path(f"{prefix}_hooks_maxabs_1_2.npz")
+    path.write_bytes(front + path.read_bytes())
+    for attempt in (files.read_world, files.check_harmless):
+        with pytest.raises(QuantFilesError, match=r"_1_2\.npz is truncated or damaged"):
             attempt(prefix)

@@ -33,6 +33,8 @@ from vllm_gaudi_spec.quantization.pickles import foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
+_ARCHIVES = (b"PK\3\4", b"PK\5\6")
+"""How a file begins that numpy reads as an archive."""
 
 
 class QuantFilesError(ValueError):
@@ -239,7 +241,11 @@ def _check_place(path: Path) -> None:
 def _check_whole(path: Path) -> None:
     """The .npz is a zip archive with checksums, and INC will run the pickle in it."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as file:
+            # An archive is found from its end, and something else may stand before it; numpy looks at the beginning.
+            if file.read(4) not in _ARCHIVES:
+                raise zipfile.BadZipFile("it does not begin as an archive does")
+            archive = zipfile.ZipFile(file)
             damaged = archive.testzip()
             for name in [] if damaged else archive.namelist():
                 with archive.open(name) as member:
