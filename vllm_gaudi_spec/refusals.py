@@ -74,12 +74,7 @@ _FALLING_BACK = ("auto", "hf")
 
 def _pickle_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     """What the loader would refuse as well (`compat.refuse_pickled_weights`), but in the engine and later."""
-    given, load = vllm_config.speculative_config, vllm_config.load_config
-    models = [(vllm_config.model_config, load)]
-    if given is not None and given.method not in WEIGHTLESS_METHODS:
-        models.append((given.draft_model_config, given.draft_load_config or load))
-    for model, loaded in models:
-        load_format = str(loaded.load_format)
+    for model, load_format in _models(vllm_config):
         if load_format in _PICKLE_FORMATS:
             yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
         folder = Path(model.model)
@@ -173,25 +168,43 @@ _OTHERS_ADDITIONAL_CONFIG = {
 }
 
 
-def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
-    given, models = vllm_config.speculative_config, [vllm_config.model_config]
+def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
+    """The target and the drafter, and the --load-format of each."""
+    given, load = vllm_config.speculative_config, vllm_config.load_config
+    models = [(vllm_config.model_config, str(load.load_format))]
     if given is not None and given.method not in WEIGHTLESS_METHODS:
-        models.append(given.draft_model_config)
+        models.append((given.draft_model_config, str((given.draft_load_config or load).load_format)))
     return models
+
+
+_CONSOLIDATED = "consolidated*.safetensors"
+# Formats of --load-format in which vLLM's loader reads files and an index of one kind; auto is one of them.
+_SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
+
+
+def _weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
+    """As the loader has it: the files that it reads, and the index that says which of them; None if it reads none."""
+    if load_format == "auto":
+        load_format = "mistral" if any(folder.glob(_CONSOLIDATED)) else "hf"
+    if load_format == "mistral":
+        return _CONSOLIDATED, "consolidated.safetensors.index.json"
+    return ("*.safetensors", "model.safetensors.index.json") if load_format in _SAFETENSORS_FORMATS else None
 
 
 def _damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Weights that were only half written. The loader would find it, minutes later and in another process."""
-    for folder in {Path(model.model) for model in _models(vllm_config)}:
-        for file in sorted(folder.glob("*.safetensors")):
+    for folder, load_format in {(Path(model.model), load_format) for model, load_format in _models(vllm_config)}:
+        if (read := _weight_files(folder, load_format)) is None:
+            continue
+        files, index = read[0], folder / read[1]
+        for file in sorted(folder.glob(files)):
             try:
                 with safe_open(file, "np"):
                     pass  # it compares the header with the file's length
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
-        for index in sorted(folder.glob("*.safetensors.index.json")):
-            if missing := _missing_parts(index):
-                yield f"{index} names {missing}, which can not be had; copy the model again or name another."
+        if index.is_file() and (missing := _missing_parts(index)):
+            yield f"{index} names {missing}, which can not be had; copy the model again or name another."
 
 
 def _missing_parts(index: Path) -> str | None:
@@ -203,7 +216,7 @@ def _missing_parts(index: Path) -> str | None:
 
 
 def _format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    for model in _models(vllm_config):
+    for model, _ in _models(vllm_config):
         if backend.takes_weight_formats or model.quantization is None:
             continue
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -108,6 +109,51 @@ def test_loading_from_pickles_is_refused(tmp_path: Path) -> None:
     draft = dict(method="draft_model", model=str(tmp_path), draft_load_config={"load_format": "npcache"})
     with pytest.raises(UnsupportedConfigError, match="format npcache reads pickles"):
         engine_config(tmp_path, draft)
+
+
+def index(folder: Path, kind: str) -> None:
+    """Of weights that stand in one file."""
+    weight_map = {"weight_map": {"weight": f"{kind}-00001-of-00001.safetensors"}}
+    (folder / f"{kind}.safetensors.index.json").write_text(json.dumps(weight_map))
+
+
+def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
+    """--load-format dummy with a folder of which only the small files were copied."""
+    index(tmp_path, "model")
+    with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which can not be had"):
+        engine_config(tmp_path, None)
+    engine_config(tmp_path, None, load_format="dummy")
+    draft = tmp_path / "draft"
+    engine_config(draft, None)
+    index(draft, "model")
+    drafter = dict(method="draft_model", model=str(draft))
+    with pytest.raises(UnsupportedConfigError, match=r"draft.*can not be had"):
+        engine_config(tmp_path, drafter | dict(draft_load_config={"load_format": "hf"}), load_format="dummy")
+    engine_config(tmp_path, drafter, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("there", "load_format", "is_whole"),
+    [
+        ("model", "auto", True),
+        ("model", "mistral", False),
+        ("consolidated", "auto", True),
+        ("consolidated", "mistral", True),
+        ("consolidated", "hf", False),
+    ],
+)
+def test_only_the_index_that_is_used_has_to_be_right(
+    there: str, load_format: str, is_whole: bool, tmp_path: Path
+) -> None:
+    """Repositories have the same weights twice, and who copies one leaves both indexes."""
+    for kind in ("model", "consolidated"):
+        index(tmp_path, kind)
+    save_file({"weight": torch.ones(1)}, tmp_path / f"{there}-00001-of-00001.safetensors")
+    if is_whole:
+        engine_config(tmp_path, None, load_format=load_format)
+    else:
+        with pytest.raises(UnsupportedConfigError, match="can not be had"):
+            engine_config(tmp_path, None, load_format=load_format)
 
 
 def test_unknown_device_is_refused_by_vllm_itself() -> None:
