@@ -2,7 +2,8 @@
 
 Drafts that can not be used cost no request anything: their rows go on as if nothing had been drafted. A round in which
 nobody's drafts could be used speaks against the drafter, and three of those in a row switch it off for good. A row that
-fails while its neighbours' drafts are good is what is wrong itself, and drafts no more.
+fails while its neighbours' drafts are good is what is wrong itself, and drafts no more. So is a request that fails
+twice in a row with nobody beside it: one that finds the server empty can not speak for those that come later.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class DrafterHealth:
         self.is_off = False
         self.num_faults = 0
         self._in_a_row = 0
+        self._last_alone: str | None = None
+        """The request that was all of the last round, if that was faulty."""
         self._again: dict[str, None] = {}
         self._never: dict[str, None] = {}
         self._told = 0
@@ -53,11 +56,17 @@ class DrafterHealth:
         before = self.num_faults
         for done in rounds:
             if not done.faulty:
-                self._in_a_row = 0
+                self._in_a_row, self._last_alone = 0, None
                 continue
             self.num_faults += 1
-            self._in_a_row = 0 if done.worked else self._in_a_row + 1
-            (self._never if done.worked else self._again).update(dict.fromkeys(done.faulty))
+            alone = done.faulty[0] if len(done.faulty) == 1 and not done.worked else None
+            is_the_same = alone is not None and alone == self._last_alone
+            self._last_alone = alone
+            if done.worked:
+                self._in_a_row = 0
+            elif not is_the_same:
+                self._in_a_row += 1
+            (self._never if done.worked or is_the_same else self._again).update(dict.fromkeys(done.faulty))
             if self._in_a_row == MOST_IN_A_ROW and not self.is_off:
                 self.is_off = True
                 logger.error(

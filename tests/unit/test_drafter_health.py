@@ -26,6 +26,7 @@ from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF, SERIES
 GOOD = DraftRound()
 BAD = DraftRound(("a", "b"), worked=False)
 ONE_ROW = DraftRound(("b",), worked=True)
+ALONE, NEXT, ANOTHER = (DraftRound((name,), worked=False) for name in "abc")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,10 @@ ONE_ROW = DraftRound(("b",), worked=True)
         ([BAD, GOOD, BAD, BAD, BAD], True),
         ([ONE_ROW] * 5, False),
         ([BAD, BAD, ONE_ROW, BAD], False),
+        ([ALONE] * 10, False),
+        ([ALONE] * 10 + [GOOD, BAD, BAD], False),
+        ([ALONE, ALONE, NEXT, NEXT, ANOTHER], True),
+        ([ALONE, BAD, ALONE], True),
     ],
 )
 def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,6 +64,17 @@ def test_a_row_that_fails_alone_is_told_apart() -> None:
     assert health.word() is None
     health.heard([ONE_ROW])
     assert health.word() == Word((), ("b",), is_off=False, num_faults=2)
+
+
+def test_a_request_that_has_the_server_to_itself_speaks_for_nobody_else() -> None:
+    """Once it may be the drafter's fault; then it is the request that drafts no more, and the next one does."""
+    health = DrafterHealth()
+    health.heard([ALONE])
+    assert health.word() == Word(("a",), (), is_off=False, num_faults=1)
+    health.heard([ALONE] * 9)
+    assert health.word() == Word((), ("a",), is_off=False, num_faults=10)
+    health.heard([GOOD, NEXT, GOOD, NEXT])
+    assert health.word() == Word(("b",), (), is_off=False, num_faults=12)
 
 
 KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
