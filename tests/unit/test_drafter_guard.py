@@ -296,7 +296,22 @@ def test_rows_of_which_a_head_could_not_read_everything_draft_no_more() -> None:
     rows.start(PROMPTS)
     while_broken(rows, rows.head, "forward")
     assert not any(rows.sample({name: [2] for name in PROMPTS}).values())
-    # A request that shares blocks with one of them shares the hole; one with blocks of its own has none.
+    check_nobody_shares(rows)
+
+
+def test_blocks_of_a_row_that_a_head_failed_for_are_not_shared() -> None:
+    """What the head wrote there may be no numbers, and whoever reads it would fail as well."""
+    rows = HeadRows(3)
+    rows.start(PROMPTS)
+    drafts = rows.sample({name: [2] for name in PROMPTS})
+    assert drafts == {name: rows.expected(name) for name in PROMPTS}
+    rows.drafting.hear([], [rows.requests.by_id["b"]], is_off=False)
+    assert rows.sample({name: [3] for name in PROMPTS})["b"] == []
+    check_nobody_shares(rows)
+
+
+def check_nobody_shares(rows: HeadRows) -> None:
+    """A request that shares blocks with `b` shares what is wrong with them; one with blocks of its own does not."""
     blocks = rows.requests.tables_np[0][rows.requests.by_id["b"].row].tolist()
     rows.requests.apply(step({}, finished=set(PROMPTS)))
     rows.start({"shares": PROMPTS["b"]}, num_computed=BLOCK, blocks=blocks)

@@ -73,8 +73,10 @@ class DeviceDrafting:
 
     def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         self._is_off = is_off
-        if again or never:
-            self._reading.spoilt([*again, *never])
+        if again:
+            self._reading.spoilt(again)
+        if never:
+            self._reading.missed(never)  # what makes them fail may stand in blocks that others would share
         for request in never:
             self._split.exclude(request.row)
 

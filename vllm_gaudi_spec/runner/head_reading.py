@@ -1,8 +1,8 @@
 """What heads read: the target's hidden states, as the target makes them.
 
 They can not be made again later. So a head reads with the target at every step, drafts or none, of every row up to its
-longest context: then all blocks that requests share hold its KV, and no row has to catch up. Where reading failed, that
-row drafts no more, nor does one that shares its blocks.
+longest context: then all blocks that requests share hold its KV, and no row has to catch up. Where reading failed, or
+a row failed beside good ones, that row drafts no more, nor does one that shares its blocks.
 """
 
 from __future__ import annotations

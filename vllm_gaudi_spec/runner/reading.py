@@ -51,7 +51,7 @@ class Reading:
         """A round was run."""
 
     def missed(self, requests: list[Request]) -> None:
-        """What was to be read of these was not."""
+        """What was to be read of these was not, or nobody may rely on it."""
 
     def spoilt(self, requests: list[Request]) -> None:
         """Rounds of these gave drafts that could not be used: what was read may be what is wrong."""
