@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything lives in .venv; nothing outside the checkout is changed,
-# save the demo model in the user's cache directory.
+# save the demo model in the user's cache directory, and what `make browser` installs.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -103,13 +103,12 @@ bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platf
 ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 ON_ASCEND := env VGS_DEVICE=ascend-emulated
 
-# The page of `gaudi-spec report` is looked at in a real browser.
 .PHONY: browser
-browser: $(VENV)/.stamp
+browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): a test of `make test` is skipped without
 	@$(BIN)/python requirements/browser.py
 
 .PHONY: test
-test: $(VENV)/.stamp-dev browser  ## unit tests and one full test per promise
+test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 	@echo "[1/4] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
 	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"

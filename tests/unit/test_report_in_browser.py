@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit import chromium as started
 from tests.unit.chromium import browser
 from tests.unit.records import answer, run, task
 from vllm_gaudi_spec.report import page
@@ -48,6 +49,15 @@ def long_record(device: str = "cpu") -> dict[str, object]:
     )
     base = task("baseline", 1000.0, k=0, answers=[said])
     return run(base, task("ngram", 900.0, answers=[said]), many, device=device, model="/models/" + "target-" * 20)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_without_a_browser(ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has none hears how to get one; continuous integration has one."""
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setitem(started._BROWSER, "find", lambda: None)
+    with pytest.raises(outcome, match="make browser"), browser():
+        pass
 
 
 @pytest.mark.parametrize("runs", [1, 2])
