@@ -22,6 +22,7 @@ from vllm_gaudi_spec.config import (
     REFUSED_ADAPTER,
     TRUST_DRAFT_CODE,
     UNIVERSAL_DRAFT,
+    WEIGHTLESS_METHODS,
     UnsupportedConfigError,
     pickled_weights,
     trusts_draft_code,
@@ -117,9 +118,11 @@ def admit_universal_draft() -> None:
 
 
 def trust_drafters_apart() -> None:
-    """Let `--trust-remote-code` run code of the target's folder, and not of a drafter's as well.
+    """Let `--trust-remote-code` run code of the target's folder, and not of a drafter's as well; of its own name, the
+    drafter is read at the target's revision.
 
-    Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two.
+    Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two. It does not hand
+    on the revision that was looked at before it was trusted.
     Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
     """
     from vllm.config import SpeculativeConfig
@@ -131,7 +134,10 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = "draft_model", True
     target = config.target_model_config
-    if target is None or not target.trust_remote_code or trusts_draft_code() or _is_in_targets_folder(config):
+    if target is not None and config.method not in WEIGHTLESS_METHODS and _is_in_targets_folder(config):
+        if config.revision is None and config.code_revision is None:
+            config.revision, config.code_revision = target.revision, target.code_revision
+    if target is None or not target.trust_remote_code or trusts_draft_code() or _has_targets_code(config):
         result = original(config)
     else:
         result = _describe_untrusted(original, config)
@@ -143,10 +149,15 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _is_in_targets_folder(config: Any) -> bool:
-    """As the layers are that predict several tokens; then its code is the target's."""
+    """As the layers are that predict several tokens."""
     target = config.target_model_config
-    same_revision = config.revision in (None, target.revision) and config.code_revision in (None, target.code_revision)
-    return config.model is None or (config.model in (target.model, target.model_weights) and same_revision)
+    return config.model is None or config.model in (target.model, target.model_weights)
+
+
+def _has_targets_code(config: Any) -> bool:
+    target = config.target_model_config
+    same_revision = (config.revision, config.code_revision) == (target.revision, target.code_revision)
+    return _is_in_targets_folder(config) and same_revision
 
 
 def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:

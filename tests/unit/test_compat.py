@@ -276,6 +276,34 @@ def test_the_targets_own_folder_is_trusted_as_the_target_is(tmp_path: Path) -> N
     assert made.speculative_config.draft_model_config.trust_remote_code
 
 
+@pytest.mark.parametrize(
+    ("given", "revision", "is_trusted"),
+    [
+        ({}, "looked-at", True),
+        (dict(revision="looked-at", code_revision="code"), "looked-at", True),
+        (dict(revision="other", code_revision="code"), "other", False),
+        (dict(revision="looked-at"), "looked-at", False),
+    ],
+)
+def test_the_targets_own_name_is_read_at_the_targets_revision(
+    given: dict[str, str], revision: str, is_trusted: bool, tmp_path: Path
+) -> None:
+    """A hub's main branch may have other code by now than what was trusted."""
+    compat.apply()
+    drafter = dict(method="draft_model", model=str(tmp_path), **given)
+    pinned = dict(revision="looked-at", code_revision="code")
+    made = engine_config(tmp_path, drafter, trust_remote_code=True, **pinned)
+    draft = made.speculative_config.draft_model_config
+    assert (draft.revision, draft.trust_remote_code) == (revision, is_trusted)
+    assert draft.code_revision == (given.get("code_revision") if given else "code")
+
+
+def test_a_drafter_without_a_model_has_no_revision(tmp_path: Path) -> None:
+    compat.apply()
+    made = engine_config(tmp_path, dict(method="ngram"), revision="looked-at")
+    assert made.speculative_config.revision is None
+
+
 def test_upstream_still_hands_the_targets_trust_on() -> None:
     source = inspect.getsource(inspect.unwrap(SpeculativeConfig.__post_init__))
     assert "trust_remote_code=self.target_model_config.trust_remote_code" in source
