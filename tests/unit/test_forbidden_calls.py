@@ -18,11 +18,17 @@ _MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "s
 _FUNCTIONS = (
     *("os.system", "os.popen", "tempfile.mktemp", "pty.spawn"),
     *("subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("torch.jit.load", "torch.package.PackageImporter"),
     *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "pandas.read_pickle"),
 )
-# Safe with one value of an argument only: for torch it has to be said, for the others it is the default.
+# Safe with one value of an argument only: for torch it has to be said, for the others, whatever is called, it is the
+# default.
 _MUST_SAY = {"torch.load": ("weights_only", True)}
-_MUST_NOT_SAY = {"numpy.load": ("allow_pickle", False), "subprocess": ("shell", False)}
+_MUST_NOT_SAY = {"allow_pickle": False, "shell": False}
+# Called with more by position, or with `**`, these may be told what may not be said.
+_BY_NAME = {"numpy.load": 2} | dict.fromkeys(
+    (f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen")), 1
+)
 
 # File and what is found there -> why it is no danger.
 ALLOWED = {
@@ -78,10 +84,14 @@ def _forbidden(call: ast.Call, name: str) -> Iterator[str]:
         argument, value = _MUST_SAY[name]
         if given.get(argument) is not value:
             yield f"{name}({argument})"
-    for prefix, (argument, value) in _MUST_NOT_SAY.items():
-        if name.split(".")[0] == prefix or name == prefix:
-            if given.get(argument, value) is not value:
-                yield f"{name}({argument})"
+    for argument, value in _MUST_NOT_SAY.items():
+        if given.get(argument, value) is not value:
+            yield f"{name}({argument})"
+    if name in _BY_NAME:
+        if len(call.args) > _BY_NAME[name] or any(isinstance(argument, ast.Starred) for argument in call.args):
+            yield f"{name}(by position)"
+        if None in given:
+            yield f"{name}(**)"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -112,6 +122,18 @@ def test_each_exception_is_still_needed() -> None:
         ("from subprocess import run\nrun(line, shell=True)", "subprocess.run(shell)"),
         ("from tempfile import mktemp\nmktemp()", "tempfile.mktemp"),
         ("import os\nos.system('ls')", "os.system"),
+        ("import numpy as np\nnp.load(path, None, True)", "numpy.load(by position)"),
+        ("import numpy as np\nnp.load(*given)", "numpy.load(by position)"),
+        ("import numpy as np\nnp.load(path, **given)", "numpy.load(**)"),
+        (
+            "import numpy\nnumpy.lib.format.read_array(f, allow_pickle=True)",
+            "numpy.lib.format.read_array(allow_pickle)",
+        ),
+        ("read(f, allow_pickle=told)", "read(allow_pickle)"),
+        ("import torch\ntorch.jit.load(path)", "torch.jit.load"),
+        ("import torch\ntorch.package.PackageImporter(path)", "torch.package.PackageImporter"),
+        ("import subprocess\nsubprocess.run(x, **given)", "subprocess.run(**)"),
+        ("import subprocess\nsubprocess.run(x, -1, None)", "subprocess.run(by position)"),
     ],
 )
 def test_the_search_finds_it(source: str, words: str) -> None:

@@ -184,7 +184,7 @@ def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:
 
 def npy_of_a_pickle() -> bytes:
     written = io.BytesIO()
-    np.save(written, np.array({"Nodes": Bomb()}), allow_pickle=True)
+    np.save(written, np.array({"Nodes": Bomb()}))
     return written.getvalue()
 
 
