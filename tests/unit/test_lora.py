@@ -201,7 +201,7 @@ def test_rows_follow_their_adapters() -> None:
     named = {name: LoRARequest(name, number, "folder") for number, name in ((5, "x"), (6, "y"))}
     members = [("p", 2, "x"), ("q", 0, None), ("r", 1, "y")]
     by_id = {name: SimpleNamespace(row=row, lora=lora and named[lora]) for name, row, lora in members}
-    requests: Any = SimpleNamespace(by_id=by_id)
+    requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[])
     rows = torch.tensor([2, 0, 3])
 
     adapters.apply(step({"q": 1}), requests)
@@ -223,7 +223,18 @@ def test_rows_follow_their_adapters() -> None:
 
 @pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
 def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: HostBackend, skips: bool) -> None:
-    adapters, _ = rows_of(backend)
-    assert (adapters.of_rows(torch.tensor([0])) is None) == skips
-    adapters._slots_np[1] = 0
-    assert adapters.of_rows(torch.tensor([0])) is not None
+    adapters, sent = rows_of(backend)
+    own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder"))
+    requests: Any = SimpleNamespace(by_id={"p": own, "q": SimpleNamespace(row=0, lora=None)}, freed_rows=[])
+    adapters.loader.slots = {5: 1}
+    row = torch.tensor([0])
+    assert (adapters.of_rows(row) is None) == skips
+    adapters.apply(step({"p": 1, "q": 1}), requests)
+    assert adapters.of_rows(row).tolist() == [NO_SLOT]
+    adapters.apply(step({"q": 1}), requests)
+    assert adapters.of_rows(row) is not None, "it waits, and may be in the next step"
+    requests.freed_rows = [2]
+    adapters.apply(step({"q": 1}), requests)
+    assert (adapters.of_rows(row) is None) == skips
+    assert len(sent) == 2
+    assert sent[-1].tolist() == [NO_SLOT] * 4

@@ -1,6 +1,7 @@
 """LoRA adapters of the rows: which slot each row has, on the device, and that the slots hold what a step needs.
 
-Adapters are the target's alone. Drafters that borrow layers of it got them before they were wrapped.
+Adapters are the target's alone. Heads that borrow layers of it got them before they were wrapped; a user's class gets
+the wrapped target, whose layers add nothing where no slots are given.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Adapters:
         wanted = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
         slots = self.loader.in_slots(wanted.values()) if wanted else {}
         before = self._slots_np.copy()
+        self._slots_np[requests.freed_rows] = NO_SLOT  # else nobody's adapter would be computed for all others
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
