@@ -125,9 +125,10 @@ def leave_threads_unbound() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-def ranks_in_step(vllm_config: VllmConfig) -> int:
-    """How many data-parallel ranks run each forward together: one alone, unless the model has experts."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:
+    """How many data-parallel ranks run each forward together: one alone, unless the model has experts. `model`: where
+    that is not the configuration's own, but a head of it."""
+    parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
 
 

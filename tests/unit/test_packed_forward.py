@@ -43,7 +43,7 @@ def model(packs: bool, hidden_of: Any) -> LoadedModel:
     loaded: Any = LoadedModel.__new__(LoadedModel)
     loaded.model, loaded.vllm_config, loaded.measuring, loaded._packs = Model(), None, None, packs
     loaded.adapters = None
-    loaded.group, loaded._num_in_step, loaded._tells_states = None, 1, False
+    loaded.group, loaded._is_in_step, loaded._num_in_context, loaded._tells_states = None, False, 1, False
     loaded.hand_out(lambda states, _: hidden_of(states))
     loaded.bind_groups([["layer"]])
     return loaded
@@ -53,6 +53,15 @@ def inputs() -> Inputs:
     blocks = Blocks((torch.ones(4, 1, dtype=torch.int32),), (16,))
     tokens_BQ = torch.arange(12, dtype=torch.int32).view(4, 3)
     return rectangle(tokens_BQ, torch.tensor([4, 0, 7, 1], dtype=torch.int32), COUNTS_B, blocks)
+
+
+def test_ranks_in_step_compute_as_many_tokens_each() -> None:
+    """A head beside them packs, as what it runs is its own affair, and still tells vLLM how many ranks there are."""
+    together, head = (model(True, Hidden) for _ in range(2))
+    together._is_in_step, together._num_in_context, head._num_in_context = True, 2, 2
+    together.forward(inputs())
+    head.forward(inputs())
+    assert (together.model.rows, head.model.rows) == ([12], [len(REAL)])
 
 
 @pytest.mark.parametrize("carries", [False, True])

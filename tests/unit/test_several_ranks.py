@@ -52,6 +52,9 @@ def test_what_is_let_in(tmp_path: Path) -> None:
     assert (
         ranks_in_step(with_experts(tmp_path, **SPREAD, speculative_config=NGRAM | dict(num_speculative_tokens=3))) == 2
     )
+    # A head without experts runs alone beside a target that has some.
+    head: Any = SimpleNamespace(is_moe=False)
+    assert ranks_in_step(with_experts(tmp_path, **SPREAD), head) == 1
     assert ranks_in_step(with_experts(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)) == 1
     # Engines of a model without experts have nothing to do with each other.
     assert ranks_in_step(engine_config(tmp_path, None, **TWO)) == 1

@@ -66,7 +66,9 @@ class LoadedModel:
         self.vllm_config = vllm_config
         self.group = group or get_tp_group()
         self._packs = not backend.captures
-        self._num_in_step = ranks_in_step(vllm_config)
+        self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
+        # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
+        self._num_in_context = ranks_in_step(vllm_config)
         self._tells_states = False
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
@@ -136,7 +138,7 @@ class LoadedModel:
         """[T, H]; KV of all real tokens is written. A head wants what was carried to it."""
         num_tokens = inputs.token_ids_T.shape[0]
         # Ranks that run in step compute as many tokens each: how many of them are real is not known to the others.
-        packs = self._packs and self._num_in_step == 1
+        packs = self._packs and not self._is_in_step
         kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
         if kept is None:
             return self._run(inputs, carried_TH)
@@ -153,7 +155,8 @@ class LoadedModel:
             metadata.update(dict.fromkeys(names, call))
             slots.update(dict.fromkeys(names, group_slots))
         num_tokens = inputs.token_ids_T.shape[0]
-        on_each = torch.full((self._num_in_step,), num_tokens, dtype=torch.int32) if self._num_in_step > 1 else None
+        num_ranks = self._num_in_context
+        on_each = torch.full((num_ranks,), num_tokens, dtype=torch.int32) if num_ranks > 1 else None
         with (
             compat.tensor_parallel_group(self.group),
             set_forward_context(metadata, self.vllm_config, num_tokens, on_each, slot_mapping=slots),
