@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.full_tests import rule_models
+from tests.full_tests import heads, rule_models
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest
 from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.backends import describe_device
@@ -146,20 +147,46 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 
 @needs_two
-@pytest.mark.parametrize("method", ["ngram_gpu", "draft_model", "universal_draft"])
+@pytest.mark.parametrize(
+    ("method", "size"), [("ngram_gpu", None), ("draft_model", 2), ("draft_model", 1), ("universal_draft", 2)]
+)
 def test_two_gpus(
-    method: str, looping_llama: str, requests: list[Request], alone: Reference, request: pytest.FixtureRequest
+    method: str,
+    size: int | None,
+    looping_llama: str,
+    requests: list[Request],
+    alone: Reference,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Tensor parallel over NCCL: collectives inside captured programs, and ranks that decide alike without telling."""
+    """Tensor parallel over NCCL: collectives inside captured programs, and ranks that decide alike without telling.
+    `size`: over how many the drafter is cut."""
     config = dict(ngram(3), method=method)
-    if method != "ngram_gpu":
+    if size is not None:
         drafter = looping_llama if method == "draft_model" else request.getfixturevalue("twin")
         config = dict(method=method, model=drafter, num_speculative_tokens=3, **MODES["coupled"])
+        config["draft_tensor_parallel_size"] = size
     with speculating(looping_llama, config, **BOTH, async_scheduling=True, tensor_parallel_size=2) as llm:
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
-        ranks = llm.collective_rpc("step_report")
-        assert len(ranks) == 2
-        assert ranks[0]["device"]["captured"] == ranks[1]["device"]["captured"]
-        for rank in ranks:
-            assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0
+        two_alike(llm)
+
+
+@needs_two
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_head_on_two_gpus(size: int, tmp_path: Path) -> None:
+    """A whole one reads one rank's states, which are told within the captured program. What is said, the CPU shows."""
+    model, head = (heads.with_four_heads(str(heads.TINY / name), tmp_path / name) for name in ("target", "eagle3"))
+    config = dict(method="eagle3", model=head, num_speculative_tokens=3, draft_tensor_parallel_size=size)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with speculating(model, config, **BOTH, async_scheduling=True, tensor_parallel_size=2) as llm:
+        generate(llm, heads.texts()[:8], params)
+        assert accepted(llm) > 50
+        two_alike(llm)
+
+
+def two_alike(llm: LLM) -> None:
+    ranks_agree(llm, 2)
+    first, second = llm.collective_rpc("step_report")
+    assert first["device"]["captured"] == second["device"]["captured"]
+    for rank in (first, second):
+        assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0

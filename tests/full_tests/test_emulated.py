@@ -16,6 +16,7 @@ from tests.full_tests import rule_models
 from tests.full_tests.captured import Reference, captured, programs_are_the_manifest, signatures
 from tests.full_tests.engines import SMALL_KV, counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.heads import METHODS, head, target
+from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, accounts, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
 from vllm_gaudi_spec.backends import describe_device
@@ -173,6 +174,7 @@ def test_two_cards(looping_llama: str, requests: list[Request], alone: Reference
     with speculating(looping_llama, ngram(3), **SIZES, tensor_parallel_size=2) as llm:
         alone.check(requests, run_together(llm, requests))
         assert accepted(llm) > 50
+        ranks_agree(llm, 2)
         for rank in llm.collective_rpc("step_report"):
             assert rank["device"]["emulator"]["total"]["collectives"] > 0
             assert rank["graphs"]["after_warmup"] == rank["device"]["compiled_after_warmup"] == 0
