@@ -27,7 +27,7 @@ from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
 from vllm_gaudi_spec.runner.batch import Batch, Located, locate
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
-from vllm_gaudi_spec.runner.heads import carried_too, layers_of, share
+from vllm_gaudi_spec.runner.heads import LoadedHead, carried_too, layers_of, share
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
@@ -383,6 +383,12 @@ def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
     # Medusa reads what logits are made of.
     assert loaded._told(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
     assert loaded._told(Hidden(last)).carried is None
+
+
+def test_a_head_takes_no_adapters() -> None:
+    head: Any = LoadedHead.__new__(LoadedHead)
+    with pytest.raises(AssertionError, match="the target's alone"):
+        head.logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32))
 
 
 def test_a_head_with_two_answers_carries_the_second() -> None:

@@ -63,6 +63,7 @@ class LoadedHead(LoadedModel):
             self.said = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
+        assert adapters_N is None, "adapters are the target's alone"
         with compat.tensor_parallel_group(self._group_of_output):
             if self.said is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
