@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +19,15 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidde
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     return ((q @ k.transpose(-1, -2)) * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def test_the_package_is_found(card: Any) -> None:
+    """By those who look before they import, as Ray does."""
+    for name in ("habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.hpu"):
+        assert importlib.util.find_spec(name) is not None
+    import habana_frameworks.torch.core
+
+    assert habana_frameworks.torch.core.__spec__.name == "habana_frameworks.torch.core"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -6,6 +6,7 @@ import enum
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -194,6 +195,8 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
         vars(module).update(attributes)
         modules[full] = module
     for full, module in modules.items():
+        if module.__spec__ is None:  # which whoever only asks whether the package is there looks at
+            module.__spec__ = ModuleSpec(full, None, is_package=True)
         parent, _, last = full.rpartition(".")
         if parent in modules:
             setattr(modules[parent], last, module)
