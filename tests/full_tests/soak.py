@@ -272,9 +272,9 @@ class Soak:
         self.figures |= {
             "sent": len(attempts),
             "finished": whole,
-            "aborted": len(attempts) - whole - len(errors),
+            "aborted": sum(attempt.has_left for attempt in attempts),
             "errors": len(errors),
-            "aborted_with_tokens": sum(bool(a.answers) for a in attempts if not a.is_whole),
+            "aborted_with_tokens": sum(bool(a.answers) for a in attempts if a.has_left),
         }
         self._note(tally, "load")
         counts = {name: int(self.server.metric(f"vllm:{name}_total")) for name in _COUNTERS}

@@ -62,6 +62,8 @@ class Attempt:
     answers: list[Answer] = field(default_factory=list)
     """As far as they came."""
     is_whole: bool = False
+    has_left: bool = False
+    """The client did not wait for the end."""
     error: str = ""
 
 
@@ -138,10 +140,11 @@ class Clients:
         try:
             asked = self._stream(attempt, body, most_pieces) if streams else self._ask(attempt, body)
             await asyncio.wait_for(asked, patience)
-        except TimeoutError:
-            pass  # it has left: the answer stays in pieces
-        except httpx.HTTPError as error:
-            attempt.error = repr(error)
+            if not (attempt.is_whole or attempt.has_left or attempt.error):
+                attempt.error = "the stream ended before its answer did"
+        except Exception as error:  # an answer that is none fails in many ways
+            attempt.has_left = isinstance(error, TimeoutError) and patience is not None
+            attempt.error = attempt.error if attempt.has_left else repr(error)
         finally:
             self.num_open -= 1
 
@@ -161,8 +164,9 @@ class Clients:
         if response.status_code != 200:
             attempt.error = response.text
             return
+        choices = response.json()["choices"]
         if attempt.request is not None:
-            attempt.answers = answers_of(response.json()["choices"])
+            attempt.answers = answers_of(choices)
         attempt.is_whole = True
 
     async def _stream(self, attempt: Attempt, body: dict[str, Any], most_pieces: int | None) -> None:
@@ -173,6 +177,7 @@ class Clients:
             pieces = 0
             async for line in response.aiter_lines():
                 if pieces == most_pieces:
+                    attempt.has_left = True
                     return
                 event = line.removeprefix("data: ")
                 if event == "[DONE]":
