@@ -101,7 +101,8 @@ class Graphs:
 def make_shapes(max_num_seqs: int, max_model_len: int, strategy: str, k: int, backend: Any) -> Shapes:
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS),
-        model_config=SimpleNamespace(max_model_len=max_model_len),
+        model_config=SimpleNamespace(max_model_len=max_model_len, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     return Shapes.from_config(config, Options(bucket_strategy=strategy), backend, k)
 
@@ -153,7 +154,7 @@ def _drafts(
     )
     requests: Any = SimpleNamespace(backend=backend, pad_row=0, landing=SimpleNamespace(dtype=torch.float32))
     make: Any = DeviceDrafting
-    drafting = make(NOBODY, NOBODY, requests, NOBODY, shapes, speculation, NOBODY, reading(requests))
+    drafting = make(NOBODY, NOBODY, requests, NOBODY, shapes, speculation, NOBODY, NOBODY, reading(requests))
     reports = {branch.of_reports() for branch in sampling.branches()}
     with_drafts = len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports)
     return len(set(drafting.signatures(sampling))) + with_drafts

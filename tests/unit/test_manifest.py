@@ -108,7 +108,8 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
     num_drafts, max_tokens = rng.choice((0, 1, 3, 5)), rng.choice((16, 64, 256))
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_rows, max_num_batched_tokens=max_tokens),
-        model_config=SimpleNamespace(max_model_len=max_len),
+        model_config=SimpleNamespace(max_model_len=max_len, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     options = Options(bucket_strategy=rng.choice((None, "linear")), prefill_rows=rng.choice((None, (1, 2), (1, 4))))
     shapes = Shapes.from_config(config, options, backend, num_drafts)  # type: ignore[arg-type]
@@ -161,7 +162,8 @@ def test_uploads_of_a_listed_decode_have_its_shape() -> None:
     backend = FlatBackend()
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
-        model_config=SimpleNamespace(max_model_len=96),
+        model_config=SimpleNamespace(max_model_len=96, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     shapes = Shapes.from_config(config, Options(), backend, 3)  # type: ignore[arg-type]
     requests = Requests(backend, 4, shapes.max_context + 8, [BLOCK], shapes.max_context, seed=0)  # type: ignore[arg-type]
