@@ -40,6 +40,25 @@ def texts(server: Server, wanted: list[dict[str, Any]]) -> list[str]:
         return list(pool.map(lambda each: text(server, each), wanted))
 
 
+def check_storm(server: Server, count: int, quiet: list[str]) -> None:
+    """Requests that go away disturb no others, and leave nothing. `quiet`: what `bodies(12)` get without them."""
+    with ThreadPoolExecutor(1) as pool:
+        gone = pool.submit(storm, server, count)
+        while not gone.done():
+            assert texts(server, bodies(12)) == quiet
+    assert gone.result() > count // 2
+    check_all_came_back(server)
+    assert texts(server, bodies(12)) == quiet
+    # As many as may run at once: were a row lost, one of them would wait for ever.
+    assert all(texts(server, bodies(32, num_tokens=8)))
+
+
+def check_all_came_back(server: Server) -> None:
+    server.wait_idle()
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
 def storm(server: Server, count: int, at_a_time: int = 40, seed: int = 0) -> int:
     """So many requests that go away: before the answer, in the middle of a stream, at its first byte. Returns how many
     did so before their end."""

@@ -1,0 +1,49 @@
+"""How a server dies as it should, whatever killed it."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+
+from tests.full_tests.faults.clients import asking, bodies
+from tests.full_tests.server import Server
+
+PATIENCE = 60
+"""Seconds, for what ends within ten on a machine that has nothing else to do: it is printed how long it took."""
+
+
+def processes(server: Server, name: str) -> list[psutil.Process]:
+    """By the titles that vLLM gives them."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in family if name in " ".join(process.cmdline())]
+
+
+def check_death(server: Server, strike: Callable[[], None], reason: str) -> None:
+    """With requests under way: what docs/faults.md says of a death. The log gives the `reason`."""
+    with asking(server, bodies(8, num_tokens=900)) as answers:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        struck = time.monotonic()
+        strike()
+        ended = [answer.result(timeout=PATIENCE) for answer in answers]
+        answered = time.monotonic() - struck
+    assert not any(answer.finished for answer in ended)
+    assert {answer.status for answer in ended[::2]} <= {500, 503, None}, "an error, or at least the connection's end"
+    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+        assert server.client.get("/health").status_code == 503
+    check_failed(server, family)
+    assert reason in server.log.read_text()
+    statuses = [answer.status for answer in ended]
+    print(f"answers {statuses} after {answered:.1f} s, the end after {time.monotonic() - struck:.1f} s")
+
+
+def check_failed(server: Server, family: list[psutil.Process]) -> None:
+    """It ends by itself, as what has failed, and so do its processes."""
+    assert server.process.wait(timeout=PATIENCE) == 1, server.log.read_text()[-3000:]
+    check_ended(family)
+
+
+def check_ended(family: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,49 @@
+"""A server of one rank, which is quick: clients that go away, then the death of its engine. test_server.py and
+test_death.py do more.
+
+Expected:
+* 60 requests that go away at random times: others' outputs are those of a quiet server, and no request, row or block
+  is left
+* SIGKILL to the engine in the middle of a step: /health fails, every pending request gets an error, the server's exit
+  code is 1, no process of it is left, and the log says that the engine ended
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.full_tests.faults.clients import bodies, check_storm, texts
+from tests.full_tests.faults.deaths import check_death, processes
+from tests.full_tests.server import Server
+from tests.full_tests.tiny_models import MAX_LEN
+
+OPTIONS = (
+    *("--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}'),
+    *("--max-num-seqs", "32", "--max-model-len", str(MAX_LEN)),
+)
+
+
+@pytest.fixture(scope="module")
+def one_rank(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(looping_llama, tmp_path_factory.mktemp("one_rank") / "log.txt", *OPTIONS)
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def quiet(one_rank: Server) -> list[str]:
+    """What a quiet server says."""
+    return texts(one_rank, bodies(12))
+
+
+def test_a_small_abort_storm(one_rank: Server, quiet: list[str]) -> None:
+    check_storm(one_rank, 60, quiet)
+
+
+def test_the_engine_is_killed(one_rank: Server, quiet: list[str]) -> None:
+    """The last test of this file: it ends the server."""
+    victim = processes(one_rank, "EngineCore")[0]
+    check_death(one_rank, lambda: os.kill(victim.pid, signal.SIGKILL), "engine core exited unexpectedly")
