@@ -29,18 +29,23 @@ def check_death(server: Server, strike: Callable[[], None], reason: str) -> None
         ended = [answer.result(timeout=PATIENCE) for answer in answers]
         answered = time.monotonic() - struck
     assert not any(answer.finished for answer in ended)
-    assert {answer.status for answer in ended[::2]} <= {500, 503, None}, "an error, or at least the connection's end"
+    whole, streams = ended[::2], ended[1::2]
+    assert {answer.status for answer in whole} <= {500, 503, None}, "an error, or none came through any more"
+    assert 500 in {answer.status for answer in whole}
+    assert all('"error"' in answer.text for answer in streams if answer.status == 200)
     with contextlib.suppress(httpx.TransportError):  # it may have ended already
         assert server.client.get("/health").status_code == 503
     check_failed(server, family)
     assert reason in server.log.read_text()
     statuses = [answer.status for answer in ended]
-    print(f"answers {statuses} after {answered:.1f} s, the end after {time.monotonic() - struck:.1f} s")
+    print(f"answers {statuses} after {answered:.1f} s, no process after {time.monotonic() - struck:.1f} s")
 
 
 def check_failed(server: Server, family: list[psutil.Process]) -> None:
     """It ends by itself, as what has failed, and so do its processes."""
+    began = time.monotonic()
     assert server.process.wait(timeout=PATIENCE) == 1, server.log.read_text()[-3000:]
+    print(f"exit code 1 after {time.monotonic() - began:.1f} s more")
     check_ended(family)
 
 
