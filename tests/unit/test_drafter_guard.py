@@ -199,6 +199,13 @@ def test_answers_of_any_kind_of_integer_are_tokens() -> None:
     assert told == [[14, 15], [27, 28], []]
 
 
+def test_what_stands_behind_the_drafts_that_were_wanted_is_no_fault() -> None:
+    """As of a class that fills its rows up to one length."""
+    drafting, _, told = behind(lambda contexts: [[14] * context.num_wanted + [VOCAB, -3] for context in contexts])
+    assert [set(row) for row in told] == [{14}, {14}, set()]
+    assert drafting.take_rounds() == [DraftRound((), worked=True)]
+
+
 def test_ranks_that_differ_have_no_drafts() -> None:
     requests, split, names = started()
     asked: list[Any] = []

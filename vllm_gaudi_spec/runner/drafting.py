@@ -66,7 +66,9 @@ class Drafting(Protocol):
         ...
 
     def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        """The scheduler's word about faults, as `Word` has it."""
+        """The scheduler's word about faults, as `Word` has it. With `is_off` the scheduler asks for no drafts any more:
+        drafters behind a step's read need no more than that. On the device steps that are in flight, and what is read
+        without drafts, have to be told."""
         ...
 
     def take_rounds(self) -> list[DraftRound]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +102,17 @@ class HostDrafting:
         drafts: dict[str, list[int]] = {}
         faulty: list[str] = []
         for context, answer in zip(contexts, answers, strict=True):
-            tokens = self._tokens(answer)
+            tokens = self._tokens(answer, context.num_wanted)
             if tokens is None:
                 faulty.append(context.req_id)
             elif tokens:
-                drafts[context.req_id] = tokens[: context.num_wanted]
+                drafts[context.req_id] = tokens
         return drafts, faulty
 
-    def _tokens(self, answer: Sequence[Any]) -> list[int] | None:
-        """None if it is no list of tokens."""
+    def _tokens(self, answer: Sequence[Any], num_wanted: int) -> list[int] | None:
+        """As many as were wanted; whatever stands behind them is nobody's concern. None if they are no tokens."""
         try:
-            tokens = [index(token) for token in answer]
+            tokens = [index(token) for token in islice(answer, num_wanted)]
         except (TypeError, ValueError):
             return None
         return tokens if all(0 <= token < self._vocab_size for token in tokens) else None
