@@ -50,7 +50,7 @@ class Judge:
         self.tried[path] += 1
         self.answers[status] += 1
         codes = [status, *(code for code in map(_error_code, text.splitlines()) if code is not None)]
-        if status >= 200 and max(codes) < 500:
+        if (200 <= status < 300 or 400 <= status < 500) and max(codes) < 500:
             return
         fault = next((f for f in UPSTREAM_FAULTS if f.path == path and f.words in text), None)
         assert fault is not None, f"{path} answered {max(codes)} to {str(asked)[:1000]}: {text[:500]}"
