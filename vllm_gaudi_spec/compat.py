@@ -8,7 +8,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -38,6 +42,7 @@ def apply() -> None:
     quiet_missing_accelerator()
     share_vllm_logging()
     let_engine_finish()
+    end_engines_with_their_server()
     admit_universal_draft()
     trust_drafters_apart()
     refuse_pickled_weights()
@@ -78,6 +83,36 @@ def _with_grace(
 ) -> float | None:
     timeout = original(request_timeout, process_timeout)
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
+
+
+# Seconds between two looks of an engine at whether its server is there.
+_LOOK_EVERY_S = 1.0
+
+
+def end_engines_with_their_server() -> None:
+    """Let an engine's process end when the process that started it is gone.
+
+    Reason: a server that is killed (SIGKILL, or for want of memory) tells nobody, and its engine waits for requests for
+    ever, with the device and its memory.
+    Remove when: upstream's `EngineCoreProc` looks for its parent.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    # The engine's process has been told of this plugin only when it is half made: hence not its constructor.
+    for engine in (EngineCoreProc, DPEngineCoreProc):
+        wrap(engine, "run_busy_loop", _watch_the_server)
+
+
+def _watch_the_server(original: Callable[..., None], engine: Any) -> None:
+    threading.Thread(target=_end_behind, args=(os.getppid(),), name="watches the server", daemon=True).start()
+    original(engine)
+
+
+def _end_behind(server: int) -> None:
+    while os.getppid() == server:
+        time.sleep(_LOOK_EVERY_S)
+    logging.getLogger(__package__).error("The server is gone, so its engine ends.")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # vLLM calls these after loading weights and while shutting down, whatever the platform.

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -36,6 +37,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -682,3 +684,37 @@ def test_upstreams_ray_executor_still_counts_cards() -> None:
     assert ray_executor_v2.RayWorkerProc is theirs
     assert issubclass(CpuRayExecutor, ray_executor_v2.RayExecutorV2)
     assert CpuRayExecutor._get_actor_resource_kwargs() == {"num_gpus": 0}
+
+
+_SERVER_WITH_AN_ENGINE = """
+import multiprocessing, time
+from vllm_gaudi_spec import compat
+
+def engine():
+    compat._LOOK_EVERY_S = 0.05
+    compat._watch_the_server(lambda engine: print(multiprocessing.current_process().pid, flush=True), None)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=engine).start()
+time.sleep(60)
+"""
+
+
+def test_an_engine_ends_when_its_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", _SERVER_WITH_AN_ENGINE], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    assert engine.is_running()
+    server.kill()
+    server.wait()
+    assert psutil.wait_procs([engine], timeout=30)[1] == []
+
+
+def test_upstreams_engine_still_never_looks_for_its_server() -> None:
+    """Fails when it does: then `end_engines_with_their_server` can go."""
+    source = inspect.getsource(engine_core)
+    assert not any(word in source for word in ("getppid", "parent_process", "PDEATHSIG"))
+    compat.end_engines_with_their_server()
+    for engine in (engine_core.EngineCoreProc, engine_core.DPEngineCoreProc):
+        assert "run_busy_loop" in vars(engine), "it runs another's loop"
+    assert "engine_core.run_busy_loop()" in source
