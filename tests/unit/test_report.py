@@ -201,3 +201,37 @@ def test_json_in_place_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == f"report: {html}\n"
     assert cli.main(["report", str(path), "-o", "/no/such/report.html"]) == 2
     assert "there is no folder /no/such for --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--json", "write --json=FILE, or put --json last"), ("-o", "name another file")],
+)
+def test_a_record_is_not_overwritten(
+    option: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--json BEFORE AFTER` reads as one run, and a file to write."""
+    before, after = saved(tmp_path, run(), "before.json"), saved(tmp_path, run(), "after.json")
+    written = before.read_text()
+    page_at = ["-o", str(tmp_path / "page.html")] if option == "--json" else []
+    assert cli.main(["report", option, str(before), str(after), *page_at]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"would overwrite the record {before}; {words}" in line
+    assert before.read_text() == written
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environment": {"X; touch bad #": "1"}}, "which is no variable's name"),
+        ({"settings": run()["settings"] | {"osl": 10**400}}, "settings.osl is 1000"),
+    ],
+    ids=["name", "number"],
+)
+def test_records_from_elsewhere(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", str(saved(tmp_path, run() | changes)), "-o", str(tmp_path / "page.html")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

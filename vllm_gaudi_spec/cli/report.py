@@ -40,6 +40,13 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return fail("report", f"there is no folder {folder} for --output; make it first")
     if mistake := json_mistake(options.json):
         return fail("report", mistake)
+    # `--json A.json B.json` takes A.json for the file to write, and for no run.
+    if options.json not in (None, STDOUT) and record.is_record(options.json):
+        return fail(
+            "report", f"--json would overwrite the record {options.json}; write --json=FILE, or put --json last"
+        )
+    if record.is_record(options.output):
+        return fail("report", f"--output would overwrite the record {options.output}; name another file")
     try:
         runs = [page.Run(str(path), record.read(path)) for path in options.runs]
         page.write(runs, options.output)

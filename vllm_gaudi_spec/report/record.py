@@ -8,8 +8,8 @@ the target how many tokens it brought and how many of these were drafts.
 from __future__ import annotations
 
 import json
-import math
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +54,15 @@ def make(
         "settings": settings,
         "tasks": tasks,
     }
+
+
+def is_record(path: str | Path) -> bool:
+    """Of any version, whole or not."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -136,7 +145,9 @@ def _check(value: Any, shape: Any, place: str) -> None:
                 raise _Mismatch(f"{inside} is missing")
             _check(value[name], inner, inside)
     else:
-        is_sane = not isinstance(value, bool) and not (isinstance(value, int | float) and not 0 <= value < math.inf)
+        is_sane = not isinstance(value, bool) and not (
+            isinstance(value, int | float) and not 0 <= value <= sys.float_info.max
+        )
         _expect(isinstance(value, shape) and is_sane, value, place)
 
 
@@ -159,6 +170,9 @@ def _shortened(value: Any) -> str:
 
 
 def _check_answers(found: dict[str, Any]) -> None:
+    # The page repeats them in a command for a shell.
+    if strange := [name for name in found["environment"] if not (name.isascii() and name.isidentifier())]:
+        raise _Mismatch(f"environment has {_shortened(strange[0])}, which is no variable's name")
     if not found["tasks"]:
         raise _Mismatch("tasks has none")
     for name, task in found["tasks"].items():
