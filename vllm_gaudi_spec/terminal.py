@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,18 @@ from typing import TextIO, TypeVar
 T = TypeVar("T")
 _SECONDS_BETWEEN_LINES = 10.0
 _REFRESHES_PER_SECOND = 4
+
+
+def until_nobody_reads(work: Callable[[], int]) -> int:
+    """`work` and its exit status, which is 1 where whoever reads stdout has seen enough (`... | head`)."""
+    try:
+        status = work()
+        sys.stdout.flush()  # what is short is still in the buffer
+        return status
+    except BrokenPipeError:
+        # Python flushes at exit again what could not be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def show_table(

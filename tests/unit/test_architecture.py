@@ -66,11 +66,13 @@ MAY_IMPORT = {
     "report": {"report", "config", "variables", "versions"},
     "comparison": {
         *("comparison", "argument_types", "backends", "config", "demo_model", "one_line", "report", "terminal"),
+        "platform",
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "doctor": {
         *("doctor", "backends", "config", "one_line", "platform", "proposers.universal", "quantization.fingerprint"),
-        *("runner.draft_choice", "tuning.builtin_prompts", "tuning.estimates", "variables", "versions"),
+        *("integrations", "refusals", "runner.draft_choice", "tuning.builtin_prompts", "tuning.estimates"),
+        *("variables", "versions"),
     },
     "cli": {
         *("__version__", "cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"),

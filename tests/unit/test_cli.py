@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_commands_run_where_numpy_is_all_there_is(tmp_path: Path) -> None:
         (["/no/such/model"], "there is no model folder /no/such/model"),
         (["--speculative-config", '{"method": "draft_model", "model": "./no"}'], "there is no model folder ./no"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
+        (["--json", "/tmp"], "--json /tmp is a folder; name a file"),
         (["--device", "hpu"], "needs the vendor's image with habana_frameworks"),
         (["--device", "ascend"], "needs the vendor's image with torch_npu"),
     ],
@@ -111,7 +113,35 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
     assert settings["PT_HPU_LAZY_MODE"] == "1"
     assert settings["VGS_SKIP_WARMUP"] == "0"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert command[python + 1 :] == ["-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+    assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+
+
+# ---- output ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [["completion", "bash"], ["doctor", "--json"]], ids=["short", "flushed"])
+def test_a_reader_that_goes_away(options: list[str]) -> None:
+    """As behind `| head`: no word on stderr, and status 1."""
+    code = (
+        "import sys\nfrom vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.doctor import examine\n"
+        "examine.probe = lambda pair: []\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end) as gone:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *options], stdout=gone, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_file_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """/dev/full is a full disk."""
+    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: [])
+    assert cli.main(["doctor", "--json", "/dev/full"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "gaudi-spec doctor: error: --json /dev/full can not be written: No space left on device"
 
 
 # ---- demo ------------------------------------------------------------------------------------------------
@@ -141,8 +171,8 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     settings = dict(word.split("=", 1) for word in command[1:python])
     assert settings["LD_PRELOAD"] == str(tmp_path)
     assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
-    assert command[python + 1 : python + 3] == ["-m", "vllm_gaudi_spec.comparison"]
-    given = command[python + 3 :]
+    assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.comparison"]
+    given = command[python + 4 :]
     assert given[-2:] == ["--osl", "7"]  # the user's words come last
     assert given.count("--osl") == 1
     assert given[given.index("--report") + 1] == ".demo/report.html"

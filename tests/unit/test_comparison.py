@@ -14,6 +14,7 @@ from vllm_gaudi_spec import terminal
 from vllm_gaudi_spec.comparison.answers import Answer
 from vllm_gaudi_spec.comparison.console import show, show_several
 from vllm_gaudi_spec.comparison.measure import accepted_lengths
+from vllm_gaudi_spec.comparison.run import main
 
 
 def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
@@ -137,3 +138,30 @@ def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert list(terminal.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
     assert "[letters]" in watched.getvalue()
     assert "100%" in watched.getvalue()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_device_is_one_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "tpu")
+    assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: task ngram failed: VGS_DEVICE=tpu is not available; use one of cpu, ")
+
+
+def test_another_platform_is_one_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.platform.is_active", lambda: False)
+    monkeypatch.setattr("vllm_gaudi_spec.comparison.run.setup_of", lambda *_: pytest.fail("it went on"))
+    assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
+    said = capsys.readouterr()
+    assert "error" not in said.out
+    assert said.err == (
+        "error: task ngram failed: vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec\n"
+    )

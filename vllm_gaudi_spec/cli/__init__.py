@@ -36,11 +36,4 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = make_parser().parse_args(arguments)
-    try:
-        return _COMMANDS[options.command].start(options, arguments)
-    except KeyboardInterrupt:
-        return output.fail(options.command, "interrupted", 130)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; and what is left in the buffer has nowhere to go.
-        sys.stderr.close()
-        return output.PROBLEMS
+    return output.guarded(options.command, lambda: _COMMANDS[options.command].start(options, arguments))

@@ -27,12 +27,14 @@ class WrongOptions(Exception):
 
 def main() -> int:
     options = make_parser().parse_args()
+    return output.guarded("graph-check", lambda: checked(options))
+
+
+def checked(options: argparse.Namespace) -> int:
     try:
         result = check(options)
     except WrongOptions as error:
         return output.fail("graph-check", str(error), output.USAGE)
-    except KeyboardInterrupt:
-        return output.fail("graph-check", "interrupted", 130)
     except Exception as error:
         if options.verbose:
             raise

@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_gaudi_spec.config import environment_value
+from vllm_gaudi_spec.terminal import until_nobody_reads
 
 STDOUT = "-"
 FINE, PROBLEMS, USAGE = 0, 1, 2
@@ -29,15 +31,38 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
 def json_mistake(where: str | None) -> str | None:
     if where in (None, STDOUT):
         return None
-    folder = Path(str(where)).absolute().parent
-    return None if folder.is_dir() else f"there is no folder {folder} for --json; make it first"
+    file = Path(str(where)).absolute()
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent} for --json; make it first"
+    if file.is_dir():
+        return f"--json {where} is a folder; name a file"
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return f"--json {where} can not be written; name another file"
+    return None
+
+
+class NotWritten(Exception):
+    """The message says why."""
+
+
+def guarded(command: str, work: Callable[[], int]) -> int:
+    """`work` and its exit status, with what may end each command as one line."""
+    try:
+        return until_nobody_reads(work)
+    except NotWritten as error:
+        return fail(command, str(error), PROBLEMS)
+    except KeyboardInterrupt:
+        return fail(command, "interrupted", 130)
 
 
 def write_json(value: Any, where: str | None) -> None:
     if where == STDOUT:
         print(json.dumps(value, indent=2), flush=True)
     elif where is not None:
-        Path(where).write_text(json.dumps(value, indent=2) + "\n")
+        try:
+            Path(where).write_text(json.dumps(value, indent=2) + "\n")
+        except OSError as error:
+            raise NotWritten(f"--json {where} can not be written: {error.strerror or error}") from None
 
 
 def fail(command: str, message: str, status: int = USAGE) -> int:
@@ -55,8 +80,17 @@ def model_mistake(*models: object) -> str | None:
 
 def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
     """A module of ours in an environment of its own from the start: torch and vLLM read theirs when they are loaded,
-    and this package leaves reading the environment to config.py."""
-    return ["env", *(f"{name}={value}" for name, value in values.items()), sys.executable, "-m", module, *arguments]
+    and this package leaves reading the environment to config.py. -P: as for console scripts, the current folder is no
+    place for modules."""
+    return [
+        "env",
+        *(f"{name}={value}" for name, value in values.items()),
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        *arguments,
+    ]
 
 
 def unless_set(**values: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.backends import describe_device
+from vllm_gaudi_spec.backends import describe_device, refuse_unknown_device
 from vllm_gaudi_spec.comparison import options as command_line
 from vllm_gaudi_spec.comparison.console import show, show_several
 from vllm_gaudi_spec.comparison.prompts import prompts_in
@@ -33,6 +33,7 @@ from vllm_gaudi_spec.config import keep_engine_in_process
 from vllm_gaudi_spec.demo_model import demo_model_path
 from vllm_gaudi_spec.one_line import in_one_line
 from vllm_gaudi_spec.report import page, record
+from vllm_gaudi_spec.terminal import until_nobody_reads
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.comparison.measure import Run, Setup
@@ -66,6 +67,7 @@ class Comparison:
         # What is printed of a run in words makes room for a record on stdout.
         self.words = sys.stderr if options.json == _STDOUT else sys.stdout
         self.environment = record.environment()
+        refuse_unknown_device()
         self.device = describe_device()
 
     def say(self, text: str) -> None:
@@ -76,6 +78,7 @@ class Comparison:
         check_what_is_there(self.options)
         if self.options.do_profile is not None:
             keep_engine_in_process("--do_profile")
+        check_the_platform()
         setup = setup_of(self.options, self.device["device"])
         if len(self.options.tasks) == 1:
             self.one(self.options.tasks[0], setup)
@@ -193,6 +196,13 @@ def computes_on_the_host(device: str) -> bool:
     return device == "cpu" or device.endswith("-emulated")
 
 
+def check_the_platform() -> None:
+    from vllm_gaudi_spec.platform import is_active
+
+    if not is_active():
+        raise ValueError("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")
+
+
 def check_what_is_there(options: argparse.Namespace) -> None:
     """Before a model is loaded."""
     if any(uses_demo_drafter(name, options) for name in options.tasks) and not DEMO.is_dir():
@@ -237,13 +247,18 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:
     """`command`: the words before the arguments, as a user would type them again."""
     options = parse_options(arguments)
-    comparison = Comparison(options, [*command, *arguments])
+    return until_nobody_reads(lambda: run(options, [*command, *arguments]))
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     try:
-        comparison.run()
+        Comparison(options, command).run()
     except KeyboardInterrupt:
-        comparison.say("interrupted")
+        print("interrupted", file=sys.stderr, flush=True)
         return 130
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        comparison.say(f"error: task {' '.join(options.task)} failed: {in_one_line(error)}")
+        print(f"error: task {' '.join(options.task)} failed: {in_one_line(error)}", file=sys.stderr, flush=True)
         return 1
     return 0
