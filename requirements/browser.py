@@ -42,6 +42,9 @@ def main() -> int:
             print(f"error: {' '.join(error.cmd)} failed with {error.returncode}; {_HOW}", file=sys.stderr)
             return 1
         found = find()
+    if found is None:  # Ubuntu's package is only a door to snap
+        print(f"error: its package brought no Chromium: {_HOW}", file=sys.stderr)
+        return 1
     print(found)
     return 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
 
 from tests.unit import chromium as started
 from tests.unit.chromium import browser
+from tests.unit.processes import ROOT
 from tests.unit.records import answer, run, task
 from vllm_gaudi_spec.report import page
 
@@ -85,3 +87,17 @@ def test_the_page_in_chromium(runs: int, tmp_path: Path) -> None:
                 backgrounds.add(chromium.evaluate(LOOKS))
                 chromium.picture(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
     assert len(backgrounds) == 2, "dark and light look the same"
+
+
+def test_a_package_without_a_browser(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ubuntu's is only a door to snap."""
+    main = runpy.run_path(str(ROOT / "requirements" / "browser.py"))["main"]
+    for name, value in {"find": lambda: None, "install": lambda: None}.items():
+        monkeypatch.setitem(main.__globals__, name, value)
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert main() == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "its package brought no Chromium: install the package chromium" in said.err
