@@ -182,7 +182,7 @@ _CONSOLIDATED = "consolidated*.safetensors"
 _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
 
 
-def _weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
+def weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
     """As the loader has it: the files that it reads, and the index that says which of them; None if it reads none."""
     if load_format == "auto":
         load_format = "mistral" if any(folder.glob(_CONSOLIDATED)) else "hf"
@@ -194,7 +194,7 @@ def _weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 def _damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Weights that were only half written. The loader would find it, minutes later and in another process."""
     for folder, load_format in {(Path(model.model), load_format) for model, load_format in _models(vllm_config)}:
-        if (read := _weight_files(folder, load_format)) is None:
+        if (read := weight_files(folder, load_format)) is None:
             continue
         files, index = read[0], folder / read[1]
         for file in sorted(folder.glob(files)):

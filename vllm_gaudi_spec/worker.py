@@ -17,6 +17,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import UnsupportedConfigError, name_process_group
+from vllm_gaudi_spec.runner.draft_choice import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -80,10 +81,7 @@ class Worker(WorkerBase):
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
         if size <= 0:
-            raise UnsupportedConfigError(
-                "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
-                "--speculative-config or universal_slab in additional_config.gaudi_spec."
-            )
+            raise UnsupportedConfigError(NO_ROOM_FOR_KV)
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
         return size
 

@@ -23,7 +23,8 @@ from vllm_gaudi_spec.one_line import in_one_line
 from vllm_gaudi_spec.proposers.universal.coverage import ENOUGH
 from vllm_gaudi_spec.proposers.universal.pairs import Pair, same_tokens
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
-from vllm_gaudi_spec.runner.draft_choice import DraftLaws
+from vllm_gaudi_spec.refusals import weight_files
+from vllm_gaudi_spec.runner.draft_choice import NO_ROOM_FOR_KV, DraftLaws
 from vllm_gaudi_spec.tuning.builtin_prompts import PROMPTS
 from vllm_gaudi_spec.tuning.estimates import tensor_sizes
 
@@ -50,9 +51,10 @@ def examine(task: dict[str, Any]) -> Iterator[Finding]:
 
 def _configure(task: dict[str, Any]) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     given = {name: value for name, value in task.items() if value is not None}
-    return EngineArgs(**given).create_engine_config()
+    return EngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)  # the server takes larger batches
 
 
 def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
@@ -120,17 +122,25 @@ def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterat
 def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
     model, given = vllm_config.model_config, vllm_config.speculative_config
     drafter = given.draft_model_config if given is not None and speculation and speculation.has_model else None
-    weights = _weights(vllm_config, model) + (_weights(vllm_config, drafter) if drafter is not None else 0)
-    if not weights:
-        yield Finding(NOTE, "memory", "the weights are not here yet, so what they take is not known")
-    parts = {"weights": weights, **_drafting(vllm_config, speculation, drafter)}
+    # mtp's drafter is part of the target's files.
+    models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
+    sizes = {one.model: _weights(vllm_config, one) for one in models}
+    if missing := [name for name, size in sizes.items() if not size]:
+        told = f"the weights of {' and '.join(missing)} are not here, so what they take is not known"
+        yield Finding(NOTE, "memory", told)
+        return
+    weights, drafting = sum(sizes.values()), _drafting(vllm_config, speculation, drafter)
+    parts = {"weights": weights, **drafting}
     a_token = _kv_bytes(model, vllm_config)
     if drafter is not None and speculation is not None and not speculation.retokenizes:
         a_token += _kv_bytes(drafter, vllm_config)
     told = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items() if size)
-    cache = _room_for_kv(vllm_config, sum(parts.values()))
+    cache = _room_for_kv(vllm_config, weights, sum(drafting.values()))
     if cache is None:
         yield Finding(NOTE, "memory", f"{told}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
+        return
+    if cache <= 0 < sum(drafting.values()):
+        yield Finding.refusal("memory", f"{told}: {NO_ROOM_FOR_KV}")
         return
     tokens = max(cache, 0) // a_token
     told += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
@@ -140,7 +150,8 @@ def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterato
             PROBLEM,
             "memory",
             f"{told}, and one request may have {longest}",
-            f"set --max-model-len to {tokens} or less, --kv-cache-memory-bytes to more, or take smaller models",
+            (f"set --max-model-len to {tokens} or less, " if tokens else "set ")
+            + "--kv-cache-memory-bytes to more, or take smaller models",
         )
     else:
         yield Finding(OK, "memory", f"{told}: {tokens // longest} requests of {longest} at a time, more if shorter")
@@ -152,12 +163,14 @@ _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
-    """Bytes on one rank, about."""
+    """Bytes on one rank, about; 0 where there are no files."""
     folder, width = folder_of(model.model), model.dtype.itemsize
     if load_backend().name == "cpu" and width == 4:
         width = _CPU_BYTES[Options.from_vllm(vllm_config).cpu_weights]
-    size = sum(tensor_sizes(folder).values()) * width if folder is not None else 0
-    return size // vllm_config.parallel_config.tensor_parallel_size
+    read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
+    if folder is None or read is None:
+        return 0
+    return sum(tensor_sizes(folder, read[0]).values()) * width // vllm_config.parallel_config.tensor_parallel_size
 
 
 def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None) -> dict[str, int]:
@@ -179,12 +192,14 @@ def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     return int(model.get_num_layers(parallel) * vectors * model.get_head_size() * model.dtype.itemsize)
 
 
-def _room_for_kv(vllm_config: VllmConfig, others: int) -> int | None:
-    """Where the host is the device; a card's memory is not looked at without opening it."""
+def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
+    """Of one rank, as its worker reckons, where the host is the device; a card's memory is not looked at without
+    opening it."""
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return int(cache.kv_cache_memory_bytes)
     device = load_backend().name
     if device != "cpu" and not device.endswith("-emulated"):
         return None
-    return host_memory.for_kv(cache.gpu_memory_utilization, less=others) // vllm_config.parallel_config.world_size
+    ranks = vllm_config.parallel_config.local_world_size
+    return host_memory.for_kv(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting

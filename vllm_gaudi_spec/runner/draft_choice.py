@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.sample.rules import Rules
 
+NO_ROOM_FOR_KV = (
+    "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
+    "--speculative-config or universal_slab in additional_config.gaudi_spec."
+)
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
 
 

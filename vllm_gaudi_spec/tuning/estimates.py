@@ -135,10 +135,10 @@ def _config(folder: Path) -> dict[str, Any]:
     return config | (config.get("text_config") or {})
 
 
-def tensor_sizes(folder: Path) -> dict[str, int]:
+def tensor_sizes(folder: Path, files: str = "*.safetensors") -> dict[str, int]:
     """Of each tensor of a model, how many numbers it has. Only headers are read."""
     sizes: dict[str, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(files)):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
