@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.processes import ROOT
 from vllm_gaudi_spec import backends, cli, versions
+from vllm_gaudi_spec.cli.output import python
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.doctor import machine, probe
 from vllm_gaudi_spec.doctor.findings import Finding, verdict
@@ -95,7 +98,7 @@ def probed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has torch and vLLM already."""
 
     def run(command: list[str], log: Path) -> None:
-        monkeypatch.setattr(sys, "argv", command[2:])
+        monkeypatch.setattr(sys, "argv", command[3:])
         assert probe.main() == 0
 
     monkeypatch.setattr(probe, "_run", run)
@@ -154,12 +157,70 @@ def test_refused(options: list[str], about: str, words: str, capsys: pytest.Capt
 @pytest.mark.usefixtures("probed_here")
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 40 << 20)
-    status, found = here(capsys, *PAIR)
+    status, found = here(capsys, "--model", TARGET, "--max-model-len", "512", "--dtype", "float32")
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "memory"
     assert "one request may have 512" in problem["text"]
-    assert "set --max-model-len to " in problem["remedy"]
+    assert problem["remedy"].startswith("set --kv-cache-memory-bytes to more")
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the worker reckons: the cache may have 4 GiB of 16, and the slab takes more than these."""
+    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 16 << 30)
+    slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 8192}})
+    status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", slab)
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "memory"
+    assert "drafting leaves no memory for the KV cache" in problem["text"]
+    assert "lower --max-num-seqs" in problem["remedy"]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the drafter are."""
+    for file in Path(TARGET).iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    status, found = here(capsys, "--model", str(tmp_path), *PAIR[2:])
+    assert status == 0
+    assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so what they take is not known")]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are part of the target's files."""
+    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 16 << 30)
+    monkeypatch.setattr("vllm_gaudi_spec.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
+    options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
+    status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
+    assert status == 0, found
+    assert of(found, "memory")[0][1].startswith("6.00 GiB for weights")
+
+
+def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
+    """vLLM reads the consolidated file where there is one."""
+    import torch
+
+    from vllm_gaudi_spec.doctor.pair import _configure, _weights
+
+    source = Path(TARGET) / "model.safetensors"
+    shutil.copy(Path(TARGET) / "config.json", tmp_path)
+    shutil.copy(source, tmp_path / "model-00001-of-00001.safetensors")
+    renamed = source.read_bytes().replace(b'"model.', b'"other.')
+    (tmp_path / "consolidated.safetensors").write_bytes(renamed)
+    config, form = _configure({"model": TARGET, "dtype": "float32"}), torch.float32
+    alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
+    assert _weights(config, both) == _weights(config, alone) > 0  # type: ignore[arg-type]
+
+
+def test_batches_are_those_of_the_server() -> None:
+    """On a CPU 128 for each rank, and half of that for a program that is none."""
+    from vllm_gaudi_spec.doctor.pair import _configure
+
+    assert _configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
 
 
 # ---- machines that are not -------------------------------------------------------------------------------
@@ -223,6 +284,28 @@ def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
     assert ("problem", "vLLM runs on vllm.platforms.cpu.CpuPlatform, not on this platform") in of(found, "platform")
     status, found = doctor(PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_spec")
     assert (status, found["problems"]) == (0, 0), found
+
+
+def test_vllm_ascend_beside_its_own_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pair that docs/ascend_vllm_ascend.md is about is fine, and is looked at to the end."""
+    plugin = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
+    fake_distribution(tmp_path, "vllm-ascend", "0.23.0.post1", plugin)
+    fake_distribution(tmp_path, "vllm", "0.23.0+empty")
+    monkeypatch.syspath_prepend(tmp_path)
+    probed = [Finding("ok", "platform", "was probed")]
+    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: probed)
+    status, found = here(capsys)
+    assert (status, found["problems"]) == (0, 0), found
+    assert of(found, "vLLM") == [("ok", "0.23.0+empty, which vllm-ascend 0.23.0.post1 needs")]
+    assert of(found, "platform") == [("ok", "was probed")]
+    assert any("adds method universal_draft" in text for _, text in of(found, "plugin"))
+    monkeypatch.setenv("VGS_DEVICE", "cpu")  # asks for this project's own platform, which needs another vLLM
+    status, found = here(capsys)
+    backends.other_platform_plugins.cache_clear()
+    assert status == 1
+    assert of(found, "vLLM")[0][0] == "problem"
 
 
 def test_another_vllm(tmp_path: Path) -> None:
@@ -307,6 +390,24 @@ def test_a_torch_that_crashes(tmp_path: Path) -> None:
     assert problem["text"].startswith("its process was ended by SIGILL while torch was loaded")
 
 
+def test_the_current_folder_is_no_place_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `vllm serve`, which is a console script."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, status in ((here, 8), (there, 7)):
+        folder.mkdir()
+        (folder / "torch.py").write_text(f"import os\nos._exit({status})\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{there}{os.pathsep}{ROOT}")
+    (found,) = probe.probe(None)
+    assert found.text == "its process ended with status 7 while torch was loaded"
+    assert subprocess.run(python("torch", {}, []), check=False).returncode == 7
+
+
+def test_a_signal_without_a_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGRTMIN) + 1})"]
+    assert probe._run(command, tmp_path / "log") == f"its process was ended by signal {int(signal.SIGRTMIN) + 1}"
+
+
 def test_a_vllm_that_is_broken(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace\ndef zeros(n): return SimpleNamespace(sum=int)\n"
@@ -334,7 +435,9 @@ def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ({"VLLM_PLUGINS": ""}, "plugin", "problem", "VLLM_PLUGINS='' leaves this platform out"),
         ({"VLLM_TARGET_DEVICE": "cpu"}, "plugin", "problem", "makes vLLM take its own CPU platform"),
         ({"QUANT_CONFIG": "/no/such.json"}, "setting", "problem", "QUANT_CONFIG=/no/such.json is no file"),
-        ({"OMP_NUM_THREADS": "many"}, "setting", "problem", "OMP_NUM_THREADS=many is no whole number"),
+        ({"VLLM_CPU_KVCACHE_SPACE": "much"}, "setting", "problem", "VLLM_CPU_KVCACHE_SPACE=much is no whole number"),
+        ({"KMP_BLOCKTIME": "long"}, "setting", "warning", "KMP_BLOCKTIME=long is no whole number"),
+        ({"OMP_NUM_THREADS": "many"}, "setting", "warning", "OMP_NUM_THREADS=many is no whole number"),
         ({"VGS_SKIP_WARMUP": "1"}, "setting", "warning", "graphs are made while serving"),
         ({"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "0"}, "setting", "warning", "PT_HPU_LAZY_MODE=0"),
     ],

@@ -11,7 +11,7 @@ from vllm_gaudi_spec.doctor.findings import Finding
 from vllm_gaudi_spec.doctor.machine import device_findings, driver_findings
 from vllm_gaudi_spec.doctor.probe import probe
 from vllm_gaudi_spec.doctor.settings import environment, setting_findings
-from vllm_gaudi_spec.doctor.software import plugin_findings, version_findings
+from vllm_gaudi_spec.doctor.software import plugin_findings, serves_vllm_ascend, version_findings
 
 
 def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str, Any]:
@@ -19,7 +19,8 @@ def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str,
     found = [*version_findings(), *driver_findings(), *device_findings(), *plugin_findings(), *setting_findings()]
     if missing_model is not None:
         found.append(Finding.refusal("models", missing_model))
-    if versions.installed_vllm() is None or versions.wrong_vllm() is not None:
+    wrong = versions.wrong_vllm() is not None and not serves_vllm_ascend()
+    if versions.installed_vllm() is None or wrong:
         found.append(Finding(of.NOTE, "platform", "vLLM was not loaded, since it is not the one that is needed"))
     else:
         found += probe(pair if missing_model is None else None)

@@ -93,7 +93,9 @@ def driver_findings() -> Iterator[Finding]:
         if shutil.which(name) is None:
             continue
         try:
-            done = subprocess.run(tool.command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            done = subprocess.run(
+                tool.command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             yield Finding(WARNING, "driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
             continue

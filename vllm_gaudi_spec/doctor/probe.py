@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.doctor.findings import OK, PROBLEM, Finding
+from vllm_gaudi_spec.doctor.findings import NOTE, OK, PROBLEM, Finding
 from vllm_gaudi_spec.one_line import in_one_line
 
 SECONDS = 300
@@ -36,7 +36,8 @@ def probe(pair: dict[str, Any] | None) -> list[Finding]:
         task, answers, log = (Path(folder) / name for name in ("task.json", "answers", "log"))
         task.write_text(json.dumps(pair))
         answers.touch()
-        ended = _run([sys.executable, "-m", __name__, str(task), str(answers)], log)
+        # -P: as in `vllm serve`, the current folder is no place for modules.
+        ended = _run([sys.executable, "-P", "-m", __name__, str(task), str(answers)], log)
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
         findings = [Finding(**finding) for line in lines for finding in line["findings"]]
         done = [line["stage"] for line in lines]
@@ -56,7 +57,8 @@ def _run(command: list[str], log: Path) -> str | None:
         except subprocess.TimeoutExpired:
             return f"its process was still busy after {SECONDS} s"
     if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}"
+        known = {one.value: one.name for one in signal.Signals}
+        return f"its process was ended by {known.get(-status, f'signal {-status}')}"
     return f"its process ended with status {status}" if status else None
 
 
@@ -87,10 +89,19 @@ def _platform() -> Iterator[Finding]:
         yield Finding(PROBLEM, "platform", f"vLLM runs on {name}, not on this platform", _REMEDIES["platform"])
 
 
-def _device() -> Iterator[Finding]:
+def _serves() -> bool:
+    """Whether this platform does; beside the vLLM of vllm-ascend its modules do not load."""
+    from vllm_gaudi_spec.integrations import vllm_ascend
+
+    if vllm_ascend.is_active():
+        return False
     from vllm_gaudi_spec.platform import is_active
 
-    if is_active():
+    return is_active()
+
+
+def _device() -> Iterator[Finding]:
+    if _serves():
         from vllm_gaudi_spec.backends import describe_device
 
         found = describe_device()
@@ -100,11 +111,12 @@ def _device() -> Iterator[Finding]:
 def _pair(task: dict[str, Any] | None) -> Iterator[Finding]:
     if task is None:
         return
+    if not _serves():
+        yield Finding(NOTE, "models", "models are looked at only where this platform serves them")
+        return
     from vllm_gaudi_spec.doctor.pair import examine
-    from vllm_gaudi_spec.platform import is_active
 
-    if is_active():
-        yield from examine(task)
+    yield from examine(task)
 
 
 def _answer(stage: str, look: Callable[[], Iterator[Finding]], answers: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_gaudi_spec import config
+from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.doctor.findings import PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.variables import VARIABLES
 
@@ -28,12 +29,17 @@ def setting_findings() -> Iterator[Finding]:
     path = config.quant_config_path()
     if path is not None and not Path(path).is_file():
         yield Finding(PROBLEM, "setting", f"QUANT_CONFIG={path} is no file", "correct its path, or unset QUANT_CONFIG")
-    for name in ("OMP_NUM_THREADS", "KMP_BLOCKTIME", "VLLM_CPU_KVCACHE_SPACE"):
+    # OpenMP passes over what it can not read; vLLM and this platform do not start.
+    for name, severity in (
+        ("OMP_NUM_THREADS", WARNING),
+        ("KMP_BLOCKTIME", WARNING),
+        ("VLLM_CPU_KVCACHE_SPACE", PROBLEM),
+    ):
         value = config.environment_value(name)
-        if value and not value.split(",")[0].isdigit():
-            yield Finding(PROBLEM, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
+        if value and not value.split(",")[0].isdigit() and (name, value) != ("KMP_BLOCKTIME", "infinite"):
+            yield Finding(severity, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
     lazy = config.environment_value("PT_HPU_LAZY_MODE")
-    if lazy == "0" and (config.requested_device() or "").startswith("hpu"):
+    if lazy == "0" and (choose_device() or "").startswith("hpu"):
         yield Finding(
             WARNING,
             "setting",

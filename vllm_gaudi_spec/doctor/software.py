@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from vllm_gaudi_spec import backends, versions
 from vllm_gaudi_spec.config import environment_value, requested_device, vllm_plugins_allowed
 from vllm_gaudi_spec.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 
 _PYTHONS = ((3, 11), (3, 12))
 _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy")
@@ -16,6 +17,16 @@ _OF_CARDS = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "t
 _PLATFORMS = "vllm.platform_plugins"
 _PROCESSORS = "vllm.logits_processors"
 _ASCEND = "ascend"
+
+
+def serves_vllm_ascend() -> bool:
+    """Whether vllm-ascend is the platform, beside the one vLLM that the integration is made for."""
+    found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
+    return (
+        requested_device() is None
+        and backends.other_platform_plugins() == (_ASCEND,)
+        and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
+    )
 
 
 def version_findings() -> Iterator[Finding]:
@@ -40,6 +51,8 @@ def version_findings() -> Iterator[Finding]:
 
 def _vllm() -> Finding:
     found = versions.installed_vllm()
+    if serves_vllm_ascend():
+        return Finding(OK, "vLLM", f"{found}, which vllm-ascend {vllm_ascend.VLLM_ASCEND} needs")
     if (reason := versions.wrong_vllm()) is not None:
         return Finding.refusal("vLLM", reason)
     if found is None:
