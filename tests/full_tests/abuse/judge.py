@@ -28,6 +28,11 @@ UPSTREAM_FAULTS = [
         "The model does not support the structured decision API",
         "the server offers it whatever the model is, and answers 501",
     ),
+    UpstreamFault(
+        "/v1/chat/completions",
+        "'list' object has no attribute 'get'",
+        "structured_outputs that is a list is asked for its keys before its type is looked at",
+    ),
 ]
 
 
