@@ -363,7 +363,7 @@ UNIVERSAL_DRAFT = "universal_draft"
 """A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
 _DEFAULT_SLAB = 2048
 IS_UNIVERSAL = "gaudi_spec_universal_draft"
-"""How compat.py marks vLLM's configuration when it was asked for."""
+"""How compat/ marks vLLM's configuration when it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

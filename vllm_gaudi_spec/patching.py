@@ -1,4 +1,4 @@
-"""How patches of others' code are made, for the files that list them: compat.py and those of integrations/."""
+"""How patches of others' code are made, for the folders that hold them: compat/ and integrations/."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     setattr(wrapped, _OURS, True)
     setattr(owner, name, wrapped)
+
+
+def do_nothing(*args: object, **kwargs: object) -> None:
+    """Stands in for a call that shall have no effect."""
 
 
 def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:

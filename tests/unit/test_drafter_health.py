@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
-from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, drafter, scheduler_of
+from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, drafter, scheduler_of
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.drafter_health import DrafterHealth, DraftRound, Word
 from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler

@@ -84,7 +84,7 @@ def test_on_our_platforms_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its vLLM is another, which neither compat.py nor the platform's modules are made for."""
+    """Its vLLM is another, which neither compat/ nor the platform's modules are made for."""
     registered: list[bool] = []
     monkeypatch.setattr(
         "vllm.platforms.current_platform", type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})()

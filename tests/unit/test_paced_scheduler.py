@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
 from vllm_gaudi_spec.series import SPARED_STEPS

@@ -1,0 +1,178 @@
+"""Patches of the configuration still have their reasons: these fail when upstream moves; then review the patch."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import SpeculativeConfig
+from vllm.config import speculative as upstream_speculative
+from vllm.config import vllm as upstream_vllm
+from vllm.config.utils import replace
+from vllm.exceptions import VLLMValidationError
+
+from tests.unit.schedulers import drafter
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec import compat, config
+from vllm_gaudi_spec.compat import configuration
+
+
+def values_of(kind: Any) -> tuple[str, ...]:
+    """Of a Literal, or of an optional one."""
+    values = get_args(kind)
+    return get_args(values[0]) or values
+
+
+def test_upstream_still_lacks_our_rules() -> None:
+    """Fails when upstream has one of the values: then it leaves `_MORE_VALUES`, and its meaning is compared."""
+    upstreams = {
+        "rejection_sample_method": upstream_speculative.RejectionSampleMethod,
+        "draft_sample_method": upstream_speculative.DraftSampleMethod,
+        "method": upstream_speculative.SpeculativeMethod,
+    }
+    for name, more in configuration._MORE_VALUES.items():
+        assert values_of(upstreams[name])
+        assert not set(values_of(upstreams[name])) & set(more)
+
+
+def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
+    compat.apply()
+    for name, more in configuration._MORE_VALUES.items():
+        for value in more if name != "method" else ():
+            assert getattr(drafter(**{name: value}), name) == value
+    with pytest.raises(ValueError, match="'standard', 'synthetic', 'block', 'strict' or 'probabilistic'"):
+        drafter(rejection_sample_method="strickt")
+    with pytest.raises(ValueError, match="'greedy', 'probabilistic' or 'coupled'"):
+        drafter(draft_sample_method="couple")
+    with pytest.raises(ValueError, match="Unexpected keyword"):
+        drafter(no_such_option=1)
+    with pytest.raises(ValueError, match="greater than 0"):
+        replace(drafter(), num_speculative_tokens=0)
+
+
+UNIVERSAL = [
+    dict(method="universal_draft"),
+    dict(method="universal_draft", draft_sample_method="probabilistic"),
+    dict(method="draft_model", use_heterogeneous_vocab=True, draft_sample_method="coupled"),
+]
+
+
+@pytest.mark.parametrize("spelling", UNIVERSAL, ids=str)
+def test_universal_drafting_is_a_draft_model_with_a_mark(spelling: dict[str, Any], tmp_path: Path) -> None:
+    """All the rest of vLLM sees a draft model, here and in the process that the configuration is sent to."""
+    compat.apply()
+    made = engine_config(tmp_path, spelling | dict(model=str(tmp_path)))
+    sent = pickle.loads(pickle.dumps(made)).speculative_config
+    for given in (made.speculative_config, sent):
+        assert given.method == "draft_model"
+        assert given.draft_sample_method == spelling.get("draft_sample_method", "greedy")
+        assert getattr(given, config.IS_UNIVERSAL) is True
+    plain = engine_config(tmp_path, dict(method="draft_model", model=str(tmp_path)))
+    assert not hasattr(plain.speculative_config, config.IS_UNIVERSAL)
+
+
+def test_other_methods_still_have_no_vocabulary_of_their_own() -> None:
+    compat.apply()
+    with pytest.raises(ValueError, match="only works with method='draft_model'"):
+        drafter(use_heterogeneous_vocab=True)
+
+
+def test_upstream_still_refuses_what_universal_drafting_needs() -> None:
+    """When one of these goes, so does that part of `admit_universal_draft`."""
+    source = inspect.getsource(SpeculativeConfig._verify_args)
+    assert "use_heterogeneous_vocab currently only supports greedy" in source
+    assert "verify_equal_vocab_size_if_draft_model" in source
+    sizes = SpeculativeConfig.verify_equal_vocab_size_if_draft_model.__wrapped__
+    assert "should have the same vocabulary size" in inspect.getsource(sizes)
+
+
+def test_our_rules_reach_other_processes_and_older_objects(tmp_path: Path) -> None:
+    """A process is sent a configuration; another one has made one before the patch."""
+    compat.apply()
+    sent = tmp_path / "sent"
+    sent.write_bytes(pickle.dumps(drafter(rejection_sample_method="strict", draft_sample_method="coupled")))
+    code = f"""
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import replace
+from vllm.exceptions import VLLMValidationError
+options = dict(method="ngram", num_speculative_tokens=3)
+try:
+    SpeculativeConfig(**options, rejection_sample_method="strict")
+except ValueError:
+    print("refused before")
+older = SpeculativeConfig(**options, rejection_sample_method="block")
+import pickle
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+got = replace(pickle.load(open({str(sent)!r}, "rb")), num_speculative_tokens=2)
+print(got.rejection_sample_method, got.draft_sample_method, isinstance(got, type(older)))
+print(replace(older).rejection_sample_method, replace(older, rejection_sample_method="strict").rejection_sample_method)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-3:] == ["refused before", "strict coupled True", "block strict"]
+
+
+def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:
+    compat.apply()
+    upstreams = SamplingParams._validate_spec_decode.__wrapped__
+    assert set(re.findall(r"self\.(\w+)", inspect.getsource(upstreams))) == {"min_p", "logit_bias"}
+    assert "self._validate_spec_decode(" in inspect.getsource(SamplingParams.verify)
+    for params in (SamplingParams(min_p=0.1), SamplingParams(logit_bias={3: 1.0})):
+        with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+            upstreams(params, drafter())
+        params._validate_spec_decode(drafter())
+
+
+def test_suffix_needs_no_arctic_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.apply()
+    options = dict(method="suffix", num_speculative_tokens=3)
+    assert SpeculativeConfig(**options).method == "suffix"
+    with pytest.raises(ValueError, match="suffix_decoding_max_tree_depth=0 must be >= 1"):
+        SpeculativeConfig(**options, suffix_decoding_max_tree_depth=0)
+    monkeypatch.setattr(upstream_speculative, "has_arctic_inference", lambda: False)
+    with pytest.raises(ImportError, match="Arctic Inference is required"):
+        SpeculativeConfig(**options)
+
+
+def here(method: str, folder: Path) -> dict[str, Any]:
+    """A speculative configuration; a drafter's model has to be somewhere."""
+    model = {"medusa": str(folder), "custom_class": "package.Class"}.get(method)
+    return dict(method=method, model=model)
+
+
+# Where vLLM decides about asynchronous scheduling it knows neither of these.
+DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
+
+
+@pytest.mark.parametrize("method", [*DEVICE, *HOST])
+def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails for a method that upstream admits. When none is left `leave_overlap_to_the_platform` can go."""
+    monkeypatch.setattr(compat, "leave_overlap_to_the_platform", lambda: None)
+    monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
+    with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
+        engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)
+    assert engine_config(tmp_path, here(method, tmp_path)).scheduler_config.async_scheduling is False
+
+
+def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
+    compat.apply()
+    uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
+    decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
+    assert len(uses) == len(["import", *decides]) == 3
+    assert set(config.METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
+    assert upstream_speculative.NgramGPUTypes == Literal["ngram_gpu"]
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("method", DEVICE)
+def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | None, tmp_path: Path) -> None:
+    compat.apply()
+    made = engine_config(tmp_path, here(method, tmp_path), async_scheduling=asked)
+    assert made.scheduler_config.async_scheduling is (asked is not False)

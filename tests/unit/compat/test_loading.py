@@ -1,0 +1,80 @@
+"""Patches of loading still have their reasons: these fail when upstream moves; then review the patch."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from vllm_gaudi_spec import compat, config
+from vllm_gaudi_spec.compat import loading
+
+
+def test_accelerator_calls_are_still_made_and_still_raise() -> None:
+    from vllm.model_executor.model_loader import base_loader
+
+    assert "torch.accelerator.empty_cache" in inspect.getsource(base_loader)
+    code = "import torch; torch.accelerator.empty_cache()"
+    bare = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Cannot access accelerator device" in bare.stderr
+    compat.quiet_missing_accelerator()
+    for name in loading._ACCELERATOR_CALLS:
+        assert getattr(torch.accelerator, name)() is None
+
+
+def test_upstream_still_packs_cpu_weights_by_itself() -> None:
+    """Fails when upstream can be told which kernel to take: then `choose_cpu_linears` can go."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+    assert list(inspect.signature(dispatch).parameters) == ["layer", "remove_weight"]
+    for module in (linear, vocab_parallel_embedding):  # they import it where they call it, so the patch reaches them
+        assert "import dispatch_cpu_unquantized_gemm" in inspect.getsource(module)
+        assert not hasattr(module, "dispatch_cpu_unquantized_gemm")
+    assert "layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_weights_are_never_unpickled(tmp_path: Path) -> None:
+    """Where the loader would fall back to pickles, and where it was told to take them."""
+    compat.apply()
+    marker = tmp_path / "ran"
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    (tmp_path / "model.pt").write_bytes(pickle.dumps(Bomb(marker)))
+    for load_format in ("auto", "hf", "pt", "npcache"):
+        loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+        source = DefaultModelLoader.Source(str(tmp_path), revision=None)
+        with pytest.raises(config.UnsupportedConfigError, match=r"are pickles .*give a folder with \*\.safetensors"):
+            list(loader._get_weights_iterator(source))
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    loader = DefaultModelLoader(LoadConfig())
+    assert [name for name, _ in loader._get_weights_iterator(source)] == ["weight"]
+    assert not marker.exists()
+    pickle.loads((tmp_path / "model.pt").read_bytes())
+    assert marker.exists(), "the pickle of this test does nothing"
+
+
+def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
+    """When it does not, `refuse_pickled_weights` goes."""
+    (tmp_path / "pytorch_model.bin").touch()
+    upstreams = inspect.unwrap(DefaultModelLoader._prepare_weights)
+    found = upstreams(DefaultModelLoader(LoadConfig()), str(tmp_path), None, None, True, None)
+    assert found[1:3] == ([str(tmp_path / "pytorch_model.bin")], False)

@@ -1,0 +1,40 @@
+"""What the user reads of an error, and our log lines among vLLM's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from vllm_gaudi_spec import compat
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (
+            "import pydantic; M = pydantic.create_model('M', x=(int, ...)); M(x='a')",
+            "x: Input should be a valid integer",
+        ),
+        ("raise RuntimeError('two\\nlines')", "two lines"),
+        (
+            "addr = ('127.0.0.1', 80); raise OSError(98, 'Address already in use')",
+            "('127.0.0.1', 80). Choose another port",
+        ),
+        ("raise OSError('Repo id must be in the form x: /no/model')", "There is no such folder"),
+    ],
+)
+def test_errors_end_with_their_message(failure: str, expected: str) -> None:
+    code = f"from vllm_gaudi_spec import compat; compat.end_errors_with_their_message()\n{failure}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm: error: ")
+    assert expected in last
+
+
+def test_our_log_lines_reach_vllms_handlers() -> None:
+    compat.share_vllm_logging()
+    assert logging.getLogger("vllm_gaudi_spec").handlers == logging.getLogger("vllm").handlers

@@ -1,0 +1,76 @@
+"""Patches for several ranks still have their reasons: these fail when upstream moves; then review the patch."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_gaudi_spec import compat
+
+
+def test_layers_still_ask_the_module_for_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream keeps a process's group elsewhere: then a drafter would be cut as its target is."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, parallel_state
+
+    target, alone = (SimpleNamespace(world_size=size, rank_in_group=size - 1) for size in (2, 1))
+    monkeypatch.setattr(parallel_state, "_TP", target)
+    with compat.tensor_parallel_group(alone):
+        assert (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()) == (1, 0)
+        with compat.tensor_parallel_group(target):
+            assert get_tensor_model_parallel_world_size() == 2
+        assert get_tensor_model_parallel_world_size() == 1
+    assert (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()) == (2, 1)
+    with pytest.raises(ZeroDivisionError), compat.tensor_parallel_group(alone):
+        1 / 0  # noqa: B018
+    assert get_tensor_model_parallel_world_size() == 2
+
+
+def test_cpu_experts_of_other_ranks_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when upstream's kernel is given the map of a rank's experts: then the patch can go."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    seen: list[tuple[list[list[float]], list[list[int]]]] = []
+
+    def kernel(output: Any, hidden: Any, w1: Any, w2: Any, b1: Any, b2: Any, weights: Any, ids: Any, *_: Any) -> None:
+        seen.append((weights.tolist(), ids.tolist()))
+
+    monkeypatch.setattr(cpu_moe, "cpu_fused_moe", kernel)
+    given: dict[str, Any] = dict.fromkeys(inspect.signature(cpu_moe.CPUUnquantizedExperts.apply).parameters)
+    experts = SimpleNamespace(_use_zentorch=False, w1_bias=None, w2_bias=None, isa="vec")
+    given = {name: value for name, value in given.items() if name != "self"} | dict(
+        activation=SimpleNamespace(value="silu"),
+        topk_weights=torch.tensor([[0.75, 0.25], [0.5, 0.5]]),
+        topk_ids=torch.tensor([[3, 0], [1, 2]], dtype=torch.int32),
+        expert_map=torch.tensor([-1, -1, 0, 1], dtype=torch.int32),
+    )
+    original = inspect.unwrap(cpu_moe.CPUUnquantizedExperts.apply)
+    original(experts, **given)
+    assert seen.pop()[1] == [[3, 0], [1, 2]], "upstream reads experts that are not there"
+    monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "apply", original)
+    compat.tell_cpu_experts_which_are_theirs()
+    cpu_moe.CPUUnquantizedExperts.apply(experts, **given)
+    assert seen.pop() == ([[0.75, 0.0], [0.0, 0.5]], [[1, 0], [0, 0]])
+    cpu_moe.CPUUnquantizedExperts.apply(experts, **(given | dict(expert_map=None)))
+    assert seen.pop() == ([[0.75, 0.25], [0.5, 0.5]], [[3, 0], [1, 2]])
+
+
+def test_upstreams_ray_executor_still_counts_cards() -> None:
+    """Fails when it can be told the class of its workers, or asks nothing of Ray about a CPU: then these can go."""
+    from vllm.v1.executor import ray_executor_v2
+
+    from vllm_gaudi_spec.cpu_ray_executor import CpuRayExecutor, CpuRayWorker
+
+    assert "ray.remote(RayWorkerProc)" in inspect.getsource(ray_executor_v2.RayExecutorV2._init_executor)
+    assert "get_accelerator_ids()[device_key]" in inspect.getsource(
+        ray_executor_v2.RayWorkerProc.get_node_and_physical_gpu_ids
+    )
+    theirs = ray_executor_v2.RayWorkerProc
+    with compat.ray_workers(CpuRayWorker):
+        assert ray_executor_v2.RayWorkerProc is CpuRayWorker
+    assert ray_executor_v2.RayWorkerProc is theirs
+    assert issubclass(CpuRayExecutor, ray_executor_v2.RayExecutorV2)
+    assert CpuRayExecutor._get_actor_resource_kwargs() == {"num_gpus": 0}

@@ -1,0 +1,69 @@
+"""Drafts that were verified are what is counted: these fail when upstream counts them itself."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+
+from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from vllm_gaudi_spec import compat
+
+
+def verified(kind: type[Scheduler], folder: Path, num_real: dict[str, int] | None) -> SimpleNamespace:
+    """Three requests with all places scheduled, of which `a` has one draft accepted and the others none."""
+    scheduler = scheduler_of(kind, folder)
+    requests = {name: Request(name, PROMPT, SamplingParams(max_tokens=20), None) for name in "abc"}
+    for request in requests.values():
+        scheduler.add_request(request)
+    first = scheduler.schedule()
+    if kind is AsyncScheduler:  # the next step is scheduled before the first one's result is known
+        second = scheduler.schedule()
+        scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
+    else:
+        scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
+        scheduler.update_draft_token_ids(DraftTokenIds([*requests], [[1, 2, 3]] * 3))
+        second = scheduler.schedule()
+    assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
+    outputs = scheduler.update_from_output(second, answer({"a": [1, 4], "b": [4], "c": [4]}, num_real))
+    return SimpleNamespace(
+        stats=outputs[0].scheduler_stats.spec_decoding_stats,
+        metrics={name: request.spec_decode_metrics for name, request in requests.items()},
+        state=[(r.num_computed_tokens, r.num_output_placeholders, [*r.all_token_ids]) for r in requests.values()],
+    )
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_only_real_drafts_are_counted(kind: type[Scheduler], tmp_path: Path) -> None:
+    """Fails when upstream counts what was verified by itself, or rolls back by another count."""
+    compat.apply()
+    places = verified(kind, tmp_path, None)
+    assert (places.stats.num_drafts, places.stats.num_draft_tokens) == (3, 9)
+    real = verified(kind, tmp_path, {"a": 2, "b": 1, "c": 0})
+    assert (real.stats.num_drafts, real.stats.num_draft_tokens, real.stats.num_accepted_tokens) == (2, 3, 1)
+    assert real.stats.num_draft_tokens_per_pos == [2, 1, 0]
+    assert real.stats.num_accepted_tokens_per_pos == [1, 0, 0]
+    steps = {name: (m.per_step_drafted, m.per_step_accepted, m.histogram) for name, m in real.metrics.items()}
+    assert steps == {"a": ([2], [1], [0, 1, 0, 0]), "b": ([1], [0], [1, 0, 0, 0]), "c": ([], [], [0, 0, 0, 0])}
+    # Rejected places are given back by what was scheduled, whatever is counted.
+    assert real.state == places.state
+    assert real.state[0][0] - real.state[1][0] == 1
+
+
+def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
+    """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
+    compat.apply()
+    assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
+
+
+def test_num_real_drafts_travels_with_the_output() -> None:
+    """From a worker of another process."""
+    sent = pickle.loads(pickle.dumps(answer({"a": [1]}, {"a": 2})))
+    assert sent.num_real_drafts == {"a": 2}

@@ -1,0 +1,159 @@
+"""Patches of the server still have their reasons: these fail when upstream moves; then review the patch."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from vllm.entrypoints.launchers import launcher
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.utils.counter import AtomicCounter
+from vllm.v1.engine import core as engine_core
+from vllm.v1.engine.utils import CoreEngineProcManager
+
+from vllm_gaudi_spec import compat, config
+from vllm_gaudi_spec.compat import server
+
+
+def test_only_rocm_lets_its_engine_finish_by_default() -> None:
+    """Fails when upstream gives every platform a moment: then `let_engine_finish` can go."""
+    code = "from vllm.v1.engine.utils import get_engine_process_shutdown_timeout as t; print(t(0, 0))"
+    environment = os.environ | {"VLLM_PLUGINS": ""}
+    bare = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert bare.stdout.split()[-1] == "0"
+    compat.let_engine_finish()
+    from vllm.v1.engine import utils
+
+    assert "get_engine_process_shutdown_timeout(" in inspect.getsource(utils.CoreEngineProcManager)
+    assert utils.get_engine_process_shutdown_timeout(0, 0) > 0
+    assert utils.get_engine_process_shutdown_timeout(7, 3) == 3
+
+
+_SERVER_WITH_AN_ENGINE = """
+import multiprocessing, time
+from vllm_gaudi_spec.compat import server
+
+def engine():
+    server._LOOK_EVERY_S = 0.05
+    server._watch_the_server(lambda engine: print(multiprocessing.current_process().pid, flush=True), None)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=engine).start()
+time.sleep(60)
+"""
+
+
+def test_an_engine_ends_when_its_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", _SERVER_WITH_AN_ENGINE], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    assert engine.is_running()
+    server.kill()
+    server.wait()
+    assert psutil.wait_procs([engine], timeout=30)[1] == []
+
+
+def test_upstreams_engine_still_never_looks_for_its_server() -> None:
+    """Fails when it does: then `end_engines_with_their_server` can go."""
+    source = inspect.getsource(engine_core)
+    assert not any(word in source for word in ("getppid", "parent_process", "PDEATHSIG"))
+    compat.end_engines_with_their_server()
+    for engine in (engine_core.EngineCoreProc, engine_core.DPEngineCoreProc):
+        assert "run_busy_loop" in vars(engine), "it runs another's loop"
+    assert "engine_core.run_busy_loop()" in source
+
+
+class Client:
+    """What of vLLM's engine client says how it ended."""
+
+    def __init__(self, *, errored: bool, asked: bool, died: str | None) -> None:
+        stopped = threading.Event()
+        if asked:
+            stopped.set()
+        self.errored = errored
+        manager = SimpleNamespace(failed_proc_name=died, manager_stopped=stopped)
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+
+
+@pytest.mark.parametrize(
+    ("errored", "asked", "died", "fails"),
+    [
+        (False, False, None, False),
+        (True, True, None, False),  # asked to end: afterwards it is no longer there
+        (True, False, None, True),  # its last word was that it dies
+        (True, True, "EngineCore", True),
+    ],
+)
+def test_a_server_fails_with_its_engine(errored: bool, asked: bool, died: str | None, fails: bool) -> None:
+    served: list[str] = []
+
+    async def serve(client: Client, *more: str) -> Any:
+        async def ending() -> None:
+            served.append("ended")
+
+        assert more == ("address",)
+        return ending()
+
+    async def run() -> None:
+        ending = await server._serve_until_the_engine_dies(
+            serve, Client(errored=errored, asked=asked, died=died), "address"
+        )
+        await ending
+
+    if fails:
+        with pytest.raises(SystemExit, match="1"):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert served == ["ended"]
+
+
+def test_upstream_still_ends_as_if_nothing_had_happened() -> None:
+    """When `serve_http` or `run_server_worker` knows of a dead engine, `fail_with_the_engine` can go."""
+    source = inspect.getsource(launcher.serve_http)
+    assert "await server_task\n        return dummy_shutdown()" in source
+    ending = inspect.getsource(entry.run_server_worker)
+    assert "shutdown_task = await build_and_serve(" in ending
+    assert "errored" not in source + ending
+    assert "self.failed_proc_name = proc.name" in inspect.getsource(CoreEngineProcManager.monitor_engine_liveness)
+    assert "self.manager_stopped.set()" in inspect.getsource(CoreEngineProcManager.shutdown)
+
+
+async def _load_adapter(failure: str) -> Any:
+    """What a server answers to a request to load one, where the engine fails like that."""
+
+    class Engine:
+        async def add_lora(self, request: Any) -> bool:
+            raise Exception(f"Call to add_lora method failed: {failure}")
+
+    models = OpenAIServingModels.__new__(OpenAIServingModels)
+    models.registry = SimpleNamespace(is_base_model=lambda name: False)
+    models.engine_client, models.lora_requests, models.lora_id_counter = Engine(), {}, AtomicCounter(0)
+    models.lora_resolver_lock = defaultdict(asyncio.Lock)
+    return await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="name", lora_path="folder"))
+
+
+def test_upstream_still_blames_the_server_for_a_bad_adapter() -> None:
+    refused = f"LoRA adapter name {config.REFUSED_ADAPTER}: because"
+    with pytest.MonkeyPatch.context() as patch:
+        load = OpenAIServingModels.load_lora_adapter
+        patch.setattr(OpenAIServingModels, "load_lora_adapter", getattr(load, "__wrapped__", load))
+        assert asyncio.run(_load_adapter(refused)).error.code == 500
+        compat.answer_bad_adapters()
+        answer = asyncio.run(_load_adapter(refused)).error
+        assert answer.code == 400
+        assert "because" in answer.message
+        assert asyncio.run(_load_adapter("no memory")).error.code == 500
+        assert asyncio.run(_load_adapter(str(LoRAAdapterNotFoundError("name", "folder")))).error.code == 404

@@ -1,0 +1,39 @@
+"""vLLM's own schedulers and configurations of drafters, small, and the output of a scripted worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import SpeculativeConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.unit.test_config import engine_config
+
+NUM_DRAFTS = 3
+PROMPT = [5, 6, 7, 8]
+
+
+def drafter(**options: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=3, **options)
+
+
+def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Scheduler:
+    speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS)
+    made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed", **options)
+    made.cache_config.num_gpu_blocks = 32
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    kv_cache = KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)])
+    return kind(made, kv_cache, StructuredOutputManager(made), block_size=16, log_stats=True)
+
+
+def answer(new_tokens: dict[str, list[int]], num_real: dict[str, int] | None) -> ModelRunnerOutput:
+    index = {req_id: row for row, req_id in enumerate(new_tokens)}
+    made = ModelRunnerOutput([*new_tokens], index, sampled_token_ids=[*new_tokens.values()])
+    if num_real is not None:
+        made.num_real_drafts = num_real
+    return made

@@ -1,0 +1,56 @@
+"""Every in-memory change to vLLM or its surroundings is listed here; its own file says what, why, and when it can go.
+
+tests/unit/compat/ fails when upstream moves under one of these.
+"""
+
+from vllm_gaudi_spec.compat.configuration import (
+    admit_min_p_and_logit_bias,
+    admit_suffix_without_arctic,
+    admit_universal_draft,
+    leave_overlap_to_the_platform,
+    trust_drafters_apart,
+    widen_speculative_options,
+)
+from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
+from vllm_gaudi_spec.compat.loading import choose_cpu_linears, quiet_missing_accelerator, refuse_pickled_weights
+from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
+from vllm_gaudi_spec.compat.own_series import carry_own_series
+from vllm_gaudi_spec.compat.ranks import ray_workers, tell_cpu_experts_which_are_theirs, tensor_parallel_group
+from vllm_gaudi_spec.compat.scheduling import count_real_drafts, watch_the_drafter
+from vllm_gaudi_spec.compat.server import (
+    answer_bad_adapters,
+    end_engines_with_their_server,
+    fail_with_the_engine,
+    let_engine_finish,
+)
+
+# Besides `apply`, the patches that not every process needs: who calls one says when.
+__all__ = [
+    "answer_bad_adapters",
+    "answer_for_vllm_distribution",
+    "apply",
+    "choose_cpu_linears",
+    "end_errors_with_their_message",
+    "fail_with_the_engine",
+    "ray_workers",
+    "tell_cpu_experts_which_are_theirs",
+    "tensor_parallel_group",
+]
+
+
+def apply() -> None:
+    """All patches that every vLLM process needs. Safe to call again."""
+    quiet_missing_accelerator()
+    share_vllm_logging()
+    let_engine_finish()
+    end_engines_with_their_server()
+    admit_universal_draft()
+    trust_drafters_apart()
+    refuse_pickled_weights()
+    widen_speculative_options()
+    admit_min_p_and_logit_bias()
+    admit_suffix_without_arctic()
+    leave_overlap_to_the_platform()
+    count_real_drafts()
+    watch_the_drafter()
+    carry_own_series()

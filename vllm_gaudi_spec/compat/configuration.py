@@ -1,0 +1,145 @@
+"""What vLLM's configuration lets in: methods, rules, options, and whose code is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from vllm_gaudi_spec.config import (
+    IS_UNIVERSAL,
+    METHODS,
+    TRUST_DRAFT_CODE,
+    UNIVERSAL_DRAFT,
+    WEIGHTLESS_METHODS,
+    UnsupportedConfigError,
+    trusts_draft_code,
+)
+from vllm_gaudi_spec.patching import do_nothing, widen, wrap
+
+
+def admit_universal_draft() -> None:
+    """Method `universal_draft`, another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
+    draft, and for vocabularies of other sizes.
+
+    Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
+    output matrices are padded to other sizes. At start-up we compare the tokens themselves.
+    Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
+    """
+    from vllm.config import SpeculativeConfig
+
+    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", do_nothing)
+
+
+def trust_drafters_apart() -> None:
+    """Let `--trust-remote-code` run code of the target's folder, and not of a drafter's as well; of its own name, the
+    drafter is read at the target's revision.
+
+    Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two. It does not hand
+    on the revision that was looked at before it was trusted.
+    Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
+    """
+    from vllm.config import SpeculativeConfig
+
+    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
+
+
+def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
+    if config.method == UNIVERSAL_DRAFT:
+        config.method, config.use_heterogeneous_vocab = "draft_model", True
+    target = config.target_model_config
+    if target is not None and config.method not in WEIGHTLESS_METHODS and _is_in_targets_folder(config):
+        if config.revision is None and config.code_revision is None:
+            config.revision, config.code_revision = target.revision, target.code_revision
+    if target is None or not target.trust_remote_code or trusts_draft_code() or _has_targets_code(config):
+        result = original(config)
+    else:
+        result = _describe_untrusted(original, config)
+    if config.use_heterogeneous_vocab and config.method == "draft_model":
+        # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
+        config.use_heterogeneous_vocab = False
+        setattr(config, IS_UNIVERSAL, True)
+    return result
+
+
+def _is_in_targets_folder(config: Any) -> bool:
+    """As the layers are that predict several tokens."""
+    target = config.target_model_config
+    return config.model is None or config.model in (target.model, target.model_weights)
+
+
+def _has_targets_code(config: Any) -> bool:
+    target = config.target_model_config
+    same_revision = (config.revision, config.code_revision) == (target.revision, target.code_revision)
+    return _is_in_targets_folder(config) and same_revision
+
+
+def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
+    target = config.target_model_config
+    target.trust_remote_code = False  # what upstream gives the drafter
+    try:
+        return original(config)
+    except (RuntimeError, ValueError) as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedConfigError(
+            f"{config.model} in --speculative-config has code of its own, and --trust-remote-code is for the target; "
+            f"set {TRUST_DRAFT_CODE}=1 in the environment to run the drafter's as well."
+        ) from error
+    finally:
+        target.trust_remote_code = True
+
+
+# Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.
+_MORE_VALUES = {
+    "rejection_sample_method": ("strict", "probabilistic"),
+    "draft_sample_method": ("coupled",),
+    "method": (UNIVERSAL_DRAFT,),
+}
+
+
+def widen_speculative_options() -> None:
+    """Let a speculative configuration name our acceptance rules and ways to draft.
+
+    Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list.
+    Remove when: upstream has these values, or lets a platform add some.
+    """
+    from vllm.config import SpeculativeConfig
+
+    widen(SpeculativeConfig, _MORE_VALUES)
+
+
+def admit_min_p_and_logit_bias() -> None:
+    """Let requests use min_p and logit_bias together with speculation.
+
+    Reason: upstream's front end refuses them because one of its samplers ignores them at draft positions. Ours applies
+    both at every position.
+    Remove when: `SamplingParams._validate_spec_decode` lets them pass.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    wrap(SamplingParams, "_validate_spec_decode", do_nothing)
+
+
+def admit_suffix_without_arctic() -> None:
+    """Let method suffix be configured where arctic-inference is not installed.
+
+    Reason: upstream takes its suffix tree from that package and refuses without it. We bring our own tree.
+    Remove when: upstream looks for the package where it uses it.
+    """
+    from vllm.config import speculative
+
+    wrap(speculative, "has_arctic_inference", lambda original: True)
+
+
+def leave_overlap_to_the_platform() -> None:
+    """Let every method pass where vLLM decides about asynchronous scheduling; `platform.py` decides behind that.
+
+    Reason: vLLM refuses `--async-scheduling` with methods that its own runner does not overlap, and leaves it off for
+    them. Ours overlaps steps with Medusa. With drafters on the host it runs one step after the other and says so.
+    Remove when: upstream asks the platform which methods overlap, and falls back where an answer is no.
+    """
+    from vllm.config import vllm as upstream
+
+    # One of the lists that are looked up there, and there alone.
+    upstream.NgramGPUTypes = Literal[METHODS]

@@ -1,0 +1,59 @@
+"""How models are loaded, and what of that needs an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
+from vllm_gaudi_spec.patching import do_nothing, wrap
+
+# vLLM calls these after loading weights and while shutting down, whatever the platform.
+_ACCELERATOR_CALLS = ("empty_cache", "empty_host_cache", "synchronize")
+
+
+def quiet_missing_accelerator() -> None:
+    """Without an accelerator, make the `torch.accelerator` calls that vLLM makes on its own do nothing.
+
+    Reason: they raise where there is no accelerator, and vLLM guards only some of them for the CPU.
+    Remove when: upstream asks `torch.accelerator.is_available()` first in its loader and its clean-up.
+    """
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    for name in _ACCELERATOR_CALLS:
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, do_nothing)
+
+
+def refuse_pickled_weights() -> None:
+    """Let vLLM's loader take safetensors only.
+
+    Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), whose reading is a program that the file
+    brings. torch limits what such a program can do; nothing is as safe as not to run it.
+    Remove when: upstream refuses pickles, or can be told to.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    wrap(DefaultModelLoader, "_prepare_weights", _take_safetensors)
+
+
+def _take_safetensors(original: Callable[..., Any], loader: Any, model: str, *more: Any, **named: Any) -> Any:
+    found = original(loader, model, *more, **named)
+    _, files, are_safetensors, _ = found
+    if not are_safetensors:
+        raise UnsupportedConfigError(pickled_weights(model, files[0]))
+    return found
+
+
+def choose_cpu_linears(choose: Callable[..., None]) -> None:
+    """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
+
+    Reason: vLLM packs each weight for oneDNN while it loads it and drops it, so that no other format can be made of it
+    later, and has no way to name another kernel.
+    Remove when: `dispatch_cpu_unquantized_gemm` can be told which kernel to take.
+    """
+    from vllm.model_executor.layers import utils
+
+    wrap(utils, "dispatch_cpu_unquantized_gemm", choose)

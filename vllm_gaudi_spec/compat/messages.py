@@ -1,0 +1,68 @@
+"""What the user reads: log lines, and the last line of an error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from vllm_gaudi_spec.patching import wrap
+
+
+def share_vllm_logging() -> None:
+    """Log as vLLM does.
+
+    Reason: its handlers serve only loggers below `vllm`.
+    Remove when: upstream sets up the loggers of its plugins as well.
+    """
+    ours, theirs = logging.getLogger("vllm_gaudi_spec"), logging.getLogger("vllm")
+    ours.handlers, ours.propagate = theirs.handlers, False
+    ours.setLevel(theirs.level)
+
+
+# Part of an error's text -> what the user can do about it, where upstream does not say.
+_ADVICE = {
+    "Address already in use": "Choose another port with --port, or stop the program that listens there.",
+    "object has no attribute 'items'": "--speculative-config takes an object with options by name, as JSON.",
+    "Repo id must be in the form": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
+    "Only one platform plugin can be activated": (
+        "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to leave the place to the other."
+    ),
+}
+
+
+def end_errors_with_their_message() -> None:
+    """Print a line after an uncaught error's traceback that says what was wrong and what to do.
+
+    Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
+    Remove when: upstream's command line reports user mistakes without a traceback.
+    """
+    wrap(sys, "excepthook", _report_error)
+
+
+def _report_error(
+    original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    original(kind, error, trace)
+    if not issubclass(kind, KeyboardInterrupt):
+        print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
+
+
+def _message(error: BaseException, trace: TracebackType | None) -> str:
+    details = getattr(error, "errors", None)  # pydantic's own list of what failed
+    if callable(details):
+        message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
+    else:
+        message = str(error) or type(error).__name__
+    message = " ".join(message.split())
+    if isinstance(error, OSError) and (address := _bound_address(trace)):
+        message += f": {address}."
+    return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
+
+
+def _bound_address(trace: TracebackType | None) -> object:
+    """The address that a failed `bind` was given: the operating system's message does not name it."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame.f_locals.get("addr")

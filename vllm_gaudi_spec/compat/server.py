@@ -1,0 +1,121 @@
+"""How a server and its engine end, and what the server answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from vllm_gaudi_spec.config import REFUSED_ADAPTER
+from vllm_gaudi_spec.patching import wrap
+
+# Seconds that an engine process gets to answer its last requests and to end by itself.
+_ENGINE_GRACE_S = 5.0
+
+
+def let_engine_finish() -> None:
+    """Give the engine process a moment between SIGTERM and SIGKILL when the server goes down.
+
+    Reason: with vLLM's default it gets none, so running requests never hear that they were aborted, and the server
+    waits for their streams for ever. Upstream grants the moment to ROCm only.
+    Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
+    """
+    from vllm.v1.engine import utils
+
+    wrap(utils, "get_engine_process_shutdown_timeout", _with_grace)
+
+
+def _with_grace(
+    original: Callable[..., float | None], request_timeout: float | None, process_timeout: float | None
+) -> float | None:
+    timeout = original(request_timeout, process_timeout)
+    return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
+
+
+# Seconds between two looks of an engine at whether its server is there.
+_LOOK_EVERY_S = 1.0
+
+
+def end_engines_with_their_server() -> None:
+    """Let an engine's process end when the process that started it is gone.
+
+    Reason: a server that is killed (SIGKILL, or for want of memory) tells nobody, and its engine waits for requests for
+    ever, with the device and its memory.
+    Remove when: upstream's `EngineCoreProc` looks for its parent.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    # The engine's process has been told of this plugin only when it is half made: hence not its constructor.
+    for engine in (EngineCoreProc, DPEngineCoreProc):
+        wrap(engine, "run_busy_loop", _watch_the_server)
+
+
+def _watch_the_server(original: Callable[..., None], engine: Any) -> None:
+    threading.Thread(target=_end_behind, args=(os.getppid(),), name="watches the server", daemon=True).start()
+    original(engine)
+
+
+def _end_behind(server: int) -> None:
+    while os.getppid() == server:
+        time.sleep(_LOOK_EVERY_S)
+    logging.getLogger(__name__).error("The server is gone, so its engine ends.")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail_with_the_engine() -> None:
+    """Let the server's process end with exit code 1 when its engine has died.
+
+    Reason: its HTTP server stops by itself then, as if it had been asked to, and the process ends with code 0: what
+    restarts servers that fail takes that for a wish.
+    Remove when: upstream's `vllm serve` ends with another code than 0 when its engine is dead.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+
+    wrap(entry, "build_and_serve", _serve_until_the_engine_dies)
+
+
+async def _serve_until_the_engine_dies(
+    original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any
+) -> Any:
+    ending = await original(engine_client, *args, **named)
+    return _fail_behind(ending) if _engine_died(engine_client) else ending
+
+
+def _engine_died(client: Any) -> bool:
+    """Whether it ended without being asked to: who asks stops the manager of its processes first."""
+    manager = getattr(client.engine_core.resources, "engine_manager", None)
+    if manager is None:
+        return bool(client.errored)
+    return bool(manager.failed_proc_name) or (bool(client.errored) and not manager.manager_stopped.is_set())
+
+
+async def _fail_behind(ending: Any) -> None:
+    await ending
+    logging.getLogger(__name__).error("The engine died, so the server ends. The reason stands above.")
+    raise SystemExit(1)
+
+
+def answer_bad_adapters() -> None:
+    """In a server: status 400 for a request to load a LoRA adapter that can not be served, with the reason.
+
+    Reason: upstream answers 404 where there is no adapter and 500 whatever else is wrong with one.
+    Remove when: `OpenAIServingModels.load_lora_adapter` tells mistakes in an adapter from the server's own.
+    """
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    wrap(OpenAIServingModels, "load_lora_adapter", _blame_adapter)
+
+
+async def _blame_adapter(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    from vllm.entrypoints.serve import create_error_response
+
+    answer = await original(*args, **named)
+    message = getattr(getattr(answer, "error", None), "message", "")
+    if REFUSED_ADAPTER not in message:
+        return answer
+    return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)
