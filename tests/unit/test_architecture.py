@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
-    "refusals": {"backends.base", "config", "quantization.config"},
+    "refusals": {"backends.base", "config", "quantization.config", "refusals"},
     "compat": {"compat", "config", "drafter_health", "patching", "series"},
     "drafter_health": {"series"},
     "series": set(),

@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import backends, config, platform, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
-from vllm_gaudi_spec.refusals import unsupported_request
+from vllm_gaudi_spec.refusals import drafters, unsupported_request
 
 
 def vllm_config(options: dict[str, Any] | None) -> Any:
@@ -343,8 +343,8 @@ def test_the_lists_of_options_are_upstreams() -> None:
     used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}
     used |= {"rejection_sample_method", "draft_sample_method"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
-    ours = {*refusals._NO_EFFECT, *refusals._DRAFTER_MODEL_OPTIONS, *refusals._NGRAM_OPTIONS}
-    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(refusals._SUFFIX_OPTIONS)}
+    ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS, *drafters._NGRAM_OPTIONS}
+    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(drafters._SUFFIX_OPTIONS)}
     assert names == refused_upstream | filled_in | used | ours
 
 
@@ -409,6 +409,7 @@ def test_pacing_brings_its_scheduler(overlap: bool, tmp_path: Path) -> None:
         scheduler = made.scheduler_config.get_scheduler_cls()
         assert scheduler.__name__ == ("PacedAsyncScheduler" if overlap else "PacedScheduler")
         assert issubclass(scheduler, AsyncScheduler) == overlap
+        replace(made, parallel_config=made.parallel_config)  # looked at again, it may keep the scheduler that it got
     assert engine_config(tmp_path, dict(method="ngram_gpu")).scheduler_config.scheduler_cls is None
 
 

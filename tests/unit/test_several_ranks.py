@@ -15,7 +15,7 @@ from tests.full_tests.tiny_models import common
 from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.platform import CpuSpecPlatform
-from vllm_gaudi_spec.refusals import _drafter_model_refusals
+from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals
 
 
 def with_experts(folder: Path, **options: Any) -> VllmConfig:
@@ -72,7 +72,7 @@ def test_other_sizes_are_refused() -> None:
     """By upstream too, before us."""
     sizes = dict(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
     given: Any = SimpleNamespace(**sizes, target_parallel_config=SimpleNamespace(tensor_parallel_size=4))
-    assert next(_drafter_model_refusals(given)) == (
+    assert next(drafter_model_refusals(given)) == (
         "draft_tensor_parallel_size 2 is neither 1 nor the target's 4; use one of these."
     )
 

@@ -1,0 +1,39 @@
+"""What would not work is refused: at start-up or with the request, in one line that names the option to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.refusals.features import adapter_refusals, feature_refusals
+from vllm_gaudi_spec.refusals.files import damage_refusals, pickle_refusals, weight_files
+from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
+from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
+from vllm_gaudi_spec.refusals.requests import unsupported_request
+from vllm_gaudi_spec.refusals.speculation import brings_logits_processors, speculation_refusals
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+__all__ = ["brings_logits_processors", "refuse_unsupported", "unsupported_request", "weight_files"]
+
+
+def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
+    """Raise at start-up, with the option to change, for every combination that would not work later."""
+    if vllm_config.model_config is None:
+        return
+    for refusals in (pickle_refusals, model_refusals, feature_refusals, speculation_refusals):
+        for reason in refusals(vllm_config):
+            raise UnsupportedConfigError(reason)
+    for of_device in (
+        damage_refusals,
+        expert_refusals,
+        format_refusals,
+        weight_refusals,
+        quantization_refusals,
+        adapter_refusals,
+    ):
+        for reason in of_device(vllm_config, backend):
+            raise UnsupportedConfigError(reason)

@@ -1,0 +1,94 @@
+"""Which features of vLLM do not work here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm import envs
+
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
+from vllm_gaudi_spec.quantization.config import target_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+def feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "Context parallelism is not supported; use 1 for the decode and prefill context parallel sizes."
+    if parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        yield "vLLM's older executor for Ray is not supported; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND."
+    if parallel.enable_dbo:
+        yield "Dual-batch overlap is not supported; leave out --enable-dbo."
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV transfer is not supported; leave out --kv-transfer-config."
+    if model.enable_prompt_embeds:
+        yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
+    if vllm_config.cache_config.cache_dtype != "auto":
+        yield "The KV cache has the model's dtype, or that of QUANT_CONFIG; use --kv-cache-dtype auto."
+    if vllm_config.attention_config.backend is not None:
+        yield "The platform brings its own attention; leave out --attention-backend."
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
+    if vllm_config.ec_transfer_config is not None:
+        yield "Encoder cache transfer is not supported; leave out --ec-transfer-config."
+    if vllm_config.weight_transfer_config is not None:
+        yield "Weight transfer is not supported; leave out --weight-transfer-config."
+    if vllm_config.profiler_config.profiler is not None:
+        yield "Profiling through the server is not supported; leave out --profiler-config."
+    if vllm_config.watermark_config is not None:
+        yield "Watermarking is not supported; leave its configuration out."
+    if model.return_sampling_mask:
+        yield "Sampling masks are not reported; leave out --return-sampling-mask."
+    if model.enable_trace_replay:
+        yield "Trace replay is not supported; leave out --enable-trace-replay."
+    for name, instead in _OTHERS_ADDITIONAL_CONFIG.items():
+        if name in (vllm_config.additional_config or {}):
+            yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+# What decides how vllm-ascend speculates, and what serves here instead.
+_OTHERS_ADDITIONAL_CONFIG = {
+    "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
+    "dynamic_spec_config": f", or set adaptive in additional_config.{ADDITIONAL_CONFIG_KEY}",
+}
+
+
+# Of vLLM's options for LoRA adapters, those that nothing here listens to.
+_USELESS_LORA_OPTIONS = (
+    "default_mm_loras",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "enable_tower_connector_lora",
+    "fully_sharded_loras",
+    "max_lora_cls_labels",
+    "specialize_active_lora",
+)
+
+
+def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    lora, given, model = vllm_config.lora_config, vllm_config.speculative_config, vllm_config.model_config
+    if lora is None or (given is not None and model is not given.target_model_config):
+        return  # a drafter never has adapters
+    if model.is_moe:
+        yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
+    if model.use_mla:
+        yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
+    if model.quantization is not None:
+        yield (
+            f"{model.model} has weights in a format of its own ({model.quantization}), for which LoRA adapters are not "
+            "supported yet; leave out --enable-lora."
+        )
+    if target_config() is not None:
+        yield "LoRA adapters do not work with QUANT_CONFIG; unset it, or leave out --enable-lora."
+    if str(lora.lora_dtype).removeprefix("torch.") not in ("auto", "None", str(model.dtype).removeprefix("torch.")):
+        yield f"LoRA adapters are computed in the model's dtype, {model.dtype}; leave out --lora-dtype."
+    for name in _USELESS_LORA_OPTIONS:
+        if getattr(lora, name) not in (None, False):
+            yield f"{name} of LoRA adapters is not supported; leave out --{name.replace('_', '-')}."

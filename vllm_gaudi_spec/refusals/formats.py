@@ -1,0 +1,81 @@
+"""Which formats of weights are not served, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, WEIGHTLESS_METHODS, Options
+from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
+from vllm_gaudi_spec.refusals.models import models_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.quantization.config import QuantConfig
+
+
+def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    for model, _ in models_of(vllm_config):
+        if backend.takes_weight_formats or model.quantization is None:
+            continue
+        yield (
+            f"{model.model} has weights in a format of its own ({model.quantization}), for which there are no kernels "
+            f"yet on {backend.name}; use a model in bfloat16 or float16."
+        )
+
+
+def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
+    name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
+    given = vllm_config.speculative_config
+    if wanted is None or (given is not None and model is not given.target_model_config):
+        return  # a drafter's weights may have a format of their own
+    if backend.name != "cpu":
+        yield f"{name} is for device cpu, and this is {backend.name}; leave it out."
+    if str(model.dtype) != "torch.float32":
+        yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
+    if model.quantization is not None:
+        yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
+
+
+def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    options, given, model = Options.from_vllm(vllm_config), vllm_config.speculative_config, vllm_config.model_config
+    if given is not None and model is not given.target_model_config:
+        return  # the drafter's part of a configuration that was looked at as a whole
+    quantized = [] if (target := target_config()) is None else [(target, model)]
+    if (drafter := drafter_config(options)) is not None:
+        if given is None or given.method in WEIGHTLESS_METHODS:
+            yield f"{drafter.option} is for drafters that are models; leave it out."
+            return
+        quantized.append((drafter, given.draft_model_config))
+    if not quantized and options.fp8_range is not None:
+        yield f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range is for QUANT_CONFIG; leave it out."
+    if target is not None and options.cpu_weights is not None:
+        name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
+        yield f"QUANT_CONFIG brings a format of its own; leave {name} out."
+    for config, of_model in quantized:
+        yield from _quantized_model_refusals(config, of_model, backend)
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
+        if backend.name == "hpu":
+            yield from hostile_scales(config)
+        elif not config.measures:
+            parallel = vllm_config.parallel_config
+            if given is not None and of_model is given.draft_model_config:
+                parallel = given.draft_parallel_config
+            yield from missing_scales(config, parallel.tensor_parallel_size)
+
+
+def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: DeviceBackend) -> Iterator[str]:
+    if not backend.takes_quant_config:
+        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {backend.name}; unset it."
+    elif backend.name != "hpu":
+        yield from config.not_simulated()
+    if model.use_mla:
+        yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."
+    if model.is_moe:
+        yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
+    if model.quantization is not None:
+        yield f"{model.model} has weights in a format of its own ({model.quantization}); unset {config.option}."

@@ -1,0 +1,62 @@
+"""Which models are not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.config import WEIGHTLESS_METHODS, ranks_in_step
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
+
+def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
+    """The target and the drafter, and the --load-format of each."""
+    given, load = vllm_config.speculative_config, vllm_config.load_config
+    models = [(vllm_config.model_config, str(load.load_format))]
+    if given is not None and given.method not in WEIGHTLESS_METHODS:
+        models.append((given.draft_model_config, str((given.draft_load_config or load).load_format)))
+    return models
+
+
+def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model.runner_type not in ("generate", "draft"):
+        yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
+    if model.is_multimodal_model:
+        yield f"{model.model} takes images, audio or video; use a text-only model."
+    if model.is_hybrid or model.has_inner_state:
+        yield f"{model.model} keeps recurrent state; use a model with attention only."
+    if model.is_encoder_decoder:
+        yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
+    if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
+        yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+
+
+def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    """Of models with experts that data-parallel ranks share."""
+    parallel = vllm_config.parallel_config
+    if ranks_in_step(vllm_config) == 1:
+        return
+    name = vllm_config.model_config.model
+    if not parallel.enable_expert_parallel:
+        yield f"{name} has experts, which data-parallel ranks have to share; add --enable-expert-parallel."
+    if backend.captures:
+        yield (
+            f"{name} has experts, and such models run data parallel on the CPU only, not on {backend.name}; use "
+            "--tensor-parallel-size with --enable-expert-parallel in place of --data-parallel-size."
+        )
+    if parallel.all2all_backend != _ALL2ALL:
+        yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
+    given = vllm_config.speculative_config
+    if given is not None and given.method not in WEIGHTLESS_METHODS and given.draft_model_config.is_moe:
+        yield (
+            f"A drafter with experts does not run data parallel: {given.draft_model_config.model}; use "
+            "--data-parallel-size 1, or a drafter without experts in --speculative-config."
+        )
+
+
+_ALL2ALL = "allgather_reducescatter"

@@ -1,0 +1,117 @@
+"""Which speculative configurations do not work, whatever the drafter; `drafters.py` looks at that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    MAX_DRAFTS,
+    METHODS,
+    RETOKENIZE,
+    SLEM,
+    TLI,
+    UNIVERSAL_DRAFT,
+    WEIGHTLESS_METHODS,
+    Options,
+    Speculation,
+)
+from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+# What nothing here listens to, whatever the method, and why where there is more to say.
+_NO_EFFECT = {
+    "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
+    "enable_adaptive_verification": "",
+    "parallel_drafting": "",
+    "use_local_argmax_reduction": "",
+}
+
+
+def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    given = vllm_config.speculative_config
+    yield from _pacing_refusals(vllm_config)
+    if given is None:
+        yield from _useless_universal_options(vllm_config, "no speculation")
+        return
+    if given.method not in METHODS:
+        yield (
+            f"Speculative method {given.method} is not supported yet; "
+            f"use one of {', '.join(METHODS)} in --speculative-config."
+        )
+    if given.num_speculative_tokens > MAX_DRAFTS:
+        yield (
+            f"{given.num_speculative_tokens} drafts a step are too many; "
+            f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
+        )
+    longest = given.target_model_config.max_model_len
+    if given.max_model_len is not None and given.max_model_len > longest:
+        yield (
+            f"max_model_len {given.max_model_len} in --speculative-config is more than the target's {longest}; "
+            "use less, or leave it out."
+        )
+    for name in set_options(given, _NO_EFFECT):
+        yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
+    yield from _universal_refusals(vllm_config)
+    if given.method in WEIGHTLESS_METHODS:
+        yield from weightless_refusals(given)
+    elif given.method in METHODS:
+        yield from drafter_model_refusals(given)
+    if brings_logits_processors(vllm_config.model_config):
+        yield (
+            "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
+            "uninstall the packages that bring some, or leave out --speculative-config."
+        )
+
+
+def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    if not Options.from_vllm(vllm_config).paces:
+        return
+    options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
+    theirs = vllm_config.scheduler_config.scheduler_cls
+    if vllm_config.speculative_config is None:
+        yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
+    elif theirs is not None and not str(theirs).startswith("vllm_gaudi_spec"):
+        yield f"{options} need a scheduler of their own; leave them out, or leave out --scheduler-cls."
+
+
+def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    speculation, options = Speculation.from_vllm(vllm_config), Options.from_vllm(vllm_config)
+    assert speculation is not None
+    if not speculation.universal:
+        yield from _useless_universal_options(vllm_config, f"method {speculation.method}")
+        return
+    if speculation.universal_match == SLEM and not speculation.retokenizes:
+        yield (
+            f"universal_match {SLEM} drafts in the drafter's own tokens, so the drafter has to read them too; "
+            f"set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
+        )
+    if speculation.universal_match == SLEM and speculation.drafting != "greedy":
+        yield (
+            f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
+            f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
+        )
+    if options.universal_slab is not None and not speculation.retokenizes:
+        yield f"universal_slab is for universal_context {RETOKENIZE}; leave it out."
+
+
+def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[str]:
+    options = Options.from_vllm(vllm_config)
+    for name in ("universal_context", "universal_match", "universal_slab"):
+        if getattr(options, name) is not None:
+            yield (
+                f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} has no effect with {used}; leave it out, or use "
+                f"method {UNIVERSAL_DRAFT} in --speculative-config."
+            )
+
+
+def brings_logits_processors(model: ModelConfig) -> bool:
+    """Whether the user or an installed package adds code of its own to the sampler."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
