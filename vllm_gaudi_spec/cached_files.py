@@ -1,4 +1,4 @@
-"""Reading and writing files that this project keeps for itself, below `config.cache_folder()`.
+"""Reading and writing files that this project keeps for itself, below `environment.cache_folder()`.
 
 A link could lead a write to any file of this user, and a read to what somebody else wrote. So our folders and the files
 in them are never links; what lies above (`~/.cache`, XDG_CACHE_HOME) is the user's choice and may be one. Nothing is

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.config import set_gaudi_defaults
+from vllm_gaudi_spec.environment import set_gaudi_defaults
 from vllm_gaudi_spec.platform import CapturingPlatform
 
 if TYPE_CHECKING:

@@ -13,15 +13,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
-from vllm_gaudi_spec.config import (
-    DEVICE_VARIABLE,
-    RETOKENIZE,
-    Options,
-    Speculation,
-    choose_start_method,
-    kv_cache_space_gib,
-    leave_threads_unbound,
-)
+from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation
+from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method, kv_cache_space_gib, leave_threads_unbound
 from vllm_gaudi_spec.refusals import brings_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.runner.shapes import Shapes
 

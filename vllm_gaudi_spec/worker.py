@@ -16,7 +16,8 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.backends import load_backend
-from vllm_gaudi_spec.config import UnsupportedConfigError, name_process_group
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.environment import name_process_group
 from vllm_gaudi_spec.runner.draft_choice import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 

@@ -17,12 +17,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "__init__": {"compat", "backends", "platform", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
-    "integrations": {"integrations", "config", "patching", "proposers.translation", "proposers.universal"},
-    "platform": {"backends", "config", "compat", "refusals", "runner.shapes"},
-    "hpu_platform": {"backends", "config", "platform"},
+    "integrations": {
+        *("integrations", "config", "environment", "patching", "proposers.translation", "proposers.universal"),
+    },
+    "platform": {"backends", "config", "environment", "compat", "refusals", "runner.shapes"},
+    "hpu_platform": {"backends", "environment", "platform"},
     "cuda_platform": {"backends", "config", "platform"},
     "ascend_platform": {"backends", "platform"},
-    "worker": {"backends", "config", "lora.manager", "runner"},
+    "worker": {"backends", "config", "environment", "lora.manager", "runner"},
     "pacing": {"backends", "config", "drafter_health", "pacing", "runner.shapes", "series"},
     "runner": {
         "cached_files",
@@ -33,6 +35,7 @@ MAY_IMPORT = {
         "backends.base",
         "compat",
         "config",
+        "environment",
         "quantization",
         "lora",
         "runner",
@@ -40,18 +43,19 @@ MAY_IMPORT = {
     "lora": {"lora", "config"},
     "cpu_ray_executor": {"compat"},
     "attention": {"backends", "config", "attention"},
-    "backends": {"config", "backends", "attention", "emulator", "quantization", "sample"},
+    "backends": {"config", "environment", "backends", "attention", "emulator", "quantization", "sample"},
     "emulator": {"emulator"},
     "cached_files": set(),
     "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "backends.base", "config"},
     "sample": {"sample"},
     "config": set(),
+    "environment": {"config"},
     "refusals": {"backends.base", "config", "quantization.config", "refusals"},
-    "compat": {"compat", "config", "drafter_health", "patching", "series"},
+    "compat": {"compat", "config", "environment", "drafter_health", "patching", "series"},
     "drafter_health": {"series"},
     "series": set(),
     "patching": set(),
-    "quantization": {"cached_files", "quantization", "config", "attention.operations"},
+    "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations"},
     "argument_types": set(),
     "one_line": set(),
     "terminal": set(),
@@ -60,22 +64,32 @@ MAY_IMPORT = {
     "wrong_vllm": {"config", "versions"},
     "tuning": {
         *("tuning", "quantization", "backends", "config", "demo_model", "terminal"),
-        *("emulator.cost", "emulator.counters"),
+        *("emulator.cost", "emulator.counters", "environment"),
     },
-    "demo_model": {"cached_files", "config"},
-    "report": {"report", "config", "variables", "versions"},
+    "demo_model": {"cached_files", "environment"},
+    "report": {"report", "environment", "variables", "versions"},
     "comparison": {
-        *("comparison", "argument_types", "backends", "config", "demo_model", "one_line", "report", "terminal"),
+        *("comparison", "argument_types", "backends", "demo_model", "environment", "one_line", "report", "terminal"),
         "platform",
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "doctor": {
-        *("doctor", "backends", "config", "one_line", "platform", "proposers.universal", "quantization.fingerprint"),
+        *(
+            "doctor",
+            "backends",
+            "config",
+            "environment",
+            "one_line",
+            "platform",
+            "proposers.universal",
+            "quantization.fingerprint",
+        ),
         *("integrations", "refusals", "runner.draft_choice", "tuning.builtin_prompts", "tuning.estimates"),
         *("variables", "versions"),
     },
     "cli": {
         *("__version__", "cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"),
+        "environment",
         *("comparison", "doctor", "one_line", "report", "terminal", "tuning"),
     },
 }
@@ -108,7 +122,7 @@ def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
     if part_of(path) != "backends":
         assert not {name for name in names if name.split(".")[0] in ("habana_frameworks", "torch_npu")}
     source = path.read_text()
-    if part_of(path) not in ("config", "demo_model"):
+    if part_of(path) not in ("environment", "demo_model"):
         assert "os.environ" not in source
         assert "getenv" not in source
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec import cached_files, config, demo_model
+from vllm_gaudi_spec import cached_files, demo_model, environment
 from vllm_gaudi_spec.cached_files import UntrustedCacheError
 from vllm_gaudi_spec.proposers.universal import vocab_map
 from vllm_gaudi_spec.quantization import files
@@ -178,7 +178,7 @@ def test_the_list_of_programs_is_not_written_through_a_link(
         backend=SimpleNamespace(name="cpu", mode="eager"),
         recorder=SimpleNamespace(manifest={"a program"}),
     )
-    own = cached_files.own_folder(config.cache_folder())
+    own = cached_files.own_folder(environment.cache_folder())
     (own / "manifests").symlink_to(elsewhere)
     warmup.write_manifest(runner)
     assert [path.name for path in elsewhere.iterdir()] == ["file"]

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, config, platform, refusals
+from vllm_gaudi_spec import backends, config, environment, platform, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
 
@@ -172,10 +172,10 @@ def test_each_engine_of_a_process_asks_anew_how_to_start(monkeypatch: pytest.Mon
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.delenv("VGS_START_METHOD_CHOSEN_BY", raising=False)
     for answer in ("fork", "spawn"):
-        config.choose_start_method(lambda answer=answer: answer)
+        environment.choose_start_method(lambda answer=answer: answer)
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == answer
     monkeypatch.setenv("VGS_START_METHOD_CHOSEN_BY", "0")  # as in an engine process
-    config.choose_start_method(lambda: "fork")
+    environment.choose_start_method(lambda: "fork")
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
@@ -225,7 +225,7 @@ def backend_of(device: str) -> Any:
 @pytest.fixture(autouse=True)
 def start_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a configuration chooses one for this process."""
-    for name in (config._START_METHOD, config._CHOSEN_BY):
+    for name in (environment._START_METHOD, environment._CHOSEN_BY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

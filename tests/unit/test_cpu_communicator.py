@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vllm_gaudi_spec import config
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.backends.cpu_communicator import CpuSpecCommunicator
 
@@ -22,7 +22,7 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
     torch.set_num_threads(1)
     store = Path(folder) / "store"
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
-    config.name_process_group(f"file://{folder}/{os.getppid()}")
+    environment.name_process_group(f"file://{folder}/{os.getppid()}")
     if not shared:
         os.environ["VLLM_DIST_IDENT"] += f"-machine-{rank}"
     ranks = CpuSpecCommunicator(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="tp:0")
@@ -64,11 +64,11 @@ def test_every_rank_has_the_same_bits(world: int, shared: bool, tmp_path: Path) 
 
 def test_ranks_that_share_no_memory_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DIST_IDENT", "")
-    config.name_process_group("tcp://127.0.0.1:4711")
+    environment.name_process_group("tcp://127.0.0.1:4711")
     here = os.environ["VLLM_DIST_IDENT"]
     assert here.startswith("4711-")
-    config.name_process_group("tcp://127.0.0.1:4711")
+    environment.name_process_group("tcp://127.0.0.1:4711")
     assert os.environ["VLLM_DIST_IDENT"] == here
-    monkeypatch.setattr(config, "_shared_memory", lambda: "another machine")
-    config.name_process_group("tcp://127.0.0.1:4711")
+    monkeypatch.setattr(environment, "_shared_memory", lambda: "another machine")
+    environment.name_process_group("tcp://127.0.0.1:4711")
     assert os.environ["VLLM_DIST_IDENT"] != here

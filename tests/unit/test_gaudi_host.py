@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec import backends, config
+from vllm_gaudi_spec import backends, config, environment
 
 
 @pytest.fixture(autouse=True)
@@ -61,19 +61,19 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
 def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in config._GAUDI_DEFAULTS:
+    for name in environment._GAUDI_DEFAULTS:
         monkeypatch.setenv(name, "")  # so that what is set below is undone
         monkeypatch.delenv(name)
     if value is not None:
         monkeypatch.setenv("PT_HPU_LAZY_MODE", value)
-    assert config.gaudi_is_lazy() is lazy
+    assert environment.gaudi_is_lazy() is lazy
     assert os.environ["PT_HPU_WEIGHT_SHARING"] == "0"
-    assert config.gaudi_has_lazy_collectives()
+    assert environment.gaudi_has_lazy_collectives()
     monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false")
-    assert not config.gaudi_has_lazy_collectives(), "what the user says stays"
+    assert not environment.gaudi_has_lazy_collectives(), "what the user says stays"
 
 
 def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VGS_EMULATED_GENERATION", "gaudi1")
     with pytest.raises(config.UnsupportedConfigError, match="use gaudi2 or gaudi3"):
-        config.emulated_generation()
+        environment.emulated_generation()

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_spec import config
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.config import UnsupportedConfigError
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
@@ -49,12 +50,12 @@ DEVICES = tuple(_DEVICES)
 
 def asked_for() -> bool:
     """Whether the user named this platform, rather than just installed it."""
-    return config.requested_device() is not None or PLUGIN in (config.vllm_plugins_allowed() or ())
+    return environment.requested_device() is not None or PLUGIN in (environment.vllm_plugins_allowed() or ())
 
 
 def choose_device() -> str | None:
     """The device this process runs on; None when another platform plugin should serve it."""
-    if (requested := config.requested_device()) is not None:
+    if (requested := environment.requested_device()) is not None:
         return requested
     if others := other_platform_plugins():
         _say_inactive(others)
@@ -104,7 +105,7 @@ _NODES = {
 @cache
 def other_platform_plugins() -> tuple[str, ...]:
     """Platform plugins of others that vLLM would load."""
-    allowed = config.vllm_plugins_allowed()
+    allowed = environment.vllm_plugins_allowed()
     return tuple(
         plugin.name
         for plugin in entry_points(group="vllm.platform_plugins")
@@ -134,11 +135,9 @@ def platform_class(device: str) -> str:
 
 
 def refuse_unknown_device() -> None:
-    requested = config.requested_device()
+    requested = environment.requested_device()
     if requested is not None and requested not in _DEVICES:
-        raise config.UnsupportedConfigError(
-            f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}."
-        )
+        raise UnsupportedConfigError(f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}.")
 
 
 @cache

@@ -22,15 +22,9 @@ from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.backends import hpu_fp8, kv_pair
 from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
 from vllm_gaudi_spec.backends.kv_pair import KVPair
-from vllm_gaudi_spec.config import (
-    GAUDI2,
-    GAUDI3,
-    MAX_DRAFTS,
-    UnsupportedConfigError,
-    gaudi_is_lazy,
-    gaudi_memory_reserve,
-)
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3, MAX_DRAFTS, UnsupportedConfigError
 from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:

@@ -6,12 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.config import (
-    UnsupportedConfigError,
-    emulated_generation,
-    gaudi_has_lazy_collectives,
-    gaudi_is_lazy,
-)
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.environment import emulated_generation, gaudi_has_lazy_collectives, gaudi_is_lazy
 
 if not gaudi_is_lazy():
     raise UnsupportedConfigError(

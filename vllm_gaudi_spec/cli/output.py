@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_gaudi_spec.config import environment_value
+from vllm_gaudi_spec.environment import environment_value
 from vllm_gaudi_spec.terminal import until_nobody_reads
 
 STDOUT = "-"
@@ -80,8 +80,8 @@ def model_mistake(*models: object) -> str | None:
 
 def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
     """A module of ours in an environment of its own from the start: torch and vLLM read theirs when they are loaded,
-    and this package leaves reading the environment to config.py. -P: as for console scripts, the current folder is no
-    place for modules."""
+    and this package leaves reading them to environment.py. -P: as for console scripts, the current folder is no place
+    for modules."""
     return [
         "env",
         *(f"{name}={value}" for name, value in values.items()),

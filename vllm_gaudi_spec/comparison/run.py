@@ -29,8 +29,8 @@ from vllm_gaudi_spec.comparison.tasks import (
     tasks_of,
     uses_demo_drafter,
 )
-from vllm_gaudi_spec.config import keep_engine_in_process
 from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.environment import keep_engine_in_process
 from vllm_gaudi_spec.one_line import in_one_line
 from vllm_gaudi_spec.report import page, record
 from vllm_gaudi_spec.terminal import until_nobody_reads

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from vllm_gaudi_spec.config import (
-    IS_UNIVERSAL,
-    METHODS,
-    TRUST_DRAFT_CODE,
-    UNIVERSAL_DRAFT,
-    WEIGHTLESS_METHODS,
-    UnsupportedConfigError,
-    trusts_draft_code,
-)
+from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS, UnsupportedConfigError
+from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
 from vllm_gaudi_spec.patching import do_nothing, widen, wrap
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vllm_gaudi_spec import backends, versions
-from vllm_gaudi_spec.config import requested_device
 from vllm_gaudi_spec.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.environment import requested_device
 
 _SECONDS = 20
 _NAMES = {"hpu": "Gaudi", "ascend": "Ascend NPU"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_gaudi_spec import config
 from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.doctor.findings import PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.environment import environment_value, quant_config_path, skip_warmup
 from vllm_gaudi_spec.variables import VARIABLES
 
 
 def environment() -> list[dict[str, str]]:
     """Of the variables that matter those that are set, with what they mean."""
-    values = [(variable, config.environment_value(variable.name)) for variable in VARIABLES]
+    values = [(variable, environment_value(variable.name)) for variable in VARIABLES]
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
         for variable, value in values
@@ -22,11 +22,11 @@ def environment() -> list[dict[str, str]]:
 
 
 def setting_findings() -> Iterator[Finding]:
-    if config.skip_warmup():
+    if skip_warmup():
         yield Finding(
             WARNING, "setting", "VGS_SKIP_WARMUP is set: graphs are made while serving", "unset VGS_SKIP_WARMUP"
         )
-    path = config.quant_config_path()
+    path = quant_config_path()
     if path is not None and not Path(path).is_file():
         yield Finding(PROBLEM, "setting", f"QUANT_CONFIG={path} is no file", "correct its path, or unset QUANT_CONFIG")
     # OpenMP passes over what it can not read; vLLM and this platform do not start.
@@ -35,10 +35,10 @@ def setting_findings() -> Iterator[Finding]:
         ("KMP_BLOCKTIME", WARNING),
         ("VLLM_CPU_KVCACHE_SPACE", PROBLEM),
     ):
-        value = config.environment_value(name)
+        value = environment_value(name)
         if value and not value.split(",")[0].isdigit() and (name, value) != ("KMP_BLOCKTIME", "infinite"):
             yield Finding(severity, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
-    lazy = config.environment_value("PT_HPU_LAZY_MODE")
+    lazy = environment_value("PT_HPU_LAZY_MODE")
     if lazy == "0" and (choose_device() or "").startswith("hpu"):
         yield Finding(
             WARNING,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
 from vllm_gaudi_spec import backends, versions
-from vllm_gaudi_spec.config import environment_value, requested_device, vllm_plugins_allowed
 from vllm_gaudi_spec.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.environment import environment_value, requested_device, vllm_plugins_allowed
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 
 _PYTHONS = ((3, 11), (3, 12))

@@ -11,13 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gaudi_spec.config import (
-    ADDITIONAL_CONFIG_KEY,
-    Options,
-    UnsupportedConfigError,
-    quant_config_path,
-    read_named_file,
-)
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError, read_named_file
+from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization import files
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"

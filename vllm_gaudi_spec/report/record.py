@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.config import environment_value
+from vllm_gaudi_spec.environment import environment_value
 from vllm_gaudi_spec.variables import VARIABLES
 
 FORMAT = "vllm-gaudi-spec run"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from vllm.config import replace
 from vllm.distributed import get_pp_group
 
-from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError, cache_folder
+from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError
+from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.proposers import Setting, build_proposer
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec import cached_files, config
+from vllm_gaudi_spec import cached_files, environment
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.shapes import DECODE
@@ -52,7 +52,7 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     recorder.expect(manifest(runner))
     if backend.captures and runner.shows_progress:
         write_manifest(runner)
-    if config.skip_warmup():
+    if environment.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
         return
@@ -96,7 +96,7 @@ def write_manifest(runner: ModelRunner) -> None:
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
-        path = cached_files.own_folder(config.cache_folder()) / "manifests" / f"{name}.json"
+        path = cached_files.own_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
         cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # no folder, no space, or no home
         logger.warning("The list of programs could not be written: %s.", error)

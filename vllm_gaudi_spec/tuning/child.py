@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.config import environment_of_children
+from vllm_gaudi_spec.environment import environment_of_children
 
 _ERROR = "error"
 _PACKAGE = Path(__file__).parents[1]

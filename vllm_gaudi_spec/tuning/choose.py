@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.backends import choose_device
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, quant_config_path
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
+from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.terminal import counting

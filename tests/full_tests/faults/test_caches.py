@@ -22,7 +22,7 @@ import pytest
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
 from vllm_gaudi_spec import demo_model
-from vllm_gaudi_spec.config import cache_folder
+from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.proposers.universal import vocab_map
 from vllm_gaudi_spec.quantization import files
 
