@@ -9,7 +9,7 @@ import torch
 from torch.library import Library
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
-from vllm_gaudi_spec.emulator.ops import OpInfo, classify
+from vllm_gaudi_spec.emulator.ops import Operation, OpInfo, classify
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
         device.counters.step.ops += 1
         device.counters.step.bytes_moved += tensor.memory.nbytes
     if capture is not None:
-        capture.record(info, info.func._op, args, kwargs, (tensor,), [tensor], True)
+        capture.record(Operation(info, info.func._op, args, kwargs, (tensor,), [tensor], True))
     elif computes:
         # Uninitialized memory is no node of a lazy graph, only its input.
         key = [info.name, *(str(arg) for arg in args)]

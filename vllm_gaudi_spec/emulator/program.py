@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
 from vllm_gaudi_spec.emulator.source import Line, caller, describe
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real, written
 
@@ -91,16 +91,8 @@ class Capture:
     def is_input(self, tensor: DeviceTensor) -> bool:
         return tensor.capture is self and tensor.slot < self.num_inputs
 
-    def record(
-        self,
-        info: OpInfo,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        results: Sequence[Any],
-        new: Sequence[DeviceTensor],
-        single: bool,
-    ) -> None:
+    def record(self, operation: Operation) -> None:
+        info, run, args, kwargs, results, new, single = operation
         line = caller()
         if info.writes:
             for target in written(info, args, kwargs):

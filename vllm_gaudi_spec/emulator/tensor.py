@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
-from vllm_gaudi_spec.emulator.ops import OpInfo, classify
+from vllm_gaudi_spec.emulator.ops import Operation, OpInfo, classify
 from vllm_gaudi_spec.emulator.queue import Queue
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.traffic import changed_bytes, gathered_bytes, read_bytes
@@ -193,7 +193,7 @@ def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Call
     if computes:
         _account(info, args, kwargs, call, results)
     if capture is not None:
-        capture.record(info, run, args, kwargs, results, new, single)
+        capture.record(Operation(info, run, args, kwargs, results, new, single))
     else:
         device.counters.step.stray_ops += computes
         device.queue.record(call.key, new, written(info, args, kwargs) if info.writes else (), computes)

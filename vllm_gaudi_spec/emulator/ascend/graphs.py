@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Stream, Work, current_stream, synchronize
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
 from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor
@@ -75,19 +74,10 @@ class NpuCapture(Capture):
         self._before_group = Tally()
         self._origins: dict[int, tuple[int, DeviceTensorGeometry]] = {}
 
-    def record(
-        self,
-        info: OpInfo,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        results: Sequence[Any],
-        new: Sequence[DeviceTensor],
-        single: bool,
-    ) -> None:
-        super().record(info, run, args, kwargs, results, new, single)
-        if self.open_group is not None and info.computes(new):
-            self.open_group.tasks[len(self.program.calls) - 1] = info.name
+    def record(self, operation: Operation) -> None:
+        super().record(operation)
+        if self.open_group is not None and operation.info.computes(operation.new):
+            self.open_group.tasks[len(self.program.calls) - 1] = operation.info.name
 
     def begin_group(self, stream: Stream) -> None:
         self._check_stream(stream, "graph_task_group_begin")

@@ -9,7 +9,7 @@ from vllm_gaudi_spec.emulator.ascend.graphs import NpuCapture, TaskGroup, count_
 from vllm_gaudi_spec.emulator.ascend.streams import Stream, current_stream
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.emulator.ops import OpInfo
+from vllm_gaudi_spec.emulator.ops import Operation
 from vllm_gaudi_spec.emulator.program import Capture
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
@@ -28,16 +28,8 @@ class TaskUpdate(Capture):
         self.names: list[str] = []
         self.outside, DEVICE.counters.step = DEVICE.counters.step, Tally()
 
-    def record(
-        self,
-        info: OpInfo,
-        run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        results: Sequence[Any],
-        new: Sequence[DeviceTensor],
-        single: bool,
-    ) -> None:
+    def record(self, operation: Operation) -> None:
+        info, run, args, kwargs, _, new, _ = operation
         if not info.computes(new):
             # A view: of the same memory, and no task.
             if any(isinstance(arg, DeviceTensor) and arg.ghost for arg in args):
@@ -49,7 +41,7 @@ class TaskUpdate(Capture):
             return
         if new:
             raise DeviceRefusal(f"during {self.what}: {info.name} at {here()} makes new memory; use its `.out` form")
-        super().record(info, run, args, kwargs, results, new, single)
+        super().record(operation)
         self.names.append(info.name)
 
     def owns(self, tensor: DeviceTensor) -> bool:
