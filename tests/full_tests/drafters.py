@@ -32,8 +32,8 @@ def play(write: Write) -> Script:
     return current
 
 
-class Scripted:
-    """Upstream's interface of a custom drafter."""
+class Drafter:
+    """Upstream's interface of a custom drafter, which hands arrays over; here it drafts from texts."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = vllm_config.speculative_config.num_speculative_tokens
@@ -47,13 +47,24 @@ class Scripted:
         num_tokens_no_spec: np.ndarray,
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    ) -> Any:
+        rows = range(len(sampled_token_ids))
+        return self.draft([token_ids_cpu[row, : num_tokens_no_spec[row]].tolist() for row in rows], sampled_token_ids)
+
+    def draft(self, texts: list[list[int]], new: list[list[int]]) -> Any:
+        """`new`: what of each row's text was sampled last; empty where upstream passes a row that has not sampled."""
+        raise NotImplementedError
+
+
+class Scripted(Drafter):
+    """Plays what a test has written."""
+
+    def draft(self, texts: list[list[int]], new: list[list[int]]) -> list[list[int]]:
         drafts, call = [], []
-        for row, sampled in enumerate(sampled_token_ids):
-            if not sampled:  # upstream passes rows that have not sampled yet
+        for context, sampled in zip(texts, new, strict=True):
+            if not sampled:
                 drafts.append([])
                 continue
-            context = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
             assert context[-len(sampled) :] == list(sampled), "the newest tokens should end the context"
             drafts.append(current.write(context, self.k))
             call.append((tuple(context), list(drafts[-1])))
@@ -61,24 +72,14 @@ class Scripted:
         return drafts
 
 
-class Repeating(Scripted):
+class Repeating(Drafter):
     """The text goes on as it did `PERIOD` tokens ago. It needs no script, and so runs in any process."""
 
     PERIOD = 2
 
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
-        slot_mappings: Any = None,
-    ) -> list[list[int]]:
-        ends = [int(end) for end in num_tokens_no_spec[: len(sampled_token_ids)]]
-        recent = [token_ids_cpu[row, max(end - self.PERIOD, 0) : end].tolist() for row, end in enumerate(ends)]
-        return [
-            (last * self.k)[: self.k] if sampled else []
-            for last, sampled in zip(recent, sampled_token_ids, strict=True)
-        ]
+    def draft(self, texts: list[list[int]], new: list[list[int]]) -> list[list[int]]:
+        rows = zip(texts, new, strict=True)
+        return [(text[-self.PERIOD :] * self.k)[: self.k] if sampled else [] for text, sampled in rows]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ and how."""
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
+from tests.full_tests.drafters import Drafter
 from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
 
 Answer = Callable[[list[list[int]]], Any]
@@ -32,24 +32,11 @@ def plan(break_at: Callable[[int], bool], answer: Answer) -> Plan:
     return current
 
 
-class Breaks:
+class Breaks(Drafter):
     """Drafts what followed the newest token the last time, which is right where a text loops, or breaks."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.k = vllm_config.speculative_config.num_speculative_tokens
-
-    def load_model(self, *args: Any) -> None:
-        """There is none."""
-
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
-        slot_mappings: Any = None,
-    ) -> Any:
+    def draft(self, texts: list[list[int]], new: list[list[int]]) -> Any:
         call, current.num_calls = current.num_calls, current.num_calls + 1
-        texts = [tokens[:length].tolist() for tokens, length in zip(token_ids_cpu, num_tokens_no_spec, strict=True)]
         drafts = [_continued(text, self.k) for text in texts]
         if current.answer is not None and current.break_at(call):
             return current.answer(drafts)
