@@ -16,7 +16,9 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.full_tests.equality import Tally
+from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
+from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Request, mixed_requests
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -25,6 +27,8 @@ BOTH_ENDS = ("embed_tokens", "lm_head")
 EVERYTHING = (*ATTENTION, *MLP, *BOTH_ENDS)
 # As large beside a model's weights
 STRENGTH = 0.3
+# Some of them are longer than blocks that the prefix cache shares.
+PROMPTS = random_prompts([3, 40, 70, 150], VOCAB, seed=5)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
-from tests.full_tests import tiny_models
+from tests.full_tests import adapters, tiny_models
 from tests.full_tests.engines import engine
 from tests.full_tests.server import Server
 from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
@@ -75,6 +76,23 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 def twin(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The looping Llama with all its tokens renumbered: a drafter of another vocabulary that is always right."""
     return tiny_models.save_renumbered(looping_llama, tmp_path_factory.mktemp("twin"))
+
+
+@pytest.fixture(scope="module")
+def lora_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def loras(looping_llama: str, lora_folder: Path) -> list[adapters.Adapter]:
+    """LoRA adapters for the looping Llama."""
+    return adapters.various(looping_llama, lora_folder)
+
+
+@pytest.fixture(scope="module")
+def merged_loras(looping_llama: str, lora_folder: Path) -> adapters.Merged:
+    """What the looping Llama says with an adapter's weights put into its own."""
+    return adapters.Merged(looping_llama, lora_folder)
 
 
 @pytest.fixture(scope="session")

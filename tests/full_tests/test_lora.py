@@ -11,26 +11,9 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.full_tests import adapters
-from tests.full_tests.adapters import LORA, Adapter, Job, Merged, Tokens, check_same, greedy, mixed, run
+from tests.full_tests.adapters import LORA, PROMPTS, Adapter, Job, Merged, Tokens, check_same, greedy, mixed, run
 from tests.full_tests.engines import engine
-from tests.full_tests.prompts import random_prompts
-from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import Request
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
-
-
-@pytest.fixture(scope="module")
-def made(looping_llama: str, folder: Path) -> list[Adapter]:
-    return adapters.various(looping_llama, folder)
-
-
-@pytest.fixture(scope="module")
-def whole(looping_llama: str, folder: Path) -> Merged:
-    return Merged(looping_llama, folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +24,27 @@ def adapted(looping_llama: str) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def alone(adapted: LLM, made: list[Adapter]) -> dict[str, list[Tokens]]:
+def alone(adapted: LLM, loras: list[Adapter]) -> dict[str, list[Tokens]]:
     """What requests of all kinds say, one after the other: by the names of the adapters they take in turn."""
-    jobs = mixed(24, made[0], None, made[1])
+    jobs = mixed(24, loras[0], None, loras[1])
     return {"a, none, b": [run(adapted, [job])[0] for job in jobs]}
 
 
-PROMPTS = random_prompts([3, 40, 70, 150], VOCAB, seed=5)
-
-
-def test_an_adapter_is_its_weights_put_into_the_model(adapted: LLM, made: list[Adapter], whole: Merged) -> None:
+def test_an_adapter_is_its_weights_put_into_the_model(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
     """Four adapters and none at a time, where there is room for two; the prompts are the same, and longer than blocks
     that the prefix cache shares."""
-    jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS, adapter)]
+    jobs = [job for adapter in (*loras, None) for job in greedy(PROMPTS, adapter)]
     random.Random(0).shuffle(jobs)
     for _ in range(2):
         outputs = run(adapted, jobs)
-        whole.check(jobs, outputs)
+        merged_loras.check(jobs, outputs)
     said = {(job.request.name, tuple(output)) for job, output in zip(jobs, outputs, strict=True)}
     assert len(said) == len(jobs), "each adapter makes a text of its own"
 
 
-def test_scores_of_prompts_are_the_adapters(adapted: LLM, made: list[Adapter], whole: Merged) -> None:
+def test_scores_of_prompts_are_the_adapters(adapted: LLM, loras: list[Adapter], merged_loras: Merged) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-    jobs = [Job(Request("scores", PROMPTS[3], params), adapter) for adapter in (made[0], None, made[1])]
+    jobs = [Job(Request("scores", PROMPTS[3], params), adapter) for adapter in (loras[0], None, loras[1])]
     outputs = adapted.generate(
         [{"prompt_token_ids": job.request.prompt} for job in jobs],
         params,
@@ -73,7 +53,7 @@ def test_scores_of_prompts_are_the_adapters(adapted: LLM, made: list[Adapter], w
     )
     for job, output in zip(jobs, outputs, strict=True):
         prompt = job.request.prompt
-        expected_TV = whole.of(job.adapter).logits_after(prompt[:1], prompt[1:]).log_softmax(-1)
+        expected_TV = merged_loras.of(job.adapter).logits_after(prompt[:1], prompt[1:]).log_softmax(-1)
         places = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         ours_T = torch.tensor([place[token].logprob for place, token in places])
         torch.testing.assert_close(
@@ -82,25 +62,25 @@ def test_scores_of_prompts_are_the_adapters(adapted: LLM, made: list[Adapter], w
 
 
 def test_two_adapters_in_a_batch_say_what_each_says_alone(
-    adapted: LLM, made: list[Adapter], alone: dict[str, list[Tokens]]
+    adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]
 ) -> None:
-    jobs = mixed(24, made[0], None, made[1])
+    jobs = mixed(24, loras[0], None, loras[1])
     check_same(jobs, run(adapted, jobs), alone["a, none, b"])
 
 
-def test_an_adapter_that_comes_and_goes(adapted: LLM, made: list[Adapter], alone: dict[str, list[Tokens]]) -> None:
+def test_an_adapter_that_comes_and_goes(adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]]) -> None:
     """By hand, between requests and while some run: nobody notices but who names it."""
-    core, jobs = adapted.llm_engine, mixed(24, made[0], None, made[1])
-    for adapter in made:
+    core, jobs = adapted.llm_engine, mixed(24, loras[0], None, loras[1])
+    for adapter in loras:
         core.remove_lora(adapter.number)
     assert core.list_loras() == set()
-    for adapter in (made[2], made[3]):
+    for adapter in (loras[2], loras[3]):
         assert core.add_lora(adapter.request())
-    assert core.list_loras() == {made[2].number, made[3].number}
+    assert core.list_loras() == {loras[2].number, loras[3].number}
     check_same(jobs, run(adapted, jobs), alone["a, none, b"])  # which drives them out
-    assert core.pin_lora(made[0].number)
+    assert core.pin_lora(loras[0].number)
     with pytest.raises(Exception, match="--max-loras"):
-        core.pin_lora(made[1].number)
+        core.pin_lora(loras[1].number)
     for index, job in enumerate(jobs):
         core.add_request(
             str(index),
@@ -114,22 +94,22 @@ def test_an_adapter_that_comes_and_goes(adapted: LLM, made: list[Adapter], alone
             said[int(output.request_id)] = [token for part in output.outputs for token in part.token_ids]
         step += 1
         if step % 3 == 0:  # out of its slot, or out of the engine
-            core.add_lora(made[2 + step % 2].request())
-            core.remove_lora(made[1].number)
+            core.add_lora(loras[2 + step % 2].request())
+            core.remove_lora(loras[1].number)
     check_same(jobs, [said[index] for index in range(len(jobs))], alone["a, none, b"])
-    core.remove_lora(made[0].number)
+    core.remove_lora(loras[0].number)
 
 
-def test_reloading_in_place(adapted: LLM, made: list[Adapter], folder: Path) -> None:
+def test_reloading_in_place(adapted: LLM, loras: list[Adapter], lora_folder: Path) -> None:
     """One name, other weights, from another folder: the next request gets them."""
-    one, other = (Adapter(adapter.folder, 9) for adapter in made[:2])
+    one, other = (Adapter(adapter.folder, 9) for adapter in loras[:2])
     (job,) = greedy(PROMPTS[:1], one)
     before = run(adapted, [job])
     request = other.request()
     request.load_inplace = True
     adapted.llm_engine.add_lora(request)
     (again,) = greedy(PROMPTS[:1], other)
-    (expected,) = greedy(PROMPTS[:1], made[1])
+    (expected,) = greedy(PROMPTS[:1], loras[1])
     after = run(adapted, [again])
     assert after == run(adapted, [expected])
     assert after != before
@@ -207,12 +187,12 @@ def _files(adapter: Adapter, folder: Path) -> dict[str, tuple[Adapter, str]]:
 
 
 def test_bad_adapters_are_refused_and_change_nothing(
-    adapted: LLM, made: list[Adapter], alone: dict[str, list[Tokens]], tmp_path: Path
+    adapted: LLM, loras: list[Adapter], alone: dict[str, list[Tokens]], tmp_path: Path
 ) -> None:
-    jobs = mixed(24, made[0], None, made[1])[:3]
+    jobs = mixed(24, loras[0], None, loras[1])[:3]
     run(adapted, jobs)
-    cases = {name: (spoiled(made[1], tmp_path / name, change), words) for name, (change, words) in BAD.items()}
-    cases |= _files(made[1], tmp_path)
+    cases = {name: (spoiled(loras[1], tmp_path / name, change), words) for name, (change, words) in BAD.items()}
+    cases |= _files(loras[1], tmp_path)
     before = adapted.llm_engine.list_loras()
     for name, (bad, words) in cases.items():
         with pytest.raises(Exception) as refused:

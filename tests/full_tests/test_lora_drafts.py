@@ -11,38 +11,19 @@ import torch
 from vllm import SamplingParams
 
 from tests.full_tests import adapters
-from tests.full_tests.adapters import LORA, Adapter, Merged, Tokens, check_same, greedy, mixed, run
+from tests.full_tests.adapters import LORA, PROMPTS, Adapter, Merged, Tokens, check_same, greedy, mixed, run
 from tests.full_tests.engines import SMALL_KV, engine, preemptions
 from tests.full_tests.heads import head, target, texts
-from tests.full_tests.prompts import random_prompts
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.server import Server
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
-from tests.full_tests.tiny_models import VOCAB
-
-PROMPTS = random_prompts([3, 40, 70, 150], VOCAB, seed=5)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
-
-
-@pytest.fixture(scope="module")
-def made(looping_llama: str, folder: Path) -> list[Adapter]:
-    return adapters.various(looping_llama, folder)
-
-
-@pytest.fixture(scope="module")
-def whole(looping_llama: str, folder: Path) -> Merged:
-    return Merged(looping_llama, folder)
-
-
-@pytest.fixture(scope="module")
-def expected(looping_llama: str, made: list[Adapter]) -> list[Tokens]:
+def expected(looping_llama: str, loras: list[Adapter]) -> list[Tokens]:
     """What is said without drafts."""
     with engine(looping_llama, **LORA) as llm:
-        return run(llm, mixed(24, made[0], None, made[1]))
+        return run(llm, mixed(24, loras[0], None, loras[1]))
 
 
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -69,12 +50,12 @@ QUICK = ("draft_model, coupled",)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in DRAFTERS]
 )
-def test_drafts_change_nothing(case: str, looping_llama: str, made: list[Adapter], expected: list[Tokens]) -> None:
+def test_drafts_change_nothing(case: str, looping_llama: str, loras: list[Adapter], expected: list[Tokens]) -> None:
     """The drafter is the target without an adapter."""
     config, options = DRAFTERS[case]
     if config["method"] == "draft_model":
         config = dict(config, model=looping_llama)
-    jobs = mixed(24, made[0], None, made[1])
+    jobs = mixed(24, loras[0], None, loras[1])
     with speculating(looping_llama, config, **LORA, **options) as llm:
         for _ in range(2):
             check_same(jobs, run(llm, jobs), expected)
@@ -87,17 +68,17 @@ HEADS = ("eagle3", *(pytest.param(method, marks=pytest.mark.slow) for method in 
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_head_sees_no_adapter(method: str, folder: Path) -> None:
+def test_a_head_sees_no_adapter(method: str, lora_folder: Path) -> None:
     """It shares embeddings and output matrix with the target as they are without, and reads states that are made with
     them."""
     model = target(method)
     # One matrix is embeddings and outputs: merged into it, an adapter for one of them would change the other as well.
     layers = (*adapters.ATTENTION, *adapters.MLP)
-    made = [adapters.make(model, folder / f"{method} {rank}", rank, rank=rank, modules=layers) for rank in (4, 8)]
+    made = [adapters.make(model, lora_folder / f"{method} {rank}", rank, rank=rank, modules=layers) for rank in (4, 8)]
     jobs = [job for adapter in (*made, None) for job in greedy(texts()[::3], adapter, num_tokens=24)]
     with speculating(model, head(method, 3), **LORA) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        Merged(model, folder).check(jobs, run(llm, jobs))
+        Merged(model, lora_folder).check(jobs, run(llm, jobs))
         assert accepted(llm) > 50
         drafter = llm.collective_rpc(_layers_of_drafter)[0]
         assert drafter
@@ -106,11 +87,12 @@ def test_a_head_sees_no_adapter(method: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_seeded_requests_with_a_head(method: str, folder: Path) -> None:
+def test_seeded_requests_with_a_head(method: str, lora_folder: Path) -> None:
     model = target(method)
     layers = (*adapters.ATTENTION, *adapters.MLP)
     made = [
-        adapters.make(model, folder / f"{method} seeded {rank}", rank, rank=rank, modules=layers) for rank in (4, 8)
+        adapters.make(model, lora_folder / f"{method} seeded {rank}", rank, rank=rank, modules=layers)
+        for rank in (4, 8)
     ]
     jobs = mixed(24, made[0], None, made[1])
     with engine(model, **LORA) as llm:
@@ -128,12 +110,12 @@ def _layers_of_drafter(worker: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_rows_without_an_adapter_keep_their_bits(looping_llama: str, made: list[Adapter]) -> None:
+def test_rows_without_an_adapter_keep_their_bits(looping_llama: str, loras: list[Adapter]) -> None:
     """The same batch, in an engine that knows no adapters."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     prompts = [{"prompt_token_ids": PROMPTS[2]}] * 3
     found = []
-    for options, requests in ((LORA, [made[0].request(), None, made[1].request()]), ({}, None)):
+    for options, requests in ((LORA, [loras[0].request(), None, loras[1].request()]), ({}, None)):
         with engine(looping_llama, **options, enable_prefix_caching=False) as llm:
             output = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)[1]
             found.append((output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs))
@@ -153,13 +135,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS)
 def test_ways_to_run(
-    case: str, looping_llama: str, made: list[Adapter], whole: Merged, monkeypatch: pytest.MonkeyPatch
+    case: str, looping_llama: str, loras: list[Adapter], merged_loras: Merged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else ranks want memory nodes of their own
-    jobs = [job for adapter in (*made, None) for job in greedy(PROMPTS, adapter)]
+    jobs = [job for adapter in (*loras, None) for job in greedy(PROMPTS, adapter)]
     random.Random(1).shuffle(jobs)
     with engine(looping_llama, **(LORA | OPTIONS[case])) as llm:
-        whole.check(jobs, run(llm, jobs))
+        merged_loras.check(jobs, run(llm, jobs))
 
 
 def _states_a_little_off(worker: Any) -> None:
@@ -176,10 +158,10 @@ def _states_a_little_off(worker: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_decide_alike(looping_llama: str, folder: Path) -> None:
+def test_ranks_decide_alike(looping_llama: str, lora_folder: Path) -> None:
     """Whatever states they have: an adapter of the output matrix adds to logits that are gathered already. Without
     seeds, so that there is nothing to compare with but the other rank."""
-    made = adapters.make(looping_llama, folder / "outputs", 9, modules=("lm_head",))
+    made = adapters.make(looping_llama, lora_folder / "outputs", 9, modules=("lm_head",))
     params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
     jobs = [replace(job, request=replace(job.request, params=params)) for job in greedy(PROMPTS, made)]
     with speculating(looping_llama, ngram(3), **LORA, tensor_parallel_size=2) as llm:
@@ -202,22 +184,22 @@ def test_families(family: str, tiny: Callable[[str], str], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_restricted_to_some_modules(looping_llama: str, folder: Path, made: list[Adapter]) -> None:
+def test_restricted_to_some_modules(looping_llama: str, lora_folder: Path, loras: list[Adapter]) -> None:
     """A deployment may leave modules out; then an adapter is what is left of it."""
-    tensors, config = adapters.read(made[0])
+    tensors, config = adapters.read(loras[0])
     few = {name: tensor for name, tensor in tensors.items() if "o_proj" in name}
-    part = adapters.write(folder / "part", 2, few, **config)
-    jobs, left = greedy(PROMPTS, made[0]), greedy(PROMPTS, part)
+    part = adapters.write(lora_folder / "part", 2, few, **config)
+    jobs, left = greedy(PROMPTS, loras[0]), greedy(PROMPTS, part)
     with engine(looping_llama, **LORA, lora_target_modules=["o_proj"]) as llm:
         assert run(llm, jobs) == run(llm, left) != run(llm, greedy(PROMPTS, None))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float16", "int8"])
-def test_formats_of_weights(weights: str, looping_llama: str, made: list[Adapter]) -> None:
+def test_formats_of_weights(weights: str, looping_llama: str, loras: list[Adapter]) -> None:
     """The model's own are rounded; two adapters in a batch still say what each says alone."""
     options = dict(additional_config=dict(gaudi_spec=dict(cpu_weights=weights)))
-    jobs = greedy(PROMPTS, made[0]) + greedy(PROMPTS, None) + greedy(PROMPTS, made[1])
+    jobs = greedy(PROMPTS, loras[0]) + greedy(PROMPTS, None) + greedy(PROMPTS, loras[1])
     with engine(looping_llama, **LORA, **options) as llm:
         single = [run(llm, [job])[0] for job in jobs]
         check_same(jobs, run(llm, jobs), single)
@@ -229,15 +211,15 @@ def test_formats_of_weights(weights: str, looping_llama: str, made: list[Adapter
 @pytest.mark.slow
 def test_served(
     looping_llama: str,
-    made: list[Adapter],
-    folder: Path,
-    whole: Merged,
+    loras: list[Adapter],
+    lora_folder: Path,
+    merged_loras: Merged,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-model-len", "512"]
-    modules = ["--lora-modules", *(f"{adapter.folder.name}={adapter.folder}" for adapter in made[:2])]
+    modules = ["--lora-modules", *(f"{adapter.folder.name}={adapter.folder}" for adapter in loras[:2])]
     drafts = ["--speculative-config.method", "ngram_gpu", "--speculative-config.num_speculative_tokens", "3"]
     server = Server(looping_llama, tmp_path / "log", *options, *modules, *drafts)
     try:
@@ -252,11 +234,13 @@ def test_served(
             body = dict(lora_name=adapter.folder.name, lora_path=str(adapter.folder), **more)
             return server.client.post("/v1/load_lora_adapter", json=body)
 
-        assert load(made[2]).status_code == 200
-        jobs = [job for adapter in (made[0], made[2], None, made[1], made[0]) for job in greedy(PROMPTS[1:2], adapter)]
-        whole.check(jobs, [ask("tiny" if job.adapter is None else job.adapter.folder.name) for job in jobs])
+        assert load(loras[2]).status_code == 200
+        jobs = [
+            job for adapter in (loras[0], loras[2], None, loras[1], loras[0]) for job in greedy(PROMPTS[1:2], adapter)
+        ]
+        merged_loras.check(jobs, [ask("tiny" if job.adapter is None else job.adapter.folder.name) for job in jobs])
 
-        tensors, config = adapters.read(made[1])
+        tensors, config = adapters.read(loras[1])
         bad = adapters.write(
             tmp_path / "bad",
             20,
@@ -266,7 +250,7 @@ def test_served(
         assert load(bad).status_code == 400
         assert "have shapes" in load(bad).json()["error"]["message"]
         assert load(Adapter(tmp_path / "nowhere", 1)).status_code == 404
-        assert load(made[2]).status_code == 400  # it is there
+        assert load(loras[2]).status_code == 400  # it is there
         gone = server.client.post("/v1/unload_lora_adapter", json=dict(lora_name="c"))
         assert gone.status_code == 200
         assert server.client.post("/v1/completions", json=dict(model="c", prompt="x")).status_code == 404
