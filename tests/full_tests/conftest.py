@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests.full_tests import adapters, tiny_models
 from tests.full_tests.engines import engine
 from tests.full_tests.server import Server
-from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
+from tests.full_tests.workload import Answer, Plain, Request, mixed_requests, run_together, without_drafts
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +53,12 @@ def mixed_answers(looping_llama: str, mixed: list[Request]) -> list[list[Answer]
     """What the looping Llama says to them without speculation."""
     with engine(looping_llama) as llm:
         return run_together(llm, mixed)
+
+
+@pytest.fixture(scope="module")
+def plain(requests: list[Request]) -> Plain:
+    """For modules with `requests` of their own."""
+    return without_drafts(requests)
 
 
 @pytest.fixture(scope="session")

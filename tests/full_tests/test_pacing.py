@@ -1,6 +1,5 @@
 """Pacing changes how much is drafted and never what is said."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from tests.full_tests import heads
 from tests.full_tests.engines import SMALL_KV, counter
 from tests.full_tests.speculation import accepted, ngram, speculating
-from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
+from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 
 SPARED = "vllm:gaudi_spec_spared_steps"
 
@@ -16,11 +15,6 @@ SPARED = "vllm:gaudi_spec_spared_steps"
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return mixed_requests(48)
-
-
-@pytest.fixture(scope="module")
-def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
-    return without_drafts(requests)
 
 
 # A draft model, here one that is nearly always wrong, reads what it missed when drafting is taken up again; a head
@@ -41,7 +35,7 @@ def test_the_same_is_said(
     looping_llama: str,
     cousin: str,
     requests: list[Request],
-    plain: Callable[[str], list[list[Answer]]],
+    plain: Plain,
 ) -> None:
     target, config = looping_llama, ngram(4) | dict(method=method)
     if method == "draft_model":

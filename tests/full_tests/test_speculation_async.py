@@ -17,7 +17,7 @@ from tests.full_tests.speculation import accepted, accounts, ngram, speculating
 from tests.full_tests.structured import NUMBER
 from tests.full_tests.test_draft_model import COUPLED, name
 from tests.full_tests.tiny_models import VOCAB
-from tests.full_tests.workload import Answer, Request, answers, check_same, mixed_requests, run_together, without_drafts
+from tests.full_tests.workload import Answer, Plain, Request, answers, check_same, mixed_requests, run_together
 
 
 class Drafter(NamedTuple):
@@ -81,11 +81,6 @@ def requests() -> list[Request]:
     return mixed_requests(48)
 
 
-@pytest.fixture(scope="module")
-def plain(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
-    return without_drafts(requests)
-
-
 def quick_and_slow(cases: list[Any], quick: list[Any]) -> list[Any]:
     assert all(case in cases for case in quick)
     return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
@@ -111,7 +106,7 @@ def test_equal(
     schedule: str,
     pair: Pair,
     requests: list[Request],
-    plain: Callable[[str], list[list[Answer]]],
+    plain: Plain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """48 requests, greedy and seeded, some of which find blocks of others in the prefix cache; and once more."""
@@ -141,7 +136,7 @@ LENGTHS = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, Fals
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "overlap"), LENGTHS, ids=str)
 def test_lengths_that_follow_the_load(
-    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Callable[[str], list[list[Answer]]]
+    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Plain
 ) -> None:
     """From no drafts to two, to four and back again, while requests of other loads are still in flight."""
     expected, begin, drafted = plain(pair.target), 0, set()
@@ -217,9 +212,7 @@ TRACES = [(drafter, overlap) for drafter in DRAFTERS for overlap in (True, False
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "overlap"), TRACES, ids=str)
-def test_no_trace(
-    drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Callable[[str], list[list[Answer]]]
-) -> None:
+def test_no_trace(drafter: Drafter, overlap: bool, pair: Pair, requests: list[Request], plain: Plain) -> None:
     """Of rejected places, which are given back to the last one; of requests that were aborted with drafts in flight,
     among them some that still wait, and whose names come again; and of those that have ended."""
     single = [index for index, request in enumerate(requests) if request.params.n == 1]

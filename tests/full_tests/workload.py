@@ -90,7 +90,11 @@ def differences(requests: list[Request], ours: list[list[Answer]], reference: li
     ]
 
 
-def without_drafts(requests: list[Request]) -> Callable[[str], list[list[Answer]]]:
+Plain = Callable[[str], list[list[Answer]]]
+"""What a target says without speculation."""
+
+
+def without_drafts(requests: list[Request]) -> Plain:
     """What a target says to them together, asked once."""
 
     @cache

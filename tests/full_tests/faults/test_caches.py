@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.full_tests.speculation import accepted, speculating
-from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
+from tests.full_tests.workload import Answer, Plain, Request, check_same, mixed_requests, run_together
 from vllm_gaudi_spec import demo_model
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.proposers.universal import vocab_map
@@ -28,17 +28,10 @@ from vllm_gaudi_spec.quantization import files
 
 pytestmark = pytest.mark.slow
 
-Plain = Callable[[str], list[list[Answer]]]
-
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return mixed_requests(16)
-
-
-@pytest.fixture(scope="module")
-def plain(requests: list[Request]) -> Plain:
-    return without_drafts(requests)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from tests.full_tests.engines import counter
 from tests.full_tests.faults import broken
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, custom, speculating
-from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together, without_drafts
+from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 from vllm_gaudi_spec.drafter_health import MOST_IN_A_ROW
 from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
@@ -31,17 +31,10 @@ from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 
-Plain = Callable[[str], list[list[Answer]]]
-
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     return mixed_requests(24)
-
-
-@pytest.fixture(scope="module")
-def plain(requests: list[Request]) -> Plain:
-    return without_drafts(requests)
 
 
 @pytest.fixture
@@ -239,6 +232,28 @@ def test_a_head_of_no_numbers(
         check_counts(llm, errors, counter(llm, DRAFTER_FAULTS), off=True)
 
 
+Way = Callable[[str], tuple[str, dict[str, Any], dict[str, Any]]]
+
+
+@pytest.fixture
+def way(looping_llama: str, twin: str) -> Way:
+    """Of a method: a target, the speculative configuration and the engine's options."""
+
+    def of(method: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        if method == "draft_model":
+            return looping_llama, dict(method=method, model=looping_llama, num_speculative_tokens=3), {}
+        if method == "eagle":
+            return heads.target(method), heads.head(method, 3), {}
+        if method == "ngram_gpu":
+            config = dict(method=method, num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4)
+            return looping_llama, config, {}
+        universal = dict(universal_context="retokenize") | ({"universal_match": "slem"} if method == "slem" else {})
+        config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
+        return looping_llama, config, dict(additional_config=dict(gaudi_spec=universal))
+
+    return of
+
+
 HOWS = ("raises", "ids", "negative_ids", "counts", "negative_counts", "shapes")
 METHODS: dict[str, Any] = {
     "draft_model": AutoregressiveProposer,
@@ -265,8 +280,7 @@ def test_on_the_device(
     method: str,
     how: str,
     overlapping: bool,
-    looping_llama: str,
-    twin: str,
+    way: Way,
     requests: list[Request],
     plain: Plain,
     errors: list[str],
@@ -274,9 +288,7 @@ def test_on_the_device(
 ) -> None:
     """Every tenth round breaks, and later requests find a drafter that is well: a draft model that is the target is
     right again as soon as it has read anew what it may have missed. Then all break, and it is switched off."""
-    target, config, options = looping_llama, *of_method(method, looping_llama, twin)
-    if method == "eagle":
-        target = heads.target("eagle")
+    target, config, options = way(method)
     expected = plain(target)
     fault = broken.BreaksOnDevice(how, lambda call: call % 10 == 5)
     monkeypatch.setattr(METHODS[method], "propose", fault.around(METHODS[method].propose))
@@ -306,36 +318,20 @@ def edited(request: Request) -> bool:
     return bool(params.presence_penalty or params.bad_words)
 
 
-def of_method(method: str, target: str, twin: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The speculative configuration and the engine's options."""
-    if method == "draft_model":
-        return dict(method=method, model=target, num_speculative_tokens=3), {}
-    if method == "eagle":
-        return heads.head(method, 3), {}
-    if method == "ngram_gpu":
-        return dict(method=method, num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=4), {}
-    universal = dict(universal_context="retokenize") | ({"universal_match": "slem"} if method == "slem" else {})
-    config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
-    return config, dict(additional_config=dict(gaudi_spec=universal))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["a prompt", "every step"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_drafter_that_cannot_read(
     method: str,
     where: str,
-    looping_llama: str,
-    twin: str,
+    way: Way,
     requests: list[Request],
     plain: Plain,
     errors: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its forward raises: now and then outputs stay and drafting goes on; always, and it is switched off."""
-    target, config, _ = looping_llama, *of_method(method, looping_llama, twin)
-    if method == "eagle":
-        target = heads.target("eagle")
+    target, config, _ = way(method)
     expected = plain(target)
     calls = 0
     working = LoadedModel.forward
@@ -385,15 +381,15 @@ ONE_RANK = [("draft_model", "greedy"), ("draft_model", "probabilistic"), ("retok
     [case if case == ONE_RANK[0] else pytest.param(*case, marks=pytest.mark.slow) for case in ONE_RANK],
 )
 def test_no_number_on_one_rank(
-    method: str, mode: str, looping_llama: str, twin: str, requests: list[Request], plain: Plain, errors: list[str]
+    method: str, mode: str, way: Way, requests: list[Request], plain: Plain, errors: list[str]
 ) -> None:
     """Of ranks that each have the whole drafter: the others do without those drafts too, and the scheduler hears, which
     only hears the first."""
-    config, options = of_method(method, looping_llama, twin)
+    target, config, options = way(method)
     config = config | dict(draft_tensor_parallel_size=1) | MODES[mode]
     greedy = [request for request in requests if request.params.temperature == 0]
-    expected = [answer for request, answer in zip(requests, plain(looping_llama), strict=True) if request in greedy]
-    with speculating(looping_llama, config, tensor_parallel_size=2, **options) as llm:
+    expected = [answer for request, answer in zip(requests, plain(target), strict=True) if request in greedy]
+    with speculating(target, config, tensor_parallel_size=2, **options) as llm:
         llm.collective_rpc(spoil_one_round)
         check_same(greedy, run_together(llm, greedy), expected)
         ranks_agree(llm, 2)
