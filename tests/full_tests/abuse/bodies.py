@@ -92,72 +92,53 @@ formats = st.one_of(
     anything,
 )
 
-SAMPLING: dict[str, st.SearchStrategy[Any]] = dict(
-    temperature=numbers,
-    top_p=numbers,
-    top_k=integers,
-    min_p=numbers,
-    seed=integers,
-    n=st.one_of(integers, st.integers(1, 4)),
-    best_of=integers,
-    presence_penalty=numbers,
-    frequency_penalty=numbers,
-    repetition_penalty=numbers,
-    length_penalty=numbers,
-    use_beam_search=st.booleans(),
-    logit_bias=st.one_of(
+
+def _each(names: str, kind: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    return dict.fromkeys(names.split(), kind)
+
+
+SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    **_each("temperature top_p min_p presence_penalty frequency_penalty repetition_penalty length_penalty", numbers),
+    **_each(
+        "top_k seed best_of prompt_logprobs min_tokens truncate_prompt_tokens stream_interval priority "
+        "thinking_token_budget",
+        integers,
+    ),
+    **_each(
+        "use_beam_search ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
+        "add_special_tokens return_token_ids return_tokens_as_token_ids stream watermarking",
+        st.booleans(),
+    ),
+    **_each("request_id cache_salt user", texts),
+    **_each("repetition_detection kv_transfer_params extra_args stream_options", anything),
+    "n": st.one_of(integers, st.integers(1, 4)),
+    "logit_bias": st.one_of(
         st.dictionaries(st.integers(0, 399).map(str), numbers, max_size=6),
         st.dictionaries(st.one_of(integers.map(str), texts), numbers, max_size=3),
     ),
-    stop=st.one_of(texts, st.lists(texts, max_size=6)),
-    stop_token_ids=st.lists(token_ids, max_size=4),
-    bad_words=st.lists(texts, max_size=4),
-    allowed_token_ids=st.lists(token_ids, max_size=6),
-    logprob_token_ids=st.lists(token_ids, max_size=4),
-    prompt_logprobs=integers,
-    min_tokens=integers,
-    ignore_eos=st.booleans(),
-    include_stop_str_in_output=st.booleans(),
-    skip_special_tokens=st.booleans(),
-    spaces_between_special_tokens=st.booleans(),
-    truncate_prompt_tokens=integers,
-    add_special_tokens=st.booleans(),
-    return_token_ids=st.booleans(),
-    return_tokens_as_token_ids=st.booleans(),
-    stream=st.booleans(),
-    stream_interval=integers,
-    priority=integers,
-    request_id=texts,
-    cache_salt=texts,
-    structured_outputs=constraints,
-    response_format=formats,
-    thinking_token_budget=integers,
-    repetition_detection=anything,
-    watermarking=st.booleans(),
-    kv_transfer_params=anything,
-    vllm_xargs=st.one_of(
+    "stop": st.one_of(texts, st.lists(texts, max_size=6)),
+    "stop_token_ids": st.lists(token_ids, max_size=4),
+    "bad_words": st.lists(texts, max_size=4),
+    "allowed_token_ids": st.lists(token_ids, max_size=6),
+    "logprob_token_ids": st.lists(token_ids, max_size=4),
+    "structured_outputs": constraints,
+    "response_format": formats,
+    "vllm_xargs": st.one_of(
         st.builds(dict, num_speculative_tokens=st.one_of(numbers, texts, st.lists(numbers, max_size=2), anything)),
         st.dictionaries(texts, st.one_of(numbers, texts), max_size=3),
     ),
-    extra_args=anything,
-    stream_options=anything,
-    user=texts,
-)
-_COMPLETION = dict(echo=st.booleans(), suffix=texts, logprobs=integers, prompt_embeds=texts, max_tokens=integers)
-_CHAT = dict(
-    logprobs=st.booleans(),
-    top_logprobs=integers,
-    max_completion_tokens=integers,
-    tools=anything,
-    tool_choice=anything,
-    chat_template=texts,
-    chat_template_kwargs=anything,
-    continue_final_message=st.booleans(),
-    add_generation_prompt=st.booleans(),
-    echo=st.booleans(),
-    documents=anything,
-    reasoning_effort=texts,
-)
+}
+_COMPLETION = {
+    **_each("logprobs max_tokens", integers),
+    **_each("echo", st.booleans()),
+    **_each("suffix prompt_embeds", texts),
+}
+_CHAT = {
+    **_each("top_logprobs max_completion_tokens", integers),
+    **_each("logprobs continue_final_message add_generation_prompt echo", st.booleans()),
+    **_each("chat_template reasoning_effort", texts),
+    **_each("tools tool_choice chat_template_kwargs documents", anything),
+}
 
 
 def _some_of(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -197,26 +178,14 @@ responses = st.builds(
     lambda given, fields: dict(input=given, max_output_tokens=6) | fields,
     st.one_of(texts, st.just("hi"), anything),
     _some_of(
-        dict(
-            temperature=numbers,
-            top_p=numbers,
-            top_logprobs=integers,
-            instructions=texts,
-            max_output_tokens=integers,
-            max_tool_calls=integers,
-            tools=anything,
-            text=anything,
-            stream=st.booleans(),
-            store=st.booleans(),
-            background=st.booleans(),
-            previous_response_id=texts,
-            reasoning=anything,
-            include=anything,
-            truncation=texts,
-            metadata=anything,
-            request_id=texts,
-            vllm_xargs=SAMPLING["vllm_xargs"],
-        )
+        {
+            **_each("temperature top_p", numbers),
+            **_each("top_logprobs max_output_tokens max_tool_calls", integers),
+            **_each("stream store background", st.booleans()),
+            **_each("instructions previous_response_id truncation request_id", texts),
+            **_each("tools text reasoning include metadata", anything),
+            "vllm_xargs": SAMPLING["vllm_xargs"],
+        }
     ),
 )
 
