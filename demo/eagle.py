@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from acceptance import Cache, Drafter, pick
-from llama import Attend, Block, Llama, Rotary, Shape, causal, save_weights
+from llama import Attend, Block, Llama, Rotary, Shape, causal, llama_config, save_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from training import Batch, Plan, Samples, SoftCrossEntropy, fit, held_out_batches, set_at_random
@@ -175,9 +175,7 @@ def distillation(
 
 
 def eagle_config(shape: Shape) -> dict[str, Any]:
-    return dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
+    return llama_config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -185,18 +183,9 @@ def eagle_config(shape: Shape) -> dict[str, Any]:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        hidden_act="silu",
         max_position_embeddings=8192,
-        initializer_range=0.02,
         rms_norm_eps=shape.eps,
         rope_theta=shape.theta,
-        rope_scaling=None,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=True,
-        use_cache=True,
-        dtype="bfloat16",
-        torch_dtype="bfloat16",
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,

@@ -169,7 +169,7 @@ def save(folder: Path, config: dict[str, Any], model: Llama) -> None:
 
 def llama_config(**own: Any) -> dict[str, Any]:
     """What config.json says: of every Llama here the same, and of this one `own`."""
-    return dict(
+    every: dict[str, Any] = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
         hidden_act="silu",
@@ -182,8 +182,8 @@ def llama_config(**own: Any) -> dict[str, Any]:
         use_cache=True,
         dtype="bfloat16",
         torch_dtype="bfloat16",
-        **own,
     )
+    return every | own
 
 
 def save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:

@@ -36,7 +36,7 @@ from tiny_text import (
 )
 from tokenizers import Tokenizer
 from torch import Tensor
-from training import Batch, Plan, Samples, fit, fresh_model, held_out_batches
+from training import Batch, Plan, Samples, fit, fresh_model, held_out_batches, next_tokens
 from training_prompts import OUT_OF_TEMPLATE
 
 KINDS = ("eagle", "eagle3", "mtp", "medusa")
@@ -103,11 +103,7 @@ def train_target(options: argparse.Namespace) -> None:
     model = fresh_model(target_config(), options.device)
 
     def predictions(batch: Batch) -> tuple[Tensor, Tensor]:
-        places, trained = batch.places(), batch.trained(-1)
-        with plan.autocast():
-            hidden = model(samples.tokens[places].long())
-            logits = hidden.flatten(0, 1)[trained] @ model.output.T
-        return logits.float(), samples.tokens[places.flatten()[trained] + 1].long()
+        return next_tokens(model, samples, batch, plan)
 
     fit("target", model, lambda batch: F.cross_entropy(*predictions(batch)), samples, plan)
     with torch.no_grad():

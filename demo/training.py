@@ -153,6 +153,15 @@ def train_same_vocab(
     return model, config, figures | dict(held_out_overlap=overlap / count, held_out_agreement=agreement / count)
 
 
+def next_tokens(model: Llama, samples: Samples, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The logits at the batch's trained places, and the tokens that follow there."""
+    places, trained = batch.places(), batch.trained(-1)
+    with plan.autocast():
+        hidden = model(samples.tokens[places].long())
+        logits = hidden.flatten(0, 1)[trained] @ model.output.T
+    return logits.float(), samples.tokens[places.flatten()[trained] + 1].long()
+
+
 class SoftCrossEntropy(torch.autograd.Function):
     """Mean over rows of the cross-entropy between softmax(states @ teacher.T) and softmax(hidden @ weight.T), in chunks
     and with the gradient by hand, so that nothing of the vocabulary's width outlives its chunk."""
@@ -199,11 +208,7 @@ def train_other_vocab(
     start_from_bytes(model, tokenizer, target, target_tokenizer)
 
     def predictions(batch: Batch) -> tuple[Tensor, Tensor]:
-        places, trained = batch.places(), batch.trained(-1)
-        with plan.autocast():
-            hidden = model(samples.tokens[places].long())
-            logits = hidden.flatten(0, 1)[trained] @ model.output.T
-        return logits.float(), samples.tokens[places.flatten()[trained] + 1].long()
+        return next_tokens(model, samples, batch, plan)
 
     figures = fit("draft-other-vocab", model, lambda batch: F.cross_entropy(*predictions(batch)), samples, plan)
     entropy = right = count = 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from tests.unit.fakes import HostBackend
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.backends.torch_ops import copy_blocks
 from vllm_gaudi_spec.proposers.base import Hidden
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.warmup import manifest
@@ -150,12 +151,7 @@ class _KVMemory:
         return {name: torch.full((kv_cache_config.num_blocks, BLOCK), 12345) for name in names}
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        def copy(pairs: list[tuple[int, int]]) -> None:
-            for kv_cache in kv_caches.values():
-                for source, target in pairs:
-                    kv_cache[target] = kv_cache[source]
-
-        return copy
+        return partial(copy_blocks, kv_caches)
 
     def step_done(self) -> None:
         """It was done as it came."""

@@ -17,7 +17,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import cpu_linear, host_memory
+from vllm_gaudi_spec.backends import cpu_linear, host_memory, torch_ops
 from vllm_gaudi_spec.backends.base import Function
 from vllm_gaudi_spec.backends.cpu_rules import RULES
 from vllm_gaudi_spec.config import MAX_DRAFTS
@@ -76,12 +76,7 @@ class Backend:
         return allocate_kv_cache(kv_cache_config, self.torch_device, layout)
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        def copy(pairs: list[tuple[int, int]]) -> None:
-            for kv_cache in kv_caches.values():
-                for source, target in pairs:
-                    kv_cache[target] = kv_cache[source]
-
-        return copy
+        return partial(torch_ops.copy_blocks, kv_caches)
 
     def kv_block_size(self, kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[2]

@@ -27,6 +27,13 @@ def split_kv(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return halves[:, :, 0], halves[:, :, 1]
 
 
+def copy_blocks(kv_caches: dict[str, torch.Tensor], pairs: list[tuple[int, int]]) -> None:
+    """From the first of each pair to the second, in every layer's cache."""
+    for kv_cache in kv_caches.values():
+        for source, target in pairs:
+            kv_cache[target] = kv_cache[source]
+
+
 def write_kv(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor | None,
