@@ -1,14 +1,13 @@
 """What the benchmarks of speculation share: prompts, an engine, counts per request, intervals, kept results."""
 
 import argparse
-import gc
 import json
 import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,17 +119,10 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 # ---- the engine ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    from vllm import LLM
+def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[Any]:
+    from vllm_gaudi_spec.tuning import case
 
-    llm = LLM(model, speculative_config=speculative_config, **(ENGINE | options))
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+    return case.engine(model, speculative_config=speculative_config, **(ENGINE | options))
 
 
 def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None = None) -> Any:

@@ -25,7 +25,7 @@ _WARMUP_TOKENS = 16
 def engine(model: str, **options: Any) -> Iterator[LLM]:
     from vllm import LLM
 
-    llm = LLM(model, enable_prefix_caching=False, **options)
+    llm = LLM(model, **({"enable_prefix_caching": False} | options))
     try:
         yield llm
     finally:
