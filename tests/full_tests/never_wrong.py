@@ -1,0 +1,25 @@
+"""What a head that follows its target's rule (rule_models.py) is asked on a card: it is never wrong, past its own limit
+and through blocks that the prefix cache shares, so a slot of KV that is wrong shows as a draft that is."""
+
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.full_tests import rule_models
+from tests.full_tests.engines import first_tokens, generate
+from tests.full_tests.speculation import accounts
+
+SIZES: dict[str, Any] = dict(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64, skip_tokenizer_init=True)
+SIZES["async_scheduling"] = False  # else the host allows for more than there is
+LIMIT = dict(max_model_len=200)
+"""Of the head."""
+
+
+def ask(llm: LLM) -> None:
+    prompts = [*rule_models.prompts(3, length=112), *rule_models.prompts(2, length=30, seed=2)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    outputs = generate(llm, prompts, params)
+    assert first_tokens(outputs) == [rule_models.continuation(prompt, 100) for prompt in prompts]
+    for steps in accounts(outputs):
+        assert steps.accepted == steps.drafted
+        assert sum(steps.drafted) > 50
