@@ -8,12 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.emulator.card import DEVICE, GraphRecord
+from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
 from vllm_gaudi_spec.emulator.source import Line, caller, describe
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real, written
 
 # Amounts of a capture that every replay repeats.
 REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")
+
+
+def count_replay(work: Tally, record: GraphRecord) -> None:
+    """`work`: what the graph does each time."""
+    step = DEVICE.counters.step
+    step.graph_replays += 1
+    step.launches += 1
+    for name in REPEATED:
+        setattr(step, name, getattr(step, name) + getattr(work, name))
+    record.replays += 1
 
 
 class Call(NamedTuple):

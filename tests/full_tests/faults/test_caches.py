@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.full_tests.speculation import accepted, speculating
-from tests.full_tests.workload import Answer, Plain, Request, check_same, mixed_requests, run_together
+from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 from vllm_gaudi_spec import demo_model
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.proposers.universal import vocab_map
@@ -69,38 +69,34 @@ def matched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def start(target: str, twin: str, requests: list[Request], expected: list[list[Answer]]) -> None:
+@pytest.fixture
+def start(looping_llama: str, twin: str, requests: list[Request], plain: Plain) -> Callable[[], None]:
     """An engine that needs the map: its drafter, which has a vocabulary of its own, is right only through it."""
-    config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
-    with speculating(target, config) as llm:
-        check_same(requests, run_together(llm, requests), expected)
-        assert accepted(llm) > 50
+
+    def run() -> None:
+        expected = plain(looping_llama)
+        config = dict(method="universal_draft", model=twin, num_speculative_tokens=3)
+        with speculating(looping_llama, config) as llm:
+            check_same(requests, run_together(llm, requests), expected)
+            assert accepted(llm) > 50
+
+    return run
 
 
 def kept(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
 
-def test_a_full_disk(
-    cache: Path,
-    full_disk: None,
-    matched: list[int],
-    looping_llama: str,
-    twin: str,
-    requests: list[Request],
-    plain: Plain,
-) -> None:
+def test_a_full_disk(cache: Path, full_disk: None, matched: list[int], start: Callable[[], None]) -> None:
     for _ in range(2):
-        start(looping_llama, twin, requests, plain(looping_llama))
+        start()
         assert not kept(cache)
     assert len(matched) == 2, "made anew each time"
 
 
-def test_a_warm_cache(
-    cache: Path, matched: list[int], looping_llama: str, twin: str, requests: list[Request], plain: Plain
-) -> None:
+def test_a_warm_cache(cache: Path, matched: list[int], start: Callable[[], None]) -> None:
     for _ in range(2):
-        start(looping_llama, twin, requests, plain(looping_llama))
+        start()
         (file,) = kept(cache)
         assert file.name.startswith("vocab-map-")
     assert len(matched) == 1
@@ -124,19 +120,13 @@ def zeros(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut, flipped, nothing, zeros])
 def test_a_damaged_cache(
-    damage: Callable[[bytes], bytes],
-    cache: Path,
-    matched: list[int],
-    looping_llama: str,
-    twin: str,
-    requests: list[Request],
-    plain: Plain,
+    damage: Callable[[bytes], bytes], cache: Path, matched: list[int], start: Callable[[], None]
 ) -> None:
-    start(looping_llama, twin, requests, plain(looping_llama))
+    start()
     (file,) = kept(cache)
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    start(looping_llama, twin, requests, plain(looping_llama))
+    start()
     assert len(matched) == 2
     assert kept(cache) == [file]
     assert file.read_bytes() == whole

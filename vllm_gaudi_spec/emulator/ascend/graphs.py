@@ -12,7 +12,7 @@ from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Stream, Work, curre
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
-from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program
+from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program, count_replay
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
@@ -259,12 +259,7 @@ class NPUGraph:
             )
         self.last_replay = stream.issue()
         program.run([])
-        step = DEVICE.counters.step
-        step.graph_replays += 1
-        step.launches += 1
-        for name in REPEATED:
-            setattr(step, name, getattr(step, name) + getattr(self.work, name))
-        self._record.replays += 1
+        count_replay(self.work, self._record)
 
     def reset(self) -> None:
         DEVICE.refuse_in_capture("a graph is reset")

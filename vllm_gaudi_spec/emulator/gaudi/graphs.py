@@ -11,7 +11,7 @@ import torch
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.emulator.ops import OpInfo
-from vllm_gaudi_spec.emulator.program import REPEATED, Capture, Program
+from vllm_gaudi_spec.emulator.program import Capture, Program, count_replay
 from vllm_gaudi_spec.emulator.source import Line, describe, here
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
 
@@ -129,12 +129,7 @@ class CapturedGraph:
             else:
                 tensor.inner.copy_(value)
             tensor.epoch = 0
-        step = DEVICE.counters.step
-        step.graph_replays += 1
-        step.launches += 1
-        for name in REPEATED:
-            setattr(step, name, getattr(step, name) + getattr(self._work, name))
-        self.record.replays += 1
+        count_replay(self._work, self.record)
         if self._passed_on:
             return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
         return self.outputs
