@@ -471,6 +471,21 @@ def test_quantisation_that_would_not_work_is_refused(
         refusals.refuse_unsupported(made, backend_of(device))
 
 
+def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed leaves half a file. Who serves with it is told."""
+    made, path = engine_config(tmp_path, None), tmp_path / "quant.json"
+    (tmp_path / "inc_hooks_maxabs_0_1.npz").write_bytes(b"PK\x03\x04 and no more")
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    given = {"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}
+    path.write_text(json.dumps(given))
+    refusals.refuse_unsupported(made, backend_of("hpu"))
+    path.write_text(json.dumps(given | {"mode": "QUANTIZE"}))
+    with pytest.raises(UnsupportedConfigError, match=r"inc_hooks_maxabs_0_1\.npz is truncated or damaged"):
+        refusals.refuse_unsupported(made, backend_of("hpu"))
+
+
 def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG; leave it out"):
         engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})

@@ -59,9 +59,11 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
         yield from _quantized_model_refusals(config, of_model, backend)
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
+        if config.measures:
+            continue  # what an earlier run has left is overwritten unread
         if backend.name == "hpu":
             yield from hostile_scales(config)
-        elif not config.measures:
+        else:
             parallel = vllm_config.parallel_config
             if given is not None and of_model is given.draft_model_config:
                 parallel = given.draft_parallel_config
