@@ -10,8 +10,18 @@ from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.schedule import plan_batches
+from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sample.rules import TORCH
 from vllm_gaudi_spec.sample.verdict import Verdict
+
+
+def batches_of(
+    scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int] | None = None
+) -> list[Batch]:
+    return [make_batch(requests, one) for one in plan_batches(scheduled, requests, shapes, num_drafts or {})]
 
 
 class HostBackend:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.unit.fakes import CapturingBackend, HostBackend, cached, new_request, sampled, step
+from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
@@ -20,7 +20,7 @@ from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
 from vllm_gaudi_spec.proposers.base import DeviceProposer, Hidden
 from vllm_gaudi_spec.proposers.length_split import LengthSplit
 from vllm_gaudi_spec.proposers.translation import SameTokens
-from vllm_gaudi_spec.runner.batch import Batch, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Batch, Planned, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafter_guard import Guard
@@ -30,7 +30,6 @@ from vllm_gaudi_spec.runner.reading import Reading
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.runner.schedule import plan_batches
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # of a row
@@ -155,7 +154,7 @@ class Rows:
             for request in self.requests.admitted:
                 self.sampling.admit(request)
             self.drafting.apply(self.requests)
-            for batch in plan_batches(scheduled, self.requests, self.shapes, {}):
+            for batch in batches_of(scheduled, self.requests, self.shapes, {}):
                 self.forward(batch)
             for name, count in counts.items():
                 computed[name] += count
@@ -223,7 +222,7 @@ class Rows:
 
     def check_warm_up(self) -> None:
         for shape in self.shapes.all():
-            self.drafting.follow(make_batch(self.requests, shape, [], [], []))
+            self.drafting.follow(make_batch(self.requests, Planned(shape, [], [], [])))
         for num_rows, branch, draft in self.drafting.rounds(self.sampling):
             batch = make_sample_batch(self.requests, num_rows, 1, [], [])
             draft(batch, torch.zeros(num_rows).int(), self.sampling.inputs_of(batch, branch, {}))
@@ -322,7 +321,7 @@ def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
     for request in rows.requests.admitted:
         rows.sampling.admit(request)
     rows.drafting.apply(rows.requests)
-    (batch,) = plan_batches(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    (batch,) = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
     rows.forward(batch)
     rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
     assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}

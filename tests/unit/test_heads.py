@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vllm.distributed import parallel_state
 
-from tests.unit.fakes import CapturingBackend, HostBackend, cached, new_request, step
+from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, step
 from tests.unit.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -31,7 +31,6 @@ from vllm_gaudi_spec.runner.heads import LoadedHead, carried_too, layers_of, sha
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 NOBODYS = 89.0  # the state of what is no real token
@@ -191,7 +190,7 @@ def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
     for request in rows.requests.admitted:
         rows.sampling.admit(request)
     rows.drafting.apply(rows.requests)
-    batches = plan_batches(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    batches = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
     assert [len(batch.requests) for batch in batches] == [2]
     rows.forward(batches[0])
     rows.tokens |= {name: list(prompt) for name, prompt in told.items()}

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.fakes import HostBackend
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.runner import in_step
-from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.runner.batch import Planned
 from vllm_gaudi_spec.runner.in_step import InStep, Rectangle, Together, merged
-from vllm_gaudi_spec.runner.requests import Request, Requests
+from vllm_gaudi_spec.runner.requests import Request
 from vllm_gaudi_spec.runner.shapes import DECODE, Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
@@ -64,25 +63,15 @@ def shapes(tmp_path: Path) -> Shapes:
 def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever another rank brings, this one runs shapes that warm-up has run."""
     assert shapes.prefill_rows == (1,)
-    requests: Any = Requests(
-        HostBackend(),  # type: ignore[arg-type]
-        max_rows=4,
-        max_len=shapes.max_context + K + 1,
-        block_sizes=[16],
-        windows=[None],
-        in_flight=3 * (K + 1),
-        max_context=shapes.max_context,
-        seed=0,
-    )
-    here = InStep(requests, shapes, most=5)
+    here = InStep(shapes, most=5)
     group = SimpleNamespace(rank_in_group=0)
     monkeypatch.setattr(in_step, "get_dp_group", lambda: group)
     listed = set(shapes.all())
     member: Any = Request("a", None, (0, 0), [1] * 60, row=0, known=[1] * 60, num_computed=60)  # type: ignore[arg-type]
-    own: dict[str, list[Batch]] = {
+    own: dict[str, list[Planned]] = {
         "nothing": [],
-        "a decode": [make_batch(requests, shapes.decode(1, [61]), [member], [1], [True])],
-        "a chunk": [make_batch(requests, shapes.prefill(1, 5, 60), [member], [5], [False])],
+        "a decode": [Planned(shapes.decode(1, [61]), [member], [1], [True])],
+        "a chunk": [Planned(shapes.prefill(1, 5, 60), [member], [5], [False])],
     }
     for mine in own.values():
         ours = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in mine]

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.fakes import HostBackend, cached, new_request, step
+from tests.unit.fakes import HostBackend, batches_of, cached, new_request, step
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 BLOCK = 16
@@ -120,7 +119,7 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
     for _ in range(num_steps):
         scheduled, drafts = scheduler.step()
         requests.apply(scheduled)  # type: ignore[arg-type]
-        batches = plan_batches(scheduled, requests, shapes, drafts)  # type: ignore[arg-type]
+        batches = batches_of(scheduled, requests, shapes, drafts)  # type: ignore[arg-type]
         finishing = [member for batch in batches for member in batch.finishing()]
         for batch in batches:
             assert batch.shape in listed, f"{batch.shape} is not among {len(listed)} shapes"

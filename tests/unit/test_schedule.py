@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.fakes import HostBackend, cached, new_request, step
+from tests.unit.fakes import HostBackend, batches_of, cached, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.batch import Batch, Located, build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shape, Shapes
 
 
@@ -41,7 +40,7 @@ def plan(
     requests.apply(scheduled)  # type: ignore[arg-type]
     return [
         (batch.shape.phase, [request.req_id for request in batch.requests], batch.counts, batch.finishes)
-        for batch in plan_batches(scheduled, requests, small, num_drafts or {})  # type: ignore[arg-type]
+        for batch in batches_of(scheduled, requests, small, num_drafts or {})  # type: ignore[arg-type]
     ]
 
 
@@ -84,12 +83,12 @@ def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> 
     """That last token is a decode: it must start where the chunk ended, not where the request was admitted."""
     first = step({"a": 24}, new=[new_request("a", list(range(100, 125)), [7, 9])])
     requests.apply(first)
-    (chunk,) = plan_batches(first, requests, small, {})
+    (chunk,) = batches_of(first, requests, small, {})
     place = located(chunk, requests)
     requests.set_computed(chunk.uploaded.rows_B, place.starts_B + place.num_real_B)
     second = step({"a": 1}, running=cached({"a": 24}))
     requests.apply(second)
-    (batch,) = plan_batches(second, requests, small, {})
+    (batch,) = batches_of(second, requests, small, {})
     inputs = inputs_of(batch, requests)
     assert inputs.token_ids_T.tolist() == [124]
     assert inputs.positions_T.tolist() == [24]
@@ -100,7 +99,7 @@ def test_inputs_of_a_padded_rectangle(requests: Requests, small: Shapes) -> None
     """Chunk 16..19 of a prompt: real tokens go to their blocks, padding is token 0 at position 0 in the pad block."""
     scheduled = step({"a": 4}, new=[new_request("a", list(range(100, 125)), [7, 9], num_computed=16)])
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, small, {})
+    (batch,) = batches_of(scheduled, requests, small, {})
     assert batch.shape == Shape("prefill", 1, 16, small.max_context)
     inputs = inputs_of(batch, requests)
     assert inputs.token_ids_T.tolist() == [116, 117, 118, 119] + [0] * 12
@@ -114,7 +113,7 @@ def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes
     requests.computed_R[requests.by_id["a"].row] = 7  # the device is ahead of what the host was told
     scheduled = step({"a": 1}, running=cached({"a": 4}))
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, small, {})
+    (batch,) = batches_of(scheduled, requests, small, {})
     inputs = inputs_of(batch, requests)
     assert inputs.positions_T.tolist() == [7]
     assert inputs.slots[0].tolist() == [5 * 16 + 7]
@@ -124,7 +123,7 @@ def test_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) ->
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, batch_buckets=(4,))
     scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, wide, {})
+    (batch,) = batches_of(scheduled, requests, wide, {})
     inputs = inputs_of(batch, requests)
     assert inputs.slots[0].tolist() == [80, 0, 0, 0]
     assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
@@ -149,7 +148,7 @@ def test_a_verify_step_has_one_shape_whatever_was_drafted() -> None:
     # The scheduler had room for two of b's three drafts; in c's places the device knows no draft.
     scheduled = step({"a": 4, "b": 3, "c": 4}, running=cached({"a": 4, "b": 4, "c": 4}))
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2, "c": 3})
+    (batch,) = batches_of(scheduled, requests, wide, {"a": 3, "b": 2, "c": 3})
     assert batch.shape == Shape("decode", 3, 4, wide.max_context)
     assert located(batch, requests).num_real_B.tolist() == [3, 3, 1]
     inputs = inputs_of(batch, requests)
@@ -164,7 +163,7 @@ def test_without_a_draft_the_step_is_one_token_wide() -> None:
     requests, wide = drafting()
     scheduled = step({"c": 1, "a": 1}, running=cached({"c": 4, "a": 4}))
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, wide, {"c": 0})
+    (batch,) = batches_of(scheduled, requests, wide, {"c": 0})
     assert batch.shape == Shape("decode", 2, 1, wide.max_context)
     assert located(batch, requests).num_real_B.tolist() == [1, 1], "drafts that the scheduler dropped are not verified"
 
@@ -182,7 +181,7 @@ def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
     requests.put_drafts(rows, torch.tensor([4]), Drafts(torch.tensor([[9, 9, 9]]).int(), torch.tensor([FAULTY]).int()))
     scheduled = step({"a": 4, "b": 3}, running=cached({"a": 4, "b": 4}))
     requests.apply(scheduled)
-    (batch,) = plan_batches(scheduled, requests, wide, {"a": 3, "b": 2})
+    (batch,) = batches_of(scheduled, requests, wide, {"a": 3, "b": 2})
     assert located(batch, requests).num_real_B.tolist()[:2] == [1, 3]
     assert requests.told_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
 

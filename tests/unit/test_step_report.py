@@ -9,7 +9,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
-from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
+from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
@@ -18,7 +18,6 @@ from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 
@@ -128,7 +127,7 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     steps_of: dict[str, LogprobsTensors | None] = {}
     while going := {n: r for n, r in requests.by_id.items() if r.num_computed < r.num_prompt}:
         counts = {name: min(chunk, request.num_prompt - request.num_computed) for name, request in going.items()}
-        pending = plan_batches(step(counts), requests, listed, {})
+        pending = batches_of(step(counts), requests, listed, {})
         for batch in pending:
             hidden_TV = torch.full((batch.shape.rows, batch.shape.queries, VOCAB), torch.nan)
             for row, member, count in zip(hidden_TV, batch.requests, batch.counts, strict=False):
@@ -163,7 +162,7 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
     requests.apply(step({"a": 5}, new=[again]))
-    (batch,) = plan_batches(step({"a": 5}), requests, listed, {})
+    (batch,) = batches_of(step({"a": 5}), requests, listed, {})
     scoring.collect(batch, lambda signature: None)
     assert take(batch.requests) == []
     assert backend.num_host_reads == 0

@@ -297,11 +297,11 @@ def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
 
 def test_warm_up_runs_every_shape_that_can_come() -> None:
     """On a device with several contexts as well."""
-    from vllm_gaudi_spec.runner.batch import make_batch
+    from vllm_gaudi_spec.runner.batch import Planned, make_batch
 
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
     for shape in rows.shapes.all():
-        rows.drafting.follow(make_batch(rows.requests, shape, [], [], []))
+        rows.drafting.follow(make_batch(rows.requests, Planned(shape, [], [], [])))
     for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
         batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
         draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))

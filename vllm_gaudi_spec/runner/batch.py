@@ -37,17 +37,16 @@ class Located(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """B rows of Q tokens; rows behind `requests` are padding."""
+class Planned:
+    """A batch as the host has it: B rows of Q tokens; rows behind `requests` are padding."""
 
     shape: Shape
     requests: list[Request]
-    finishes: list[bool]
-    """Requests that sample in this step: all but those whose prompt goes on."""
-    uploaded: Rows
     counts: list[int]
     """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
     counts."""
+    finishes: list[bool]
+    """Requests that sample in this step: all but those whose prompt goes on."""
 
     def finishing(self) -> list[tuple[Request, int]]:
         """Requests that sample, and the most tokens that each has then, its drafts included."""
@@ -61,6 +60,13 @@ class Batch:
     def num_sampled(self) -> int:
         """Positions at which a row of this batch may sample."""
         return self.shape.queries if self.shape.phase == DECODE else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Planned):
+    """One that may run."""
+
+    uploaded: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,9 @@ def sampled_places(phase: str, queries: int, located: Located) -> tuple[torch.Te
     return row_B[:, None] * queries + place_BQ, located.starts_B[:, None] + place_BQ
 
 
-def make_batch(
-    requests: Requests, shape: Shape, members: list[Request], counts: list[int], finishes: list[bool]
-) -> Batch:
+def make_batch(requests: Requests, planned: Planned) -> Batch:
     """Upload the host's part of a batch: which rows, how much of each, and their blocks."""
+    shape, members, counts = planned.shape, planned.requests, planned.counts
     size, decodes = shape.rows, shape.phase == DECODE
     rows_np = np.full(size, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
@@ -129,9 +134,9 @@ def make_batch(
     return Batch(
         shape=shape,
         requests=members,
-        finishes=finishes,
-        uploaded=Rows(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(host_np)), blocks),
         counts=counts,
+        finishes=planned.finishes,
+        uploaded=Rows(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(host_np)), blocks),
     )
 
 

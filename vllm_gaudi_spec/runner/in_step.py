@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_dp_group
 
-from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.runner.batch import Planned
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -60,12 +59,11 @@ def merged(plans: list[list[Rectangle]]) -> list[Together]:
 class InStep:
     """Of one rank. `most`: forwards of a step, at most."""
 
-    def __init__(self, requests: Requests, shapes: Shapes, most: int) -> None:
-        self._requests = requests
+    def __init__(self, shapes: Shapes, most: int) -> None:
         self._shapes = shapes
         self._most = most
 
-    def fit(self, batches: list[Batch]) -> list[Batch]:
+    def fit(self, batches: list[Planned]) -> list[Planned]:
         """What this rank runs in this step, some of it on padding. A collective."""
         own = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in batches]
         rank, waiting = get_dp_group().rank_in_group, iter(batches)
@@ -84,7 +82,7 @@ class InStep:
         dist.all_gather(plans, mine, group=group.cpu_group)
         return [[Rectangle(*row) for row in plan.tolist() if row[1]] for plan in plans]
 
-    def _widened(self, batch: Batch | None, rectangle: Rectangle) -> Batch:
+    def _widened(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
         """The batch, or padding, in a rectangle that is as large as the largest of all ranks."""
         if batch is not None and (batch.shape.rows, batch.shape.queries) == rectangle[1:]:
             return batch
@@ -98,4 +96,4 @@ class InStep:
             end = max(starts, default=0) + longest
             shape = self._shapes.prefill(rows, queries, end + queries - longest)
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
-        return make_batch(self._requests, shape, members, counts, finishes)
+        return Planned(shape, members, counts, finishes)

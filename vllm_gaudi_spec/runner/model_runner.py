@@ -14,7 +14,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
-from vllm_gaudi_spec.runner.batch import Batch, Rows, build_inputs, locate, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Batch, Planned, Rows, build_inputs, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.draft_choice import DraftLaws
@@ -71,7 +71,7 @@ class ModelRunner:
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
         self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
-        self.pending: list[Batch] = []
+        self.pending: list[Planned] = []
         self.report: Report | None = None
         self.drafter_word: Word | None = None
 
@@ -142,7 +142,7 @@ class ModelRunner:
         )
         together = ranks_in_step(self.vllm_config) > 1
         # A decode of what runs, and at most a chunk of each request.
-        self.in_step = InStep(self.requests, self.shapes, most=1 + self.max_rows) if together else None
+        self.in_step = InStep(self.shapes, most=1 + self.max_rows) if together else None
         longest_chunk = max(shape.tokens for shape in self.shapes.prefills())
         self.landing = Landing(
             self.max_rows + 1,
@@ -189,7 +189,8 @@ class ModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
-        for batch in self.in_step.fit(self.pending) if self.in_step else self.pending:
+        planned = self.in_step.fit(self.pending) if self.in_step else self.pending
+        for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
                 self.forward(batch)
             else:  # other ranks have something to compute here
@@ -198,8 +199,8 @@ class ModelRunner:
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of other ranks, with nothing of one's own."""
-        for batch in self.in_step.fit([]) if self.in_step else ():
-            self.compute(batch)
+        for planned in self.in_step.fit([]) if self.in_step else ():
+            self.compute(make_batch(self.requests, planned))
         self.backend.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:

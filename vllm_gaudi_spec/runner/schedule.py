@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.runner.batch import Planned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def plan_batches(
     scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int]
-) -> list[Batch]:
+) -> list[Planned]:
     """Running decodes as one rectangle, then everything else in the scheduler's order.
 
     `num_drafts`: the most drafts of a request that this step may verify; a request that is not in it has none.
@@ -34,13 +34,13 @@ def plan_batches(
             groups[-1].append((request, num_tokens))
         else:
             groups.append([(request, num_tokens)])
-    batches = [_decode_batch(running, requests, shapes, num_drafts)] if running else []
+    batches = [_decode_batch(running, shapes, num_drafts)] if running else []
     for group in groups:
         if _is_last_token(group[0][0]):
             # It was just admitted, so what was scheduled beside its token is padding.
-            batches.append(_decode_batch([request for request, _ in group], requests, shapes, {}))
+            batches.append(_decode_batch([request for request, _ in group], shapes, {}))
         else:
-            batches.append(_prefill_batch(group, requests, shapes))
+            batches.append(_prefill_batch(group, shapes))
     return batches
 
 
@@ -56,7 +56,7 @@ def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, s
     return len(group) < shapes.prefill_rows_at(longest)
 
 
-def _prefill_batch(group: list[tuple[Request, int]], requests: Requests, shapes: Shapes) -> Batch:
+def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     members = [request for request, _ in group]
     counts = [count for _, count in group]
     ends = [request.num_computed + count for request, count in group]
@@ -64,11 +64,11 @@ def _prefill_batch(group: list[tuple[Request, int]], requests: Requests, shapes:
     # Every row is padded to the bucket, so the context is that of a row as long as the longest.
     end = max(request.num_computed for request in members) + max(counts)
     shape = shapes.prefill(len(members), max(counts), end)
-    return make_batch(requests, shape, members, counts, finishes)
+    return Planned(shape, members, counts, finishes)
 
 
-def _decode_batch(members: list[Request], requests: Requests, shapes: Shapes, num_drafts: dict[str, int]) -> Batch:
+def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int]) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
     shape = shapes.decode(num_queries, [request.num_computed + num_queries for request in members])
-    return make_batch(requests, shape, members, counts, [True] * len(members))
+    return Planned(shape, members, counts, [True] * len(members))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import cached_files, environment
-from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Planned, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.shapes import DECODE
 
@@ -143,7 +143,7 @@ def _touch_states(runner: ModelRunner) -> None:
 
 
 def _forward(runner: ModelRunner, shape: Shape) -> None:
-    runner.forward(make_batch(runner.requests, shape, [], [], []))
+    runner.forward(make_batch(runner.requests, Planned(shape, [], [], [])))
 
 
 def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:
