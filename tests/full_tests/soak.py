@@ -22,32 +22,28 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine
 from tests.full_tests.equality import Tally
+from tests.full_tests.resident import Growth, Resident, meet_every_length
 from tests.full_tests.server import Server, end_with_parent
 from tests.full_tests.soak_load import Attempt, Clients, answers_of, body_of, catalogue
 from tests.full_tests.workload import Answer, run_alone
 from vllm_gaudi_spec.argument_types import positive
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_GROWTH = 0.02
-WARM = 0.25
-"""Of the load: what is used for the first time is allocated then."""
 NUM_DRAFTS = 4
 KV_TOKENS = 2560
 """Room for five of the longest requests, of 24 that may run."""
@@ -103,33 +99,6 @@ METHODS = {
 }
 
 
-@dataclass
-class Memory:
-    """Resident memory of each process of the server, once a second."""
-
-    processes: dict[str, psutil.Process]
-    samples: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    @classmethod
-    def of(cls, server: Server) -> "Memory":
-        first = psutil.Process(server.process.pid)
-        return cls({f"{p.name()} {p.pid}": p for p in (first, *first.children(recursive=True))})
-
-    def sample(self) -> None:
-        for name, process in self.processes.items():
-            self.samples[name].append(process.memory_info().rss)
-
-    def growth(self) -> dict[str, tuple[float, float, float]]:
-        """MiB in the beginning and at the end, and the ratio less one."""
-        found = {}
-        for name, samples in self.samples.items():
-            kept = samples[int(WARM * len(samples)) :]
-            tenth = max(len(kept) // 10, 1)
-            first, last = statistics.median(kept[:tenth]), statistics.median(kept[-tenth:])
-            found[name] = (first / 2**20, last / 2**20, last / first - 1)
-        return found
-
-
 class Soak:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
@@ -150,7 +119,7 @@ class Soak:
         self.server = self._serve()
         try:
             say("prompts of every length that a step may have")
-            self._meet_every_length()
+            meet_every_length(self.server, BUDGET)
             say("the same requests alone, before the load")
             self._compare_alone("before")
             memory, clients = self._load()
@@ -184,16 +153,10 @@ class Soak:
             environment={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)} | NOT_SLOWED,
         )
 
-    def _meet_every_length(self) -> None:
-        """On a CPU oneDNN makes a program for each number of rows that a matrix meets, and keeps 128 of them: memory
-        grows until all were met, which a mixed load takes an hour for."""
-        for length in range(1, BUDGET + 1):
-            self.server.complete(prompt=[2 + length] * length, max_tokens=1, temperature=0)
-
-    def _load(self) -> tuple[Memory, Clients]:
+    def _load(self) -> tuple[Resident, Clients]:
         seconds = self.options.seconds
         bench = self._start_bench()
-        memory = Memory.of(self.server)
+        memory = Resident.of(self.server)
         clients = Clients(str(self.server.client.base_url), self.bodies, NUM_DRAFTS, self.options.seed)
         say(f"{seconds} s of load")
         asyncio.run(self._watch(clients, memory))
@@ -201,7 +164,7 @@ class Soak:
         self.server.wait_idle(60)
         return memory, clients
 
-    async def _watch(self, clients: Clients, memory: Memory) -> None:
+    async def _watch(self, clients: Clients, memory: Resident) -> None:
         load = asyncio.create_task(clients.run(self.options.seconds))
         began, next_line = time.monotonic(), 10
         while not load.done():
@@ -214,13 +177,13 @@ class Soak:
                 say(await asyncio.to_thread(self._progress, clients, memory, elapsed))
         await load
 
-    def _progress(self, clients: Clients, memory: Memory, elapsed: float) -> str:
+    def _progress(self, clients: Clients, memory: Resident, elapsed: float) -> str:
         metric = self.server.metric
         return (
             f"{elapsed:4.0f} s  {clients.phase:5}  {len(clients.attempts)} sent, {clients.num_open} open; "
             f"{metric('vllm:num_requests_running'):.0f} running, {metric('vllm:num_requests_waiting'):.0f} waiting, "
             f"{metric('vllm:num_preemptions_total'):.0f} preemptions; "
-            f"{sum(rss[-1] for rss in memory.samples.values()) / 2**20:.0f} MiB"
+            f"{memory.now:.0f} MiB"
         )
 
     def _start_bench(self) -> subprocess.Popen[bytes]:
@@ -348,11 +311,9 @@ class Soak:
         [answer] = response.json()["results"]
         return answer
 
-    def _check_memory(self, memory: Memory) -> None:
-        self.figures["memory"] = memory.growth()
-        for name, (first, last, growth) in memory.growth().items():
-            if growth >= MOST_GROWTH:
-                self.problems.append(f"{name} grew by {growth:.1%}, from {first:.0f} to {last:.0f} MiB")
+    def _check_memory(self, memory: Resident) -> None:
+        self.figures["memory"] = {name: asdict(growth) for name, growth in memory.growth().items()}
+        self.problems += memory.grown()
 
     def _expect(self, what: str, found: Any, expected: Any) -> None:
         if found != expected:
@@ -376,8 +337,8 @@ def say(text: str) -> None:
 
 def show(figures: dict[str, Any]) -> None:
     rows = {name: value for name, value in figures.items() if name != "memory"}
-    for name, (first, last, growth) in figures.get("memory", {}).items():
-        rows[f"memory of {name}"] = f"{first:.1f} -> {last:.1f} MiB, {growth:+.2%}"
+    for name, growth in figures.get("memory", {}).items():
+        rows[f"memory of {name}"] = str(Growth(**growth))
     width = max(map(len, rows), default=0)
     for name, value in rows.items():
         told = ", ".join(f"{key} {n}" for key, n in value.items()) if isinstance(value, dict) else value

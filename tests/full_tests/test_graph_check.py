@@ -1,6 +1,7 @@
 """`gaudi-spec graph-check` says clean of what is clean, and names the line of what is not."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -115,8 +116,10 @@ def run(*arguments: str, speculation: dict[str, Any], before: str = "") -> tuple
     command = [sys.executable, "-m", "vllm_gaudi_spec.cli", *words]
     if before:
         command = in_one_process(words, before)
+    # As a user does whose drafter is a class of his own.
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False
     )
     return done.returncode, done.stdout
 

@@ -1,6 +1,7 @@
 """What an answer may be: 2xx or 4xx. Anything else is a fault; those that are known to be upstream's stand here."""
 
 import json
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ class Judge:
     """By status."""
     tolerated: Counter[str] = field(default_factory=Counter)
     """Faults of upstream's, by their words."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def num_tried(self) -> int:
@@ -52,14 +54,16 @@ class Judge:
 
     def check(self, path: str, asked: object, status: int, text: str) -> None:
         """`asked`: the request's body; `text`: all of the answer's, of a stream as well."""
-        self.tried[path] += 1
-        self.answers[status] += 1
+        with self._lock:
+            self.tried[path] += 1
+            self.answers[status] += 1
         codes = [status, *(code for code in map(_error_code, text.splitlines()) if code is not None)]
         if (200 <= status < 300 or 400 <= status < 500) and max(codes) < 500:
             return
         fault = next((f for f in UPSTREAM_FAULTS if f.path == path and f.words in text), None)
         assert fault is not None, f"{path} answered {max(codes)} to {str(asked)[:1000]}: {text[:500]}"
-        self.tolerated[fault.words] += 1
+        with self._lock:
+            self.tolerated[fault.words] += 1
 
     def send(self, path: str, body: bytes | str) -> httpx.Response:
         """A JSON body as it is, and the judged answer."""

@@ -1,11 +1,14 @@
 """Requests that schemathesis makes of the server's own description of its interface."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
+from hypothesis.strategies import SearchStrategy
 from schemathesis import APIOperation, Case, GenerationMode
 
 from tests.full_tests.abuse.judge import ANSWER_SECONDS, Judge
@@ -18,18 +21,29 @@ LEFT_OUT = {
 SERVING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 _SERVING_SHARE = 6
 """To one of any other path."""
+_AT_A_TIME = 6
 
 
-def fuzzing(num_examples: int) -> settings:
-    """Nothing is remembered from run to run. Generating is slow by hypothesis' measure, and a request may be, too."""
-    return settings(
-        max_examples=num_examples,
+def examples(strategy: SearchStrategy[Any], count: int, first_seed: int = 0) -> list[Any]:
+    """About `count`; fewer where no more are to be had. Nothing is remembered from run to run."""
+    made: list[Any] = []
+
+    @seed(first_seed)
+    @settings(
+        max_examples=count,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-        print_blob=False,
+        phases=(Phase.generate,),
     )
+    @given(one=strategy)
+    def keep(one: Any) -> None:
+        made.append(one)
+
+    # There is nothing that an operation without parameters does not describe.
+    with suppress(Unsatisfiable):
+        keep()
+    return made
 
 
 def operations(judge: Judge) -> list[APIOperation]:
@@ -48,19 +62,20 @@ def shares(found: list[APIOperation], total: int) -> Iterator[tuple[APIOperation
             yield operation, mode, max(2, round(unit * weights[operation.label]))
 
 
-def send_all(judge: Judge, total: int, after_each: Callable[[], None], first_seed: int = 0) -> None:
-    """About `total` requests; an operation without parameters has only one to make."""
-    address = str(judge.server.client.base_url)
-    for operation, mode, num_examples in shares(operations(judge), total):
-
-        @seed(first_seed)
-        @fuzzing(num_examples)
-        @given(case=operation.as_strategy(generation_mode=mode))
-        def send(case: Case) -> None:
-            response = case.call(base_url=address, timeout=ANSWER_SECONDS)
-            judge.check(case.operation.path, case, response.status_code, response.text)
+def together(send: Callable[[Any], object], requests: Sequence[Any], after_each: Callable[[], None]) -> None:
+    """Several at a time: most of them are answered with as many tokens as there is room for."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for _ in pool.map(send, requests):
             after_each()
 
-        # There is nothing that an operation without parameters does not describe.
-        with suppress(Unsatisfiable):
-            send()
+
+def send_all(judge: Judge, total: int, after_each: Callable[[], None]) -> None:
+    """About `total` requests; an operation without parameters has only one to make."""
+    address = str(judge.server.client.base_url)
+
+    def send(case: Case) -> None:
+        response = case.call(base_url=address, timeout=ANSWER_SECONDS)
+        judge.check(case.operation.path, case, response.status_code, response.text)
+
+    for operation, mode, count in shares(operations(judge), total):
+        together(send, examples(operation.as_strategy(generation_mode=mode), count), after_each)
