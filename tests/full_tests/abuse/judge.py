@@ -34,6 +34,11 @@ UPSTREAM_FAULTS = [
         "'list' object has no attribute 'get'",
         "structured_outputs that is a list is asked for its keys before its type is looked at",
     ),
+    UpstreamFault(
+        "/v1/responses",
+        "list index out of range",
+        "the first part is taken of an assistant's message whose content is []",
+    ),
 ]
 
 
