@@ -57,7 +57,7 @@ setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
 .PHONY: lock
 lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
-	cd requirements && for name in cpu dev vllm-ascend; do \
+	cd requirements && for name in cpu dev docs vllm-ascend; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
 			--custom-compile-command 'make lock' --quiet -o $$name.txt; done
 	cd requirements && $(UV) pip compile torch.in --no-deps --default-index https://download.pytorch.org/whl/cpu \
@@ -143,8 +143,15 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pymarkdown scan --recurse $(wildcard README.md SECURITY.md docs demo requirements calibration)
+	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo requirements calibration)
 	@$(BIN)/hadolint Dockerfile
+
+# No set-up: the few packages for it have an environment of their own.
+.PHONY: docs
+docs:  ## the site of docs/ into build/docs, to be opened at index.html
+	@'$(or $(PYTHON),python3)' requirements/environment.py docs $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict --quiet
+	@echo "$(CURDIR)/build/docs/index.html"
 
 .PHONY: replay
 replay:  ## build the CPU image without docker and use it (root, buildah, debootstrap; ARGS=)

@@ -1,6 +1,6 @@
 """Make an environment of its own for what can not stand beside the rest, with progress; nothing if it is there.
 
-python requirements/environment.py vllm-ascend FOLDER
+python requirements/environment.py docs|vllm-ascend FOLDER
 
 Made with the running Python, by requirements/install.py. It is made anew when what would be installed has changed.
 """
@@ -26,14 +26,14 @@ def contents(what: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["vllm-ascend"])
+    parser.add_argument("what", choices=["docs", "vllm-ascend"])
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     stamp, wanted = options.folder / "made-of", contents(options.what)
     if stamp.is_file() and stamp.read_text() == wanted:
         return 0
     shutil.rmtree(options.folder, ignore_errors=True)
-    print(f"[0/4] {options.folder}: an environment for {options.what}, once; needs a package index", flush=True)
+    print(f"{options.folder}: an environment for {options.what}, once; needs a package index", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(options.folder)], check=True)
     python = str(options.folder / "bin" / "python")
     status = subprocess.run([python, str(HERE / "install.py"), options.what], check=False).returncode

@@ -2,6 +2,7 @@
 
 python requirements/install.py cpu    torch, the CPU stack and this project
 python requirements/install.py dev    what the tests and the linters need on top
+python requirements/install.py docs   what makes the site of docs/
 python requirements/install.py vllm-ascend    vllm-ascend as far as it runs without an NPU, its vLLM and this project
 
 Only the standard library is used. An interrupted run leaves `.installing` in the environment, because pip
@@ -155,9 +156,13 @@ def install_dev(interrupted: bool) -> None:
     install_lock("[1/1] requirements/dev.txt: tests and linters", "dev", *options)
 
 
+def install_docs() -> None:
+    install_lock("[1/1] requirements/docs.txt: what makes the site of docs/", "docs")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["cpu", "dev", "vllm-ascend"])
+    parser.add_argument("what", choices=["cpu", "dev", "docs", "vllm-ascend"])
     what = parser.parse_args().what
     if sys.prefix == sys.base_prefix:
         print("error: run this with the Python of a virtual environment (`make setup` does)")
@@ -170,6 +175,8 @@ def main() -> int:
             install_cpu()
         elif what == "dev":
             install_dev(interrupted)
+        elif what == "docs":
+            install_docs()
         else:
             install_vllm_ascend()
     except KeyboardInterrupt:

@@ -20,7 +20,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".verify"
 # What the outcome of a test can depend on
-SOURCES = ("vllm_gaudi_spec", "tests", "benchmarks", "demo", "calibration", "requirements", "pyproject.toml")
+SOURCES = (
+    "vllm_gaudi_spec",
+    "tests",
+    "benchmarks",
+    "demo",
+    "calibration",
+    "docs",
+    "requirements",
+    "pyproject.toml",
+    "README.md",
+    "CONTRIBUTING.md",
+)
 SECONDS_PER_TEST = 3600
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {

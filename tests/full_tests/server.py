@@ -51,22 +51,25 @@ class Ending:
     """Processes of the server that were still alive when it had gone."""
 
 
-class Server:
-    def __init__(self, model: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> None:
-        self.port, self.log = free_port(), log
-        address = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"]
-        small = ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
+class Running:
+    """A command that serves, in a session of its own, and what can be asked of it."""
+
+    def __init__(
+        self, command: list[str], port: int, log: Path, environment: dict[str, str], folder: Path | None = None
+    ) -> None:
+        self.port, self.log = port, log
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                serve_command(model, *address, *small, *options),
-                env=serve_environment(**(environment or {})),
+                command,
+                cwd=folder,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         self.wait_ready()
 
     def wait_ready(self) -> None:
@@ -104,10 +107,14 @@ class Server:
             assert time.monotonic() < deadline, "requests are still running"
             time.sleep(0.1)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = 60) -> Ending:
+    def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = 60, to_all: bool = False) -> Ending:
+        """`to_all`: every process of the session gets the signal, as at Ctrl-C on a terminal."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         began = time.monotonic()
-        self.process.send_signal(how)
+        if to_all:
+            os.killpg(self.process.pid, how)
+        else:
+            self.process.send_signal(how)
         try:
             code = self.process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
@@ -118,6 +125,15 @@ class Server:
         _, alive = psutil.wait_procs(family, timeout=5)
         survivors = [str(child) for child in alive if child.status() != psutil.STATUS_ZOMBIE]
         return Ending(code, seconds, survivors)
+
+
+class Server(Running):
+    def __init__(self, model: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+        port = free_port()
+        address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+        small = ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
+        command = serve_command(model, *address, *small, *options)
+        super().__init__(command, port, log, serve_environment(**(environment or {})))
 
 
 def last_line(output: str) -> str:

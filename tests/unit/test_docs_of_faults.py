@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.pages import ROOT, tests_in
+
 FOLDERS = (ROOT / "tests/full_tests/faults", ROOT / "tests/unit")
 
 
-def names_in(path: Path) -> set[str]:
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return names
-
-
 def test_every_test_is_there() -> None:
-    known = {path.name: names_in(path) for folder in FOLDERS for path in folder.glob("test_*.py")}
+    known = {path.name: tests_in(path) for folder in FOLDERS for path in folder.glob("test_*.py")}
     page = (ROOT / "docs/faults.md").read_text()
     named = re.findall(r"`(test_\w+\.py)(?:::([\w:]+))?`((?:, `test_\w+`)*)", page)
     assert len(named) > 15

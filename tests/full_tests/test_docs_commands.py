@@ -1,0 +1,147 @@
+"""Commands of the pages that users read, run as they stand there.
+
+Each runs in a folder that looks like the checkout after `make setup`. Models from elsewhere are tiny ones of the same
+kind, and a server has a port of its own; all options are those of the page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.full_tests import adapters, heads
+from tests.full_tests.server import Running, free_port, serve_environment
+from tests.pages import ROOT, SERVER_ADDRESS, Block, pages, scenes
+
+# Of one command; a server has its own patience.
+SECONDS = 900
+COMMANDS = ("gaudi-spec", "python", "vllm")
+# Nothing that a command leaves lands in the checkout.
+NOT_SHARED = {".venv", ".git", ".bench", ".demo", ".calibration", ".verify", "calibrated", "build"}
+
+
+@pytest.fixture(scope="module")
+def names(
+    tiny: Callable[[str], str], looping_llama: str, cousin: str, stranger: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """What stands for the models that pages name."""
+    loras = tmp_path_factory.mktemp("adapters")
+    for number, name in enumerate(("sql", "chat"), 1):
+        adapters.make(looping_llama, loras / name, number)
+    return {
+        "Qwen/Qwen3-0.6B": tiny("qwen3"),
+        "Qwen/Qwen3-8B": tiny("qwen3"),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": stranger,
+        "meta-llama/Llama-3.1-8B-Instruct": heads.target("eagle3"),
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": str(heads.TINY / "eagle3"),
+        "/adapters": str(loras),
+        "MODEL": looping_llama,
+        "TARGET": looping_llama,
+        "DRAFTER": cousin,
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files of this one, and an environment whose commands are those of the running one."""
+    folder = tmp_path / "checkout"
+    binaries = folder / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for path in ROOT.iterdir():
+        if path.name not in NOT_SHARED:
+            (folder / path.name).symlink_to(path)
+    for command in COMMANDS:
+        found = Path(sys.executable).with_name(command)
+        more = " $SERVE_WITH" if command == "vllm" else ""
+        (binaries / command).write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}:$PYTHONPATH" exec "{found}" "$@"{more}\n')
+        (binaries / command).chmod(0o755)
+    (folder / ".venv" / ".stamp").touch()  # what `make` looks at: set up, and newer than the locks
+    return folder
+
+
+def of_tiny_models(text: str, names: dict[str, str]) -> str:
+    for name, path in names.items():
+        text = re.sub(rf"(?<![\w$/{{]){re.escape(name)}(?![\w=/}}])", path, text)
+    return text
+
+
+def command(block: Block, text: str) -> list[str]:
+    return ["python", "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+
+
+def environment(checkout: Path, port: int) -> dict[str, str]:
+    path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
+    # Size and address by the environment, since options are the page's.
+    serve_with = f"--host 127.0.0.1 --port {port}"
+    return serve_environment(PATH=path, VLLM_CPU_KVCACHE_SPACE="1", SERVE_WITH=serve_with)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(scene, id=scene[0].name, marks=[] if scene[0].is_quick else pytest.mark.slow)
+        for page in pages()
+        for scene in scenes(page)
+    ]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("scene", cases())
+def test_commands(scene: list[Block], names: dict[str, str], checkout: Path, tmp_path: Path) -> None:
+    with ExitStack() as servers:
+        port = 0
+        for number, block in enumerate(scene):
+            if block.num_servers:
+                port = free_port()
+            text = of_tiny_models(block.text, names).replace(SERVER_ADDRESS, f"127.0.0.1:{port}")
+            where = environment(checkout, port)
+            if block.num_servers:
+                log = tmp_path / f"log-{number}.txt"
+                server = servers.enter_context(serving(command(block, text), port, log, where, checkout))
+                check(server, speculates="speculative-config" in text)
+            else:
+                print(run(command(block, text), checkout, where))
+
+
+@contextmanager
+def serving(*how: Any) -> Iterator[Running]:
+    """Until Ctrl-C."""
+    server = Running(*how)
+    try:
+        yield server
+    finally:
+        ending = server.stop(signal.SIGINT, to_all=True)
+    assert not ending.survivors
+
+
+def check(server: Running, speculates: bool) -> None:
+    """It answers, and drafts if it shall."""
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    prompt = "one two three one two three one two"
+    answer = server.complete(model=model, prompt=prompt, max_tokens=24, temperature=0, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 24
+    if speculates:
+        assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+        assert server.metric("vllm:gaudi_spec_drafter_faults_total") == 0
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
