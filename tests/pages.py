@@ -87,7 +87,7 @@ def scenes(page: Path) -> list[list[Block]]:
     return found
 
 
-def tests_in(path: Path) -> set[str]:
+def names_of_tests(path: Path) -> set[str]:
     """Names of a file's tests, as they are run by."""
     names = set()
     for node in ast.parse(path.read_text()).body:

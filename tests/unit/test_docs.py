@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 from vllm.config import SpeculativeConfig
 
-from tests.pages import NEEDS, ROOT, Block, blocks, pages, tests_in
+from tests.pages import NEEDS, ROOT, Block, blocks, names_of_tests, pages
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import MAX_DRAFTS, METHODS, UNIVERSAL_DRAFT, Options
 
@@ -30,7 +30,7 @@ def test_every_block_of_commands_says_what_becomes_of_it(block: Block) -> None:
     assert block.mark is not None, "put `<!-- run -->`, `<!-- needs: WHAT -->` or `<!-- test: FILE::NAME -->` above it"
     assert block.runs or block.needs or block.test, f"unknown mark: {block.mark}"
     assert block.needs <= NEEDS
-    assert not block.test or block.test.partition("::")[2] in tests_in(ROOT / block.test.partition("::")[0])
+    assert not block.test or block.test.partition("::")[2] in names_of_tests(ROOT / block.test.partition("::")[0])
     if block.runs:
         assert block.num_servers <= 1, "one server a block"
         last = re.sub(r"\\\n", "", block.text).strip().splitlines()[-1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from tests.pages import ROOT, tests_in
+from tests.pages import ROOT, names_of_tests
 
 FOLDERS = (ROOT / "tests/full_tests/faults", ROOT / "tests/unit")
 
 
 def test_every_test_is_there() -> None:
-    known = {path.name: tests_in(path) for folder in FOLDERS for path in folder.glob("test_*.py")}
+    known = {path.name: names_of_tests(path) for folder in FOLDERS for path in folder.glob("test_*.py")}
     page = (ROOT / "docs/faults.md").read_text()
     named = re.findall(r"`(test_\w+\.py)(?:::([\w:]+))?`((?:, `test_\w+`)*)", page)
     assert len(named) > 15
