@@ -150,7 +150,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
 .PHONY: docs
 docs:  ## the site of docs/ into build/docs, to be opened at index.html
 	@'$(or $(PYTHON),python3)' requirements/environment.py docs $(VENV)/docs
-	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict
 	@echo "$(CURDIR)/build/docs/index.html"
 
 .PHONY: replay
