@@ -143,7 +143,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo requirements calibration)
+	@$(BIN)/pymarkdown scan --recurse $(wildcard *.md docs demo examples requirements calibration)
 	@$(BIN)/hadolint Dockerfile
 
 # No set-up: the few packages for it have an environment of their own.
