@@ -1,7 +1,7 @@
 """Commands of the pages that users read, run as they stand there.
 
-Each runs in a folder that looks like the checkout after `make setup`. Models from elsewhere are tiny ones of the same
-kind, and a server has a port of its own; all options are those of the page.
+Each runs in a folder that looks like the checkout after `make setup`. Where a page says MODEL, TARGET or DRAFTER, tiny
+ones stand, and a server has a port of its own; all options are those of the page.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.full_tests import adapters, heads
+from tests.full_tests import adapters
 from tests.full_tests.server import Running, free_port, serve_environment
 from tests.pages import ROOT, SERVER_ADDRESS, Block, pages, scenes
 
@@ -30,24 +30,13 @@ NOT_SHARED = {".venv", ".git", ".bench", ".demo", ".calibration", ".verify", "ca
 
 
 @pytest.fixture(scope="module")
-def names(
-    tiny: Callable[[str], str], looping_llama: str, cousin: str, stranger: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """What stands for the models that pages name."""
-    loras = tmp_path_factory.mktemp("adapters")
+def names(looping_llama: str, cousin: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands for what a page leaves to its reader."""
+    folder = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate(("sql", "chat"), 1):
-        adapters.make(looping_llama, loras / name, number)
-    return {
-        "Qwen/Qwen3-0.6B": tiny("qwen3"),
-        "Qwen/Qwen3-8B": tiny("qwen3"),
-        "HuggingFaceTB/SmolLM2-135M-Instruct": stranger,
-        "meta-llama/Llama-3.1-8B-Instruct": heads.target("eagle3"),
-        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": str(heads.TINY / "eagle3"),
-        "/adapters": str(loras),
-        "MODEL": looping_llama,
-        "TARGET": looping_llama,
-        "DRAFTER": cousin,
-    }
+        adapters.make(looping_llama, folder / name, number)
+    models = {"MODEL": looping_llama, "TARGET": looping_llama, "DRAFTER": cousin}
+    return models | {f"/adapters/{name}": str(folder / name) for name in ("sql", "chat")}
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def of_tiny_models(text: str, names: dict[str, str]) -> str:
+def filled_in(text: str, names: dict[str, str]) -> str:
     for name, path in names.items():
         text = re.sub(rf"(?<![\w$/{{]){re.escape(name)}(?![\w=/}}])", path, text)
     return text
@@ -101,7 +90,7 @@ def test_commands(scene: list[Block], names: dict[str, str], checkout: Path, tmp
         for number, block in enumerate(scene):
             if block.num_servers:
                 port = free_port()
-            text = of_tiny_models(block.text, names).replace(SERVER_ADDRESS, f"127.0.0.1:{port}")
+            text = filled_in(block.text, names).replace(SERVER_ADDRESS, f"127.0.0.1:{port}")
             where = environment(checkout, port)
             if block.num_servers:
                 log = tmp_path / f"log-{number}.txt"
