@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
 
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
@@ -215,6 +216,17 @@ MOST_RULES, LONGEST_RULE_PREFIX = 320, 16
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
 
+
+def asked_drafts(params: SamplingParams, most: int) -> int:
+    """How many of the `most` drafts a request wants in a step."""
+    return min((params.extra_args or {}).get(REQUEST_OPTION, most), most)
+
+
+def last_use(num_prompt: int, max_tokens: int) -> int:
+    """The length from which on a request has no use for drafts: one more token is its last."""
+    return num_prompt + max_tokens - 1
+
+
 UNIVERSAL_DRAFT = "universal_draft"
 """A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
 _DEFAULT_SLAB = 2048
@@ -270,6 +282,14 @@ class Speculation:
     def on_device(self) -> bool:
         """Whether drafts are made on the device, between two steps: only then may steps overlap."""
         return self.method not in HOST_METHODS and not self.retokenizes
+
+    def longest(self, max_model_len: int) -> int:
+        """The length that a row's context and its drafts may reach together."""
+        # A verify step adds its drafts and one token more, which may be the model's last.
+        most = max_model_len - 1
+        # A drafter that counts in its own tokens has its limit there.
+        own = None if self.retokenizes else self.drafter_max_len
+        return most if own is None else min(most, own)
 
     @property
     def keeps_laws(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from vllm_gaudi_spec import series
+from vllm_gaudi_spec import draft_counts, series
 
 logger = logging.getLogger(__name__)
 
@@ -112,5 +112,7 @@ def tell(scheduler: Any, scheduled: Any) -> None:
         return
     if health.is_off:
         scheduled.num_spec_tokens_to_schedule = 0
+        scheduled.spared_for = series.OFF
     if (word := health.word()) is not None:
         scheduled.drafter_word = word
+        draft_counts.exclude(scheduler, word.never)

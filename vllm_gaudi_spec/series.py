@@ -1,34 +1,192 @@
 """Figures that vLLM has none of: what they are called for Prometheus, and how they get there.
 
-All are counters. A scheduler counts, from what it decides or from what a worker's output says; vLLM's record of
-speculation carries the counts to the front end, and its metrics show them (`compat.carry_own_series`). Another one is
-another entry of `SERIES` and a call of `count`.
+A scheduler counts, from what it decides or from what a worker's output says; vLLM's record of a step carries the
+figures to the front end, and its Prometheus logger shows them (`compat.carry_own_series`). Another one is another entry
+of `SERIES`, a call of `count`, `total` or `put`, and a row in docs/metrics.md.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+# Why a row decodes without drafts.
+REQUEST = "request"
+LENGTH = "length"
+ENDING = "ending"
+LOAD = "load"
+GOODPUT = "goodput"
+ACCEPTANCE = "acceptance"
+NOTHING = "nothing"
+UNVERIFIED = "unverified"
+FAULT = "fault"
+OFF = "off"
+REASONS = (REQUEST, LENGTH, ENDING, LOAD, GOODPUT, ACCEPTANCE, NOTHING, UNVERIFIED, FAULT, OFF)
+
+NUM_DRAFTS = "num_drafts"
+"""A label that says 0 to k."""
+
+
+class Series(NamedTuple):
+    help: str
+    label: str = ""
+    """Besides those that all of vLLM's series have."""
+    values: tuple[str, ...] = ("",)
+    """Of the label: all that there are, but for `NUM_DRAFTS`."""
+    is_gauge: bool = False
+    speculative: bool = True
+    """Whether it is of no use without speculation."""
+
+    def label_values(self, num_drafts: int) -> Iterable[str]:
+        return map(str, range(num_drafts + 1)) if self.label == NUM_DRAFTS else self.values
+
+
+STEPS = "vllm:gaudi_spec_steps"
+HOST_READS = "vllm:gaudi_spec_host_reads"
+COMPILED = "vllm:gaudi_spec_compiled_after_warmup"
+ROWS = "vllm:gaudi_spec_rows"
+ROWS_BY_CHOICE = "vllm:gaudi_spec_rows_by_choice"
+ROWS_WITHOUT_DRAFTS = "vllm:gaudi_spec_rows_without_drafts"
 SPARED_STEPS = "vllm:gaudi_spec_spared_steps"
+COVERAGE = "vllm:gaudi_spec_vocabulary_coverage"
 DRAFTER_FAULTS = "vllm:gaudi_spec_drafter_faults"
 DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
 
 SERIES = {
-    SPARED_STEPS: "Steps that drafted nothing because it would not have paid.",
-    DRAFTER_FAULTS: "Steps whose drafts could not be used: the drafter failed, or said what is no token or no number.",
-    DRAFTER_SWITCHED_OFF: "1 once the drafter was switched off for good, after three such steps in a row.",
+    STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
+    HOST_READS: Series(
+        "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps is the number of "
+        "reads per step: 1 at most; universal_match slem makes a second.",
+        speculative=False,
+    ),
+    COMPILED: Series(
+        "Graphs compiled after warm-up (of rank 0), while requests waited: shapes that the warm-up did not have or, "
+        "where the device counts by itself and has more, what it counts. To be 0.",
+        speculative=False,
+    ),
+    ROWS: Series(
+        "Rows that decoded in a step, by how many drafts the step verified for them. A prompt's last position is none.",
+        NUM_DRAFTS,
+    ),
+    ROWS_BY_CHOICE: Series(
+        "The same rows, by how many drafts pacing left them at most: adaptive, goodput, the schedule by batch size.",
+        NUM_DRAFTS,
+    ),
+    ROWS_WITHOUT_DRAFTS: Series(
+        "The same rows, those for which no draft was verified, by reason. "
+        "request: it asked for none. length: its context has reached the drafter's longest, or the model's. "
+        "ending: one more token is its last. load: the schedule by batch size drafts nothing. "
+        "goodput: drafting was slower. acceptance: too few of its drafts were accepted. "
+        "nothing: the drafter had nothing to say, or has not read the row yet. "
+        "unverified: a grammar or the token budget let none be verified. "
+        "fault: its drafts could not be used. off: the drafter was switched off after faults.",
+        "reason",
+        REASONS,
+    ),
+    SPARED_STEPS: Series("Steps that drafted nothing because it would not have paid."),
+    COVERAGE: Series(
+        "The share of a vocabulary's tokens that have a partner in the other one, found at load. Universal drafting "
+        "only; shown from the first step on.",
+        "vocabulary",
+        ("target", "drafter"),
+        is_gauge=True,
+    ),
+    DRAFTER_FAULTS: Series(
+        "Steps whose drafts could not be used: the drafter failed, or said what is no token or no number."
+    ),
+    DRAFTER_SWITCHED_OFF: Series("1 once the drafter was switched off for good, after three such steps in a row."),
 }
 
-_COUNTS = "_gaudi_spec_counts"
+Figures = dict[str, dict[str, float]]
+"""By name and value of the label: how much to add to a counter, what to set a gauge to."""
 
 
-def count(scheduler: Any, name: str, more: int = 1) -> None:
-    assert name in SERIES, name
-    counts: dict[str, int] = vars(scheduler).setdefault(_COUNTS, {})
-    counts[name] = counts.get(name, 0) + more
+class Worked(NamedTuple):
+    """What a worker says of itself with each step's output; the counts are those since warm-up."""
+
+    steps: int
+    host_reads: int
+    compiled: int
+    coverage: Mapping[str, float]
+    """As `COVERAGE` has it; empty where the drafter has the target's vocabulary."""
 
 
-def take(scheduler: Any) -> dict[str, int]:
-    """What was counted since the last time."""
-    counts: dict[str, int] = vars(scheduler).pop(_COUNTS, {})
-    return counts
+# --- a scheduler's ---
+
+_NEWS, _KNOWN = "_gaudi_spec_news", "_gaudi_spec_known"
+
+
+def count(scheduler: Any, name: str, more: float = 1, value: str = "") -> None:
+    """`value`: of the label, where the series has one."""
+    series = SERIES[name]
+    assert bool(value) == bool(series.label), name
+    news: Figures = vars(scheduler).setdefault(_NEWS, {})
+    figures = news.setdefault(name, {})
+    figures[value] = more if series.is_gauge else figures.get(value, 0) + more
+
+
+def total(scheduler: Any, name: str, so_far: float) -> None:
+    """For a counter that somebody else counts."""
+    if more := so_far - _replace(scheduler, name, "", so_far):
+        count(scheduler, name, more)
+
+
+def put(scheduler: Any, name: str, number: float, value: str) -> None:
+    """For a gauge. What it is already set to does not travel."""
+    if number != _replace(scheduler, name, value, number):
+        count(scheduler, name, number, value)
+
+
+def _replace(scheduler: Any, name: str, value: str, number: float) -> float:
+    known: dict[tuple[str, str], float] = vars(scheduler).setdefault(_KNOWN, {})
+    before = known.get((name, value), 0)
+    known[name, value] = number
+    return before
+
+
+def take(scheduler: Any) -> Figures:
+    """What is new since the last time."""
+    news: Figures = vars(scheduler).pop(_NEWS, {})
+    return news
+
+
+# --- a front end's ---
+
+
+class Shown:
+    """Our series among those of one of vLLM's Prometheus loggers."""
+
+    def __init__(
+        self, counter: Any, gauge: Any, labels: list[str], engines: Mapping[int, list[object]], num_drafts: int | None
+    ) -> None:
+        """`counter` and `gauge`: the logger's classes of metrics; `engines`: the values of `labels` for each engine;
+        `num_drafts`: None without speculation."""
+        self._engines = engines
+        self._metrics: dict[str, Any] = {}
+        self._of_engine: dict[tuple[str, int, str], Any] = {}
+        for name, series in SERIES.items():
+            if series.speculative and num_drafts is None:
+                continue
+            given = dict(name=name, documentation=series.help, labelnames=[*labels, *filter(None, [series.label])])
+            if series.is_gauge:  # has no value until there is one
+                self._metrics[name] = gauge(**given, multiprocess_mode="mostrecent")
+                continue
+            self._metrics[name] = counter(**given)
+            for engine in engines:
+                for value in series.label_values(num_drafts or 0):
+                    self._labelled(name, engine, value)
+
+    def update(self, engine: int, news: Figures) -> None:
+        for name, figures in news.items():
+            for value, number in figures.items():
+                metric = self._labelled(name, engine, value)
+                if SERIES[name].is_gauge:
+                    metric.set(number)
+                else:
+                    metric.inc(number)
+
+    def _labelled(self, name: str, engine: int, value: str) -> Any:
+        key = name, engine, value
+        if key not in self._of_engine:
+            self._of_engine[key] = self._metrics[name].labels(*self._engines[engine], *filter(None, [value]))
+        return self._of_engine[key]

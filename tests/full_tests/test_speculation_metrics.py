@@ -10,8 +10,19 @@ from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import METHODS, accounts, custom, ngram, speculating
 from tests.full_tests.tiny_models import VOCAB
 from tests.full_tests.workload import mixed_requests
+from vllm_gaudi_spec.series import ROWS, ROWS_WITHOUT_DRAFTS
 
 PREFIX = "vllm:spec_decode_"
+
+
+EXPECTED = ("nothing", "ending", "unverified")
+"""Reasons for no drafts in such a workload."""
+
+
+def by_label(llm: LLM, name: str, label: str) -> dict[str, int]:
+    found = {metric.labels[label]: int(metric.value) for metric in llm.get_metrics() if metric.name == name}
+    assert found, f"no metric named {name}"
+    return found
 
 
 def per_position(llm: LLM) -> list[int]:
@@ -33,6 +44,8 @@ def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int]
         steps = accounts(generate(llm, [r.prompt for r in requests], [r.params for r in requests]))
         totals = [counter(llm, PREFIX + name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
         positions = per_position(llm)
+        rows = by_label(llm, ROWS, "num_drafts")
+        reasons = by_label(llm, ROWS_WITHOUT_DRAFTS, "reason")
         assert (preemptions(llm) > 0) == bool(small)
         report = llm.collective_rpc("step_report")[0]
     drafted = [n for step in steps for n in step.drafted]
@@ -40,6 +53,11 @@ def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int]
     assert totals == [sum(n > 0 for n in drafted), sum(drafted), sum(accepted)]
     assert positions == [sum(n > position for n in accepted) for position in range(k)]
     assert sum(accepted) > 100
+    assert {number: rows[str(number)] for number in range(1, k + 1)} == {
+        number: sum(n == number for n in drafted) for number in range(1, k + 1)
+    }
+    assert sum(reasons.values()) == rows["0"] > 0
+    assert all(count == 0 for reason, count in reasons.items() if reason not in EXPECTED), reasons
     assert report["steps"] > 20
     assert report["host_syncs_per_step"] <= 1
 

@@ -23,7 +23,7 @@ def drafter(**options: Any) -> SpeculativeConfig:
 
 
 def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Scheduler:
-    speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS)
+    speculative = dict(method="ngram", num_speculative_tokens=NUM_DRAFTS) | options.pop("speculative", {})
     made = engine_config(folder, speculative, per_request_spec_decode_metrics="detailed", **options)
     made.cache_config.num_gpu_blocks = 32
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)

@@ -11,6 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
+from vllm_gaudi_spec import series
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.downloads import Downloads
@@ -199,8 +200,13 @@ def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], 
     backend = HostBackend()
     verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
     seen = DraftRound(("c",), worked=False)
-    step = Step([request("a"), request("b")], verdict, num_drafts_B=torch.tensor(numbers).int(), draft_rounds=[seen])
+    a, b = request("a"), request("b")
+    numbers_B = torch.tensor(numbers).int()
+    step = Step([a, b], verdict, started=[b], num_drafts_B=numbers_B, draft_rounds=[seen])
     output = send(step, backend).get_output()
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
     assert output.draft_rounds == [*rounds, seen]
+    reasons = {FAULTY: series.FAULT, UNVERIFIED: series.UNVERIFIED}
+    assert output.why == {name: reasons[n] for name, n in zip("ab", numbers, strict=False) if n < 0}
+    assert output.started == ("b",)

@@ -169,6 +169,7 @@ def test_ids_beyond_a_model_have_no_partner() -> None:
     vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
     made = match(vocabulary, vocabulary, 300, 200)
     assert (made.target_to_draft.size, made.draft_to_target.size, made.num_matched) == (300, 200, 200)
+    assert made.coverage() == {"target": 200 / 300, "drafter": 1}
     assert (made.target_to_draft[200:] == -1).all()
 
 

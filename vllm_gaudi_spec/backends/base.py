@@ -163,6 +163,10 @@ class DeviceBackend(Protocol):
         """All work of a step was given to the device."""
         ...
 
+    def compiled_after_warmup(self) -> int:
+        """Programs, as the device itself counts them; 0 where it does not count."""
+        ...
+
     def counts(self) -> dict[str, Any]:
         """What the device itself counts, `compiled_after_warmup` above all; nothing where it does not count."""
         ...

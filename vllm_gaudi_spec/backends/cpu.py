@@ -157,6 +157,9 @@ class Backend:
     def step_done(self) -> None:
         """It was done as it came."""
 
+    def compiled_after_warmup(self) -> int:
+        return 0
+
     def counts(self) -> dict[str, Any]:
         return {}
 

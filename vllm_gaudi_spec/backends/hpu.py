@@ -237,10 +237,13 @@ class Backend:
         if self.is_lazy:
             self._habana.core.mark_step()
 
+    def compiled_after_warmup(self) -> int:
+        return self._num_compiled() - self._compiled_in_warmup
+
     def counts(self) -> dict[str, Any]:
         return {
             "compiled_in_warmup": self._compiled_in_warmup,
-            "compiled_after_warmup": self._num_compiled() - self._compiled_in_warmup,
+            "compiled_after_warmup": self.compiled_after_warmup(),
             "graph_compilation": _metric("graph_compilation"),
             "cpu_fallback": _metric("cpu_fallback"),
         }

@@ -120,12 +120,14 @@ class StreamDevice:
     def step_done(self) -> None:
         """It was given as it came."""
 
+    def compiled_after_warmup(self) -> int:
+        return len(self._captures.names) - self._captured_in_warmup
+
     def counts(self) -> dict[str, Any]:
-        names = self._captures.names
         return {
             "compiled_in_warmup": self._captured_in_warmup,
-            "compiled_after_warmup": len(names) - self._captured_in_warmup,
-            "captured": dict(Counter(names)),
+            "compiled_after_warmup": self.compiled_after_warmup(),
+            "captured": dict(Counter(self._captures.names)),
         }
 
 

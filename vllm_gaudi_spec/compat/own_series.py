@@ -14,14 +14,15 @@ _OWN = "gaudi_spec"
 
 
 def carry_own_series() -> None:
-    """Metrics of our own, those of `series.py`.
+    """Metrics of our own, those of `series.py`, with speculation and without.
 
-    Reason: what vLLM's scheduler tells its front end about speculation is a closed record, and its loggers know how to
-    show that record alone.
+    Reason: what vLLM's scheduler tells its front end is a closed record, and its loggers know how to show that alone.
+    Ours travel in the part about speculation.
     Remove when: upstream lets a platform send figures of its own.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
     if _OWN not in SpecDecodingStats.__dataclass_fields__:
         # What the decorator took from the class or put there, so that it starts anew.
@@ -29,12 +30,12 @@ def carry_own_series() -> None:
             setattr(SpecDecodingStats, known.name, known)
         for made in ("__init__", "__repr__", "__eq__"):
             delattr(SpecDecodingStats, made)
-        SpecDecodingStats.__annotations__[_OWN] = dict[str, int]
+        SpecDecodingStats.__annotations__[_OWN] = series.Figures
         setattr(SpecDecodingStats, _OWN, dataclasses.field(default_factory=dict))
         dataclasses.dataclass(SpecDecodingStats)
     wrap(Scheduler, "make_stats", _send_own_series)
-    wrap(SpecDecodingProm, "__init__", _add_own_series)
-    wrap(SpecDecodingProm, "observe", _observe_own_series)
+    wrap(PrometheusStatLogger, "__init__", _add_own_series)
+    wrap(PrometheusStatLogger, "record", _show_own_series)
     wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
 
 
@@ -43,41 +44,46 @@ def _send_own_series(
 ) -> Any:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-    counts = series.take(scheduler)
-    if counts and scheduler.log_stats:
+    news = series.take(scheduler)
+    if news and scheduler.log_stats:
         spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(scheduler.num_spec_tokens)
-        setattr(spec_decoding_stats, _OWN, counts)
+        setattr(spec_decoding_stats, _OWN, news)
     return original(scheduler, spec_decoding_stats, *args, **kwargs)
 
 
+_LABELS = ["model_name", "engine"]
+"""Of all of vLLM's series."""
+
+
 def _add_own_series(
+    original: Callable[..., None], logger: Any, vllm_config: Any, engine_indexes: list[int] | None = None
+) -> None:
+    original(logger, vllm_config, engine_indexes)
+    given = vllm_config.speculative_config
+    setattr(
+        logger,
+        _OWN,
+        series.Shown(
+            logger._counter_cls,
+            logger._gauge_cls,
+            _LABELS,
+            logger.per_engine_labelvalues,
+            None if given is None else given.num_speculative_tokens,
+        ),
+    )
+
+
+def _show_own_series(
     original: Callable[..., None],
-    metrics: Any,
-    speculative_config: Any,
-    labelnames: list[str],
-    per_engine_labelvalues: dict[int, list[object]],
-    *more: Any,
-    **named: Any,
+    logger: Any,
+    scheduler_stats: Any,
+    iteration_stats: Any,
+    mm_cache_stats: Any = None,
+    engine_idx: int = 0,
 ) -> None:
-    from vllm.v1.metrics.utils import create_metric_per_engine
-
-    original(metrics, speculative_config, labelnames, per_engine_labelvalues, *more, **named)
-    if speculative_config is not None:
-        metrics.gaudi_spec = {
-            name: create_metric_per_engine(
-                metrics._counter_cls(name=name, documentation=text, labelnames=labelnames), per_engine_labelvalues
-            )
-            for name, text in series.SERIES.items()
-        }
-
-
-def _observe_own_series(
-    original: Callable[..., None], metrics: Any, spec_decoding_stats: Any, engine_idx: int = 0
-) -> None:
-    original(metrics, spec_decoding_stats, engine_idx)
-    if metrics.spec_decoding_enabled:
-        for name, more in getattr(spec_decoding_stats, _OWN).items():
-            metrics.gaudi_spec[name][engine_idx].inc(more)
+    original(logger, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+    if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
+        getattr(logger, _OWN).update(engine_idx, getattr(scheduler_stats.spec_decoding_stats, _OWN))
 
 
 def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decoding_stats: Any) -> None:

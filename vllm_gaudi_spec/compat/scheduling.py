@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec import drafter_health
+from vllm_gaudi_spec import draft_counts, drafter_health
 from vllm_gaudi_spec.patching import wrap
 
 
@@ -26,7 +26,8 @@ def count_real_drafts() -> None:
 
 
 def _read_output(original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-    """For `count_real_drafts` and `watch_the_drafter`."""
+    """For `count_real_drafts` and `watch_the_drafter`; and what `carry_own_series` carries is counted."""
+    draft_counts.hear(scheduler, scheduler_output, model_runner_output)
     drafter_health.hear(scheduler, model_runner_output)
     num_real = getattr(model_runner_output, "num_real_drafts", None)
     if num_real is not None:

@@ -82,12 +82,14 @@ class _Paced(Scheduler):
     def _pace(self, scheduled: SchedulerOutput, sampling: list[str]) -> None:
         only_decodes = _only_decodes(scheduled)
         drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
+        spared_for = series.GOODPUT
         if drafts and self._lengths is not None:
             # The runner looks for it: what each of these requests may draft behind this step.
             scheduled.most_drafts = self._lengths.choose(sampling)
-            drafts = any(scheduled.most_drafts.values())
+            drafts, spared_for = any(scheduled.most_drafts.values()), series.ACCEPTANCE
         if not drafts:
             scheduled.num_spec_tokens_to_schedule = 0
+            scheduled.spared_for = spared_for
             series.count(self, series.SPARED_STEPS)
         self._paces[id(scheduled)] = _Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.config import REQUEST_OPTION
+from vllm_gaudi_spec.config import asked_drafts, last_use
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -26,11 +26,7 @@ class LengthSplit:
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         self._backend = backend
         self._num_drafts = speculation.num_drafts
-        # A verify step adds its drafts and one token more, which may be the model's last.
-        self._longest = max_model_len - 1
-        # A drafter that counts in its own tokens has its limit there.
-        if speculation.drafter_max_len is not None and not speculation.retokenizes:
-            self._longest = min(self._longest, speculation.drafter_max_len)
+        self._longest = speculation.longest(max_model_len)
         # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         # By row: the most drafts that the scheduler wants behind this step.
@@ -39,9 +35,8 @@ class LengthSplit:
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
         reach = self._longest
         if params.max_tokens is not None:
-            reach = min(reach, num_prompt + params.max_tokens - 1)
-        most = (params.extra_args or {}).get(REQUEST_OPTION, self._num_drafts)
-        self._limits_np[row] = (reach, min(most, self._num_drafts))
+            reach = min(reach, last_use(num_prompt, params.max_tokens))
+        self._limits_np[row] = (reach, asked_drafts(params, self._num_drafts))
 
     def exclude(self, row: int) -> None:
         """As long as its request has this row it drafts nothing."""

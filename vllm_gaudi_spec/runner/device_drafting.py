@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -82,6 +82,9 @@ class DeviceDrafting:
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
+
+    def outgrown(self) -> Collection[str]:
+        return ()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         if self._is_off:

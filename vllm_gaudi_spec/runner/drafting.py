@@ -6,7 +6,7 @@ what it may schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm.config import replace
@@ -74,6 +74,11 @@ class Drafting(Protocol):
 
     def take_rounds(self) -> list[DraftRound]:
         """What the host has seen of the drafter since it was last asked."""
+        ...
+
+    def outgrown(self) -> Collection[str]:
+        """Requests that had no drafts behind the newest step because their text is too long, by what the drafter alone
+        knows."""
         ...
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
@@ -204,6 +209,7 @@ def load_drafting(
     pair = coverage = None
     if speculation.universal:
         pair = Pair.load(vllm_config, cache_folder())
+        recorder.coverage = pair.map.coverage()
         coverage = Coverage(pair.map.target_to_draft) if speculation.universal_match == TLI else None
     if speculation.retokenizes:
         assert pair is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,9 @@ class HostDrafting:
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
+
+    def outgrown(self) -> Collection[str]:
+        return ()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)

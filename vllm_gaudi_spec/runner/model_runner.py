@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from vllm_gaudi_spec import series
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
@@ -215,6 +216,7 @@ class ModelRunner:
         grammars = grammar.read(constraints, self.scheduled)
         step = self.finish(finishing, num_queries, grammars, most) if finishing else Step([])
         step.unfinished = [request for batch in pending for request in batch.continuing()]
+        step.started = [request for request in step.requests if request.num_computed < len(request.known)]
         self.report = self.send(step)
         self.backend.step_done()
         if self.async_scheduling:
@@ -223,8 +225,10 @@ class ModelRunner:
         if self.custom is not None:
             self.custom.follow(step.requests, output.sampled_token_ids)
         if self.drafting is not None and self.report.step is not None:
+            outgrown = self.drafting.outgrown()
             self.drafting.propose_behind(self.report.step, most)
             if isinstance(output, SpeculativeOutput):
+                output.why.update(dict.fromkeys(outgrown, series.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
         return output
 
@@ -306,7 +310,9 @@ class ModelRunner:
     def send(self, step: Step) -> Report:
         if step.verdict is not None:
             self.recorder.saw(("report", *step.signature, step.drafts is not None))
-        return self.reports.send(step)
+        report = self.reports.send(step)
+        report.worked = self.recorder.worked(self.backend)
+        return report
 
     def report_signatures(self) -> Iterator[Hashable]:
         reports = {branch.of_reports() for branch in self.sampling.branches()}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_gaudi_spec.series import Worked
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.backends.base import DeviceBackend
+
 logger = init_logger(__name__)
+
+_ASK_EVERY = 16
+"""Steps between two looks at the device's own count of programs: what a look costs is its bridge's affair."""
 
 
 class StepRecorder:
@@ -17,6 +26,9 @@ class StepRecorder:
         self._seen: set[Hashable] = set()
         self.num_steps = 0
         self._reads_before = 0
+        self._compiled = 0
+        self.coverage: Mapping[str, float] = {}
+        """As `Worked` has it; set once, at load."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
         """Signatures that the configuration can reach: warm-up runs some and lists the others."""
@@ -36,6 +48,13 @@ class StepRecorder:
 
     def step_done(self) -> None:
         self.num_steps += 1
+
+    def worked(self, backend: DeviceBackend) -> Worked:
+        """For the scheduler, with each step."""
+        if self.num_steps % _ASK_EVERY == 0:
+            self._compiled = backend.compiled_after_warmup()
+        reads = backend.num_host_reads - self._reads_before
+        return Worked(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
 
     def report(self, num_host_reads: int) -> dict[str, object]:
         return {

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from vllm_gaudi_spec import series
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.sample.verdict import Verdict
@@ -34,6 +35,8 @@ class Step:
     """B * Q rows: the sampled token and those a request named."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    """Those of `requests` whose prompt ended in this step: they had nothing that could be verified."""
     num_drafts_B: torch.Tensor | None = None
     """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
     signature: tuple[Hashable, ...] = ()
@@ -56,6 +59,7 @@ class Step:
             self.scores and scores(self.scores),
             self.prompt_logprobs,
             self.unfinished,
+            self.started,
             None if self.num_drafts_B is None else move(self.num_drafts_B),
             self.signature,
             self.drafts and Drafts(move(self.drafts.tokens_BK), move(self.drafts.num_drafts_B)),
@@ -109,9 +113,18 @@ class _Copy:
 
 
 @dataclass
-class SpeculativeOutput(ModelRunnerOutput):
+class CountedOutput(ModelRunnerOutput):
+    worked: series.Worked | None = None
+
+
+@dataclass
+class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
     """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
+    started: tuple[str, ...] = ()
+    """Requests whose prompt ended in this step."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Of requests without drafts, the reasons that the scheduler can not know: values of `series.REASONS`."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
     """How the drafter did, as far as it is known since the step before."""
 
@@ -123,6 +136,8 @@ class Report(AsyncModelRunnerOutput):
         self._copy = _Copy(step, wait)
         self.step: Step | None = None
         """The step on the host; known once `get_output` was called."""
+        self.worked: series.Worked | None = None
+        """What the worker says of itself with this step."""
 
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
@@ -130,6 +145,7 @@ class Report(AsyncModelRunnerOutput):
         answers = _answers(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
+            worked=self.worked,
             req_ids=names,
             req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
@@ -140,13 +156,18 @@ class Report(AsyncModelRunnerOutput):
             },
         )
         if step.num_drafts_B is None:
-            return ModelRunnerOutput(**common)
+            return CountedOutput(**common)
         told = dict(zip(names[: len(answers)], step.num_drafts_B.tolist(), strict=False))
         return SpeculativeOutput(
             **common,
             num_real_drafts={req_id: max(number, 0) for req_id, number in told.items()},
+            started=tuple(request.req_id for request in step.started),
+            why={req_id: _REASONS[number] for req_id, number in told.items() if number < 0},
             draft_rounds=[*_verified_round(told), *step.draft_rounds],
         )
+
+
+_REASONS = {FAULTY: series.FAULT, UNVERIFIED: series.UNVERIFIED}
 
 
 def _verified_round(told: dict[str, int]) -> list[DraftRound]:

@@ -7,7 +7,7 @@ difference why a row lags: it is new, it came back, its prefix was cached or it 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -93,6 +93,7 @@ class TextDrafting:
         """By row."""
         self._num_followed: dict[int, int] = {}
         """By row: how many of the target's tokens its timeline holds."""
+        self._outgrown: set[str] = set()
         self._sampled: _Sampled | None = None
         self._drafts: dict[str, list[int]] = {}
         """Where the host knows them; else places for them, of which only the number counts."""
@@ -133,6 +134,9 @@ class TextDrafting:
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
+    def outgrown(self) -> Collection[str]:
+        return self._outgrown
+
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)
 
@@ -166,7 +170,7 @@ class TextDrafting:
     # --- behind a step ---
 
     def propose_behind(self, step: Step, most: int) -> None:
-        self._drafts, self._unread_drafts = {}, None
+        self._drafts, self._unread_drafts, self._outgrown = {}, None, set()
         if self._sampled is None or step.verdict is None:
             return
         new = self._followed.append(step)
@@ -203,19 +207,24 @@ class TextDrafting:
         row = drafter.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
+            self._outgrown.add(drafter.request.req_id)
             return None
         news_np = self._followed.tokens_np(row, self._num_followed[row])
         timeline.extend(news_np.tolist())
         self._num_followed[row] += len(news_np)
         if len(timeline) > self._slab.length + _SLACK:
             del self._timelines[row]  # it never comes back
+            self._outgrown.add(drafter.request.req_id)
             return None
         if not timeline.is_complete or not len(timeline):
             return None
         if self._rewriter is not None and timeline.open_text is None:
             return None
         num_wanted = min(drafter.num_wanted, self._slab.length - len(timeline))
-        return replace(drafter, num_wanted=num_wanted) if num_wanted > 0 else None
+        if num_wanted <= 0:
+            self._outgrown.add(drafter.request.req_id)
+            return None
+        return replace(drafter, num_wanted=num_wanted)
 
     def _num_unread(self, row: int) -> int:
         """The last token is read in any case: what stands behind it is wanted."""

@@ -60,8 +60,7 @@ class Pair:
         logger.info(
             "Universal drafting: %d tokens in common, %.1f%% of the target's and %.1f%% of the drafter's.",
             found.num_matched,
-            100 * found.num_matched / len(found.target_to_draft),
-            100 * found.num_matched / len(found.draft_to_target),
+            *(100 * share for share in found.coverage().values()),
         )
         return cls(*tokenizers, found)
 

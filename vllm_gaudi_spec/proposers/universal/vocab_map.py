@@ -50,6 +50,11 @@ class VocabMap:
     """bool [drafter's vocabulary size]: which of the drafter's tokens may be proposed; all of them have a partner."""
     num_matched: int
 
+    def coverage(self) -> dict[str, float]:
+        """The share of tokens with a partner, on either side."""
+        sides = {"target": self.target_to_draft, "drafter": self.draft_to_target}
+        return {side: self.num_matched / len(tokens) for side, tokens in sides.items()}
+
     @classmethod
     def of_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
         """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they can not be that."""

@@ -1,0 +1,182 @@
+"""A running server's /metrics: what the dashboard and the page ask for is there, and what ours say is right."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.server import Server
+from tests.full_tests.tiny_models import VOCAB
+from tests.promql import check_all
+from vllm_gaudi_spec.proposers.universal.token_bytes import load_tokenizer, read_vocabulary
+from vllm_gaudi_spec.proposers.universal.vocab_map import match
+from vllm_gaudi_spec.series import COVERAGE, SERIES
+
+DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
+
+
+@contextmanager
+def serving(model: str, log: Path, *options: str, **speculative: Any) -> Iterator[Server]:
+    drafts = ["--speculative-config", json.dumps(dict(num_speculative_tokens=K) | speculative)]
+    server = Server(model, log, "--max-model-len", "512", "--max-num-seqs", "8", *drafts, *options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def drafting(looping_llama: str, stranger: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a drafter of another vocabulary and little success, and pacing that notices."""
+    log = tmp_path_factory.mktemp("metrics") / "log.txt"
+    pace = ["--additional-config", json.dumps({"gaudi_spec": {"adaptive": True}})]
+    drafter = dict(method="universal_draft", model=stranger, max_model_len=LONGEST)
+    with serving(looping_llama, log, *pace, **drafter) as server:
+        yield server
+
+
+def families(server: Server) -> list[Metric]:
+    server.wait_idle()
+    return list(text_string_to_metric_families(server.client.get("/metrics").text))
+
+
+def by_label(server: Server, series: str, label: str) -> dict[str, float]:
+    """Over all engines."""
+    found: dict[str, float] = {}
+    for sample in (sample for family in families(server) for sample in family.samples):
+        if sample.name == f"vllm:{series}":
+            found[sample.labels[label]] = found.get(sample.labels[label], 0) + sample.value
+    return found
+
+
+def ask(server: Server, length: int = 10, num_tokens: int = 60, drafts: int | None = None, seed: int = 0) -> None:
+    (prompt,) = random_prompts([length], VOCAB, seed=seed)
+    body: dict[str, Any] = dict(prompt=prompt, max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    if drafts is not None:
+        body["vllm_xargs"] = dict(num_speculative_tokens=drafts)
+    assert server.complete(**body)["usage"]["completion_tokens"] == num_tokens
+
+
+def ask_for_much(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda place: ask(server, 5 + place, drafts=[None, None, 1][place % 3], seed=place), range(12)))
+
+
+def check_sums(server: Server) -> dict[str, float]:
+    """Figures of ours beside each other and beside vLLM's; returns the reasons."""
+    rows, by_choice = (
+        {int(number): count for number, count in by_label(server, f"gaudi_spec_{name}_total", "num_drafts").items()}
+        for name in ("rows", "rows_by_choice")
+    )
+    reasons = by_label(server, "gaudi_spec_rows_without_drafts_total", "reason")
+    accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    # An answer's tokens: the prompt's, and of each row that decoded one and those that were accepted.
+    made = server.metric("vllm:generation_tokens_total") - server.metric("vllm:request_success_total")
+    assert sum(rows.values()) == made - accepted > 0
+    assert sum(by_choice.values()) == sum(rows.values())
+    assert sum(reasons.values()) == rows[0]
+    assert sum(rows.values()) - rows[0] == server.metric("vllm:spec_decode_num_drafts_total") > 0
+    assert sum(number * count for number, count in rows.items()) == server.metric(
+        "vllm:spec_decode_num_draft_tokens_total"
+    )
+    assert rows[1] > 0, "some asked for one"
+    return reasons
+
+
+def test_the_dashboard_and_the_page_ask_for_what_is_there(drafting: Server) -> None:
+    ask(drafting)
+    found = families(drafting)
+    shown = check_all(found)
+    described = {family.name: family for family in found}
+    for name, series in SERIES.items():
+        assert described[name].documentation == series.help
+        assert described[name].type == ("gauge" if series.is_gauge else "counter")
+        assert shown & {sample.name for sample in described[name].samples}, f"{name} is in no panel"
+    assert {name for name in described if "gaudi" in name} == set(SERIES)
+
+
+def test_rows_add_up(drafting: Server) -> None:
+    ask_for_much(drafting)
+    reasons = check_sums(drafting)
+    assert reasons["acceptance"] > 0, "the drafter is nearly always wrong"
+    assert by_label(drafting, "gaudi_spec_rows_by_choice_total", "num_drafts")["0"] >= reasons["acceptance"]
+    assert drafting.metric("vllm:gaudi_spec_spared_steps_total") > 0
+    assert [reasons[name] for name in ("load", "goodput", "unverified", "fault", "off")] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (dict(num_tokens=20, drafts=0), dict(request=19)),
+        # The first token comes with the prompt, the last one is the end.
+        (dict(num_tokens=10, length=LONGEST + 4), dict(length=8, ending=1)),
+    ],
+    ids=["request", "length"],
+)
+def test_a_row_without_drafts_has_a_reason(asked: dict[str, int], expected: dict[str, int], drafting: Server) -> None:
+    before = by_label(drafting, "gaudi_spec_rows_without_drafts_total", "reason")
+    ask(drafting, **asked)
+    after = by_label(drafting, "gaudi_spec_rows_without_drafts_total", "reason")
+    assert {reason: after[reason] - before[reason] for reason in after if after[reason] != before[reason]} == expected
+
+
+def test_coverage_is_that_of_the_map(drafting: Server, looping_llama: str, stranger: str) -> None:
+    ask(drafting)
+    sides = [read_vocabulary(load_tokenizer(path)) for path in (looping_llama, stranger)]
+    found = match(*sides, VOCAB, DRAFTERS_VOCAB).num_matched
+    assert 0 < found < DRAFTERS_VOCAB
+    shown = by_label(drafting, COVERAGE.removeprefix("vllm:"), "vocabulary")
+    assert shown == {"target": pytest.approx(found / VOCAB), "drafter": pytest.approx(found / DRAFTERS_VOCAB)}
+
+
+def test_the_device(drafting: Server) -> None:
+    ask(drafting)
+    drafting.wait_idle()
+    steps, reads = (drafting.metric(f"vllm:gaudi_spec_{name}_total") for name in ("steps", "host_reads"))
+    assert 0.8 * steps < reads <= steps
+    assert drafting.metric("vllm:gaudi_spec_compiled_after_warmup_total") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor", "data"])
+def test_several_ranks(kind: str, looping_llama: str, cousin: str, tmp_path: Path) -> None:
+    """Of tensor-parallel ranks one speaks; data-parallel ones are engines with figures of their own."""
+    drafter = dict(method="draft_model", model=cousin)
+    with serving(looping_llama, tmp_path / "log.txt", f"--{kind}-parallel-size", "2", **drafter) as server:
+        for _ in range(3):
+            ask_for_much(server)
+        check_sums(server)
+        steps = by_label(server, "gaudi_spec_steps_total", "engine")
+        reads = by_label(server, "gaudi_spec_host_reads_total", "engine")
+        assert set(steps) == ({"0"} if kind == "tensor" else {"0", "1"})
+        for engine in steps:
+            assert 0.8 * steps[engine] < reads[engine] <= steps[engine]
+
+
+@pytest.mark.slow
+def test_whoever_wants_no_figures_gets_none(looping_llama: str, tmp_path: Path) -> None:
+    with serving(looping_llama, tmp_path / "log.txt", "--disable-log-stats", method="ngram_gpu") as server:
+        ask(server)
+        assert "vllm:" not in server.client.get("/metrics").text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("match_as", ["tli", "slem"])
+def test_a_drafters_own_length_is_in_its_own_tokens(
+    match_as: str, looping_llama: str, twin: str, tmp_path: Path
+) -> None:
+    own = dict(universal_context="retokenize", universal_match=match_as, universal_slab=64)
+    options = ["--additional-config", json.dumps({"gaudi_spec": own})]
+    with serving(looping_llama, tmp_path / "log.txt", *options, method="universal_draft", model=twin) as server:
+        ask(server, length=100, num_tokens=12)
+        reasons = by_label(server, "gaudi_spec_rows_without_drafts_total", "reason")
+        assert {reason: count for reason, count in reasons.items() if count} == dict(length=10, ending=1)
+        ask_for_much(server)
+        check_sums(server)

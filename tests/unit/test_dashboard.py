@@ -1,0 +1,119 @@
+"""The dashboard and the page about metrics: in themselves, and beside what is exported. A running server's metrics are
+looked at in tests/full_tests/test_metrics.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+from tests.promql import DASHBOARD, PAGE, check, panels, queries_of_page, uses
+from vllm_gaudi_spec.series import REASONS, SERIES
+
+
+def test_every_series_of_ours_is_shown_and_explained() -> None:
+    shown = {use.name for panel in panels() for expression in panel.expressions for use in uses(expression)}
+    table = {row[1]: row[2] for row in re.finditer(r"^\| `(vllm:\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)}
+    assert set(table) == set(SERIES)
+    for name, series in SERIES.items():
+        assert (name if series.is_gauge else f"{name}_total") in shown
+        label, kind = table[name].split(" | ")[:2]
+        assert label.strip("` ") == series.label.strip("|")
+        assert (kind == "gauge") == series.is_gauge
+
+
+def test_every_reason_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]*\|$", PAGE.read_text(), re.MULTILINE)
+    assert tuple(rows) == REASONS
+    assert re.findall(r"(\w+): ", SERIES["vllm:gaudi_spec_rows_without_drafts"].help) == list(REASONS)
+
+
+def test_the_dashboard_is_one() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    assert board["uid"]
+    assert board["schemaVersion"] >= 39
+    assert "id" not in board, "that is another one in each Grafana"
+    variables = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
+    assert variables["datasource"] == "datasource"
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids)) > 15
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert {source["uid"] for source in sources} == {"${datasource}"}
+        assert {name for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])} <= {
+            *variables,
+            "__rate_interval",
+        }
+        legends = [name for target in panel["targets"] for name in re.findall(r"{{(\w+)}}", target["legendFormat"])]
+        for target, name in itertools.product(panel["targets"], legends):
+            assert f"by ({name})" in target["expr"]
+
+
+def test_no_panel_covers_another() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    taken = set()
+    for place in (panel["gridPos"] for panel in board["panels"]):
+        cells = set(
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+        )
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+
+
+def test_the_page_has_queries() -> None:
+    assert len([use for query in queries_of_page() for use in uses(query)]) > 8
+
+
+# --- the check itself ---
+
+
+def families() -> list[Metric]:
+    counter = CounterMetricFamily("vllm:made", "", labels=["engine"])
+    counter.add_metric(["0"], 1)
+    gauge = GaugeMetricFamily("vllm:usage", "", labels=["engine"])
+    gauge.add_metric(["0"], 1)
+    return [counter, gauge]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'sum by (engine) (rate(vllm:made_total{engine=~"$engine"}[$__rate_interval]))',
+        "increase(vllm:made_total{}[10m]) > 0",
+        "max by (engine) (vllm:usage{}) / on () group_left () sum(rate(vllm:made_total{}[5m]))",
+    ],
+)
+def test_what_is_right_passes(expression: str) -> None:
+    assert check(expression, families()) <= {"vllm:made_total", "vllm:usage"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "wrong"),
+    [
+        ("rate(vllm:made{}[5m])", "no series vllm:made"),
+        ("sum(vllm:made_total{})", "only grows"),
+        ("rate(vllm:usage{}[5m])", "is a gauge"),
+        ("vllm:usage{}[5m]", "a window belongs"),
+        ("rate(vllm:made_total{})", "a window belongs"),
+        ('rate(vllm:made_total{reason="x"}[5m])', "no label {'reason'}"),
+        ("sum by (reason) (rate(vllm:made_total{}[5m]))", "no label {'reason'}"),
+        ("sum by (engine) (vllm:usage{}) + sum by (x) (vllm:usage{})", "no label {'x'}"),
+        ("average(vllm:usage{})", "unknown: {'average'}"),
+        ("vllm:usage{} + up", "unknown: {'up'}"),
+        ("sum(vllm:usage{}", "sum"),
+    ],
+)
+def test_what_is_wrong_fails(expression: str, wrong: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(wrong)):
+        check(expression, families())
+
+
+def test_a_number_of_now_may_be_a_counter() -> None:
+    check("max by (engine) (vllm:made_total{})", families(), is_number=True)

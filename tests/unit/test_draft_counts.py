@@ -1,0 +1,249 @@
+"""Rows that decode are counted by their drafts, and those without by the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from vllm_gaudi_spec import compat, series
+from vllm_gaudi_spec.drafter_health import DraftRound
+from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.series import (
+    COMPILED,
+    COVERAGE,
+    HOST_READS,
+    REASONS,
+    ROWS,
+    ROWS_BY_CHOICE,
+    ROWS_WITHOUT_DRAFTS,
+    STEPS,
+    Worked,
+)
+
+KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
+
+
+class Play:
+    """A scheduler with a scripted worker: steps of one token a request, and what was counted of them."""
+
+    def __init__(self, kind: type[Scheduler], folder: Path, **options: Any) -> None:
+        compat.apply()
+        self.scheduler: Any = scheduler_of(kind, folder, **options)
+        self.counted: series.Figures = {}
+
+    def admit(self, name: str, **params: Any) -> None:
+        given = dict(max_tokens=200) | params
+        self.scheduler.add_request(Request(name, PROMPT, SamplingParams(**given), None))
+
+    def step(self, num_real: dict[str, int] | None = None, **more: Any) -> dict[str, float]:
+        """Returns the reasons that it added. `more`: what the worker says besides."""
+        scheduled = self.scheduler.schedule()
+        names = [*scheduled.num_scheduled_tokens]
+        started = tuple(new.req_id for new in scheduled.scheduled_new_reqs)
+        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0) | (num_real or {}))
+        vars(said).update(dict(started=started) | more)
+        for outputs in self.scheduler.update_from_output(scheduled, said).values():
+            stats = outputs.scheduler_stats
+            news = stats.spec_decoding_stats.gaudi_spec if stats and stats.spec_decoding_stats else {}
+            for name, figures in news.items():
+                for value, number in figures.items():
+                    mine = self.counted.setdefault(name, {})
+                    mine[value] = mine.get(value, 0) + number
+            if stats is not None:
+                return news.get(ROWS_WITHOUT_DRAFTS, {})
+        return {}
+
+    def check(self) -> None:
+        """The sums that the page promises."""
+        rows, by_choice = (self.counted.get(name, {}) for name in (ROWS, ROWS_BY_CHOICE))
+        reasons = self.counted.get(ROWS_WITHOUT_DRAFTS, {})
+        assert set(reasons) <= set(REASONS)
+        assert sum(rows.values()) == sum(by_choice.values())
+        assert sum(reasons.values()) == rows.get("0", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_by_their_drafts(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path)
+    for name in "abc":
+        play.admit(name)
+    assert play.step() == {}, "a prompt's end has no drafts to verify"
+    assert ROWS not in play.counted
+    assert play.step({"a": 3, "b": 1}) == {"nothing": 1}
+    assert play.step({"a": 3}, why={"b": "unverified", "c": "fault"}) == {"unverified": 1, "fault": 1}
+    assert play.counted[ROWS] == {"0": 3, "1": 1, "3": 2}
+    assert play.counted[ROWS_BY_CHOICE] == {"3": 6}
+    play.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_row_itself_is_the_reason_for(kind: type[Scheduler], tmp_path: Path) -> None:
+    longest = len(PROMPT) + 4
+    play = Play(kind, tmp_path)
+    play.admit("none", extra_args={"num_speculative_tokens": 0})
+    play.admit("one", extra_args={"num_speculative_tokens": 1})
+    play.admit("short", max_tokens=3)
+    assert play.step() == {}
+    assert play.step({"one": 1, "short": 1}) == {"request": 1}
+    assert play.step({"one": 1}) == {"request": 1, "ending": 1}, "the third token of three"
+    assert not play.scheduler.requests.get("short")
+    play.scheduler._gaudi_spec_draft_counts._longest = longest
+    seen = [play.step({"one": 1 if length < longest else 0}) for length in range(len(PROMPT) + 3, longest + 2)]
+    assert seen == [{"request": 1}, {"request": 1, "length": 1}, {"request": 1, "length": 1}]
+    play.check()
+
+
+def test_a_drafter_has_a_length_of_its_own(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path, speculative=dict(max_model_len=len(PROMPT) + 2))
+    play.admit("a")
+    play.step()
+    assert [play.step(), play.step(), play.step()] == [{"nothing": 1}, {"length": 1}, {"length": 1}]
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_a_schedule_by_load(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path, speculative=dict(num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 64, 0]]))
+    play.admit("a")
+    play.step()
+    play.step({"a": 2})
+    play.admit("b")
+    play.step({"a": 2})  # behind this one nothing is drafted any more
+    assert play.step() == {"load": 2}
+    assert play.counted[ROWS_BY_CHOICE] == {"2": 2, "0": 2}
+    play.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert play.step() == {"load": 1}
+    assert play.step() == {"nothing": 1}
+    play.check()
+
+
+class Never:
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+        return False
+
+    def observe(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+
+class Chosen:
+    """Lengths as they are set."""
+
+    def __init__(self, **lengths: int) -> None:
+        self.lengths = lengths
+
+    def choose(self, req_ids: list[str]) -> dict[str, int]:
+        return {req_id: self.lengths[req_id] for req_id in req_ids}
+
+    def observe(self, *args: object) -> None:
+        pass
+
+    def forget(self, req_ids: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
+def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    for name in "ab":
+        play.admit(name)
+    play.scheduler._lengths = Chosen(a=2, b=0)
+    play.step()
+    assert play.step({"a": 2}) == {"acceptance": 1}
+    assert play.counted[ROWS_BY_CHOICE] == {"2": 1, "0": 1}
+    play.scheduler._lengths = Chosen(a=0, b=0)
+    play.step({"a": 2})
+    assert play.step() == {"acceptance": 2}
+    play.scheduler._goodput = Never()
+    assert play.step() == {"acceptance": 2}
+    assert play.step() == {"goodput": 2}
+    play.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    assert play.step({"b": 1}) == {"fault": 1}, "the host saw it a step before"
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    play.step({"b": 1})
+    play.admit("c")
+    play.step({"b": 1})
+    bad = dict(draft_rounds=[DraftRound(("b", "c"), worked=False)], why={"b": "fault", "c": "fault"})
+    assert play.step(**bad) == {"fault": 2}, "the device sees it where the drafts are to be verified"
+    assert play.step() == {"nothing": 2}
+    for _ in range(2):
+        play.step(**bad)
+    play.step(**bad)
+    assert play.step() == {"off": 2}
+    play.check()
+
+
+def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    for _ in range(3):
+        assert play.step({"b": 1}) == {"fault": 1}
+    play.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    play.admit("a")
+    play.step()
+    assert play.step() == {"nothing": 1}, "another one of that name"
+
+
+def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
+    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
+    play.admit("a")
+    play.scheduler._lengths = Chosen(a=1, b=1)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    play.step()
+    play.admit("b")
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    play.step()
+    counts = play.scheduler._gaudi_spec_draft_counts
+    assert set(counts._choices) == {"b"}
+    assert not counts._excluded
+
+
+def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
+    """As vLLM counts no drafts of them."""
+    play = Play(AsyncScheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    scheduled = play.scheduler.schedule()
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    said: Any = answer({"a": [9], "b": [9]}, {"a": 2, "b": 1})
+    stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats.spec_decoding_stats
+    assert stats.gaudi_spec == {ROWS: {"1": 1}, ROWS_BY_CHOICE: {str(NUM_DRAFTS): 1}}
+    assert stats.num_drafts == 1
+
+
+def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path)
+    play.admit("a")
+    coverage = {"target": 0.5, "drafter": 0.75}
+    play.step(worked=Worked(4, 3, 0, coverage))
+    assert play.counted == {STEPS: {"": 4}, HOST_READS: {"": 3}, COVERAGE: coverage}
+    play.step(worked=Worked(5, 4, 2, coverage))
+    assert [play.counted[name][""] for name in (STEPS, HOST_READS, COMPILED)] == [5, 4, 2]
+    assert play.counted[COVERAGE] == coverage
+
+
+def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
+    """--disable-log-stats."""
+    play = Play(PacedScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
+    play.scheduler.log_stats = False
+    play.admit("a")
+    for _ in range(3):
+        play.step(worked=Worked(1, 1, 0, {}))
+    assert not play.counted
+    assert not [name for name in vars(play.scheduler) if name.startswith("_gaudi_spec")]

@@ -1,0 +1,115 @@
+"""Our series on their way: from a scheduler, through vLLM's record, to what its Prometheus logger shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from tests.unit.test_compat import NUM_DRAFTS
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec import compat, series
+from vllm_gaudi_spec.series import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    compat.apply()
+    yield
+    unregister_vllm_metrics()
+
+
+def logger_of(folder: Path, speculative: dict[str, Any] | None, engines: list[int]) -> PrometheusStatLogger:
+    return PrometheusStatLogger(engine_config(folder, speculative, served_model_name="tiny"), engines)
+
+
+def record(logger: PrometheusStatLogger, engine: int, news: series.Figures) -> None:
+    """As it comes from an engine's process."""
+    stats: Any = SpecDecodingStats.new(NUM_DRAFTS)
+    stats.gaudi_spec = news
+    made = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
+    came = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(made))
+    logger.record(came.scheduler_stats, None, engine_idx=engine)
+
+
+def shown(name: str, engine: int = 0, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": str(engine)} | labels)
+
+
+def test_every_series_is_shown_from_the_start(tmp_path: Path) -> None:
+    """With its labels, at 0: a rate over what was not there before would miss the first one."""
+    logger_of(tmp_path, dict(method="ngram"), [0])
+    families = {f.name: f for f in text_string_to_metric_families(generate_latest(REGISTRY).decode())}
+    vllms = families["vllm:num_requests_running"].samples[0].labels
+    for name, one in SERIES.items():
+        assert families[name].documentation == one.help
+        assert families[name].type == ("gauge" if one.is_gauge else "counter")
+        samples = [sample for sample in families[name].samples if sample.name == f"{name}_total"]
+        if one.is_gauge:
+            assert not families[name].samples, "nothing is known yet, which is not 0"
+            continue
+        own = {"": [{}]}.get(one.label, [{one.label: value} for value in one.label_values(3)])
+        assert [sample.labels for sample in samples] == [vllms | more for more in own]
+        assert {sample.value for sample in samples} == {0}
+
+
+def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
+    logger = logger_of(tmp_path, dict(method="ngram"), [0, 1])
+    for _ in range(2):
+        record(logger, 1, {ROWS: {"0": 3, "2": 1}, DRAFTER_FAULTS: {"": 1}, COVERAGE: {"target": 0.25}})
+    record(logger, 0, {ROWS: {"2": 5}})
+    assert shown(f"{ROWS}_total", 1, num_drafts="0") == 6
+    assert [shown(f"{ROWS}_total", engine, num_drafts="2") for engine in (0, 1)] == [5, 2]
+    assert shown(f"{DRAFTER_FAULTS}_total", 1) == 2
+    assert shown(COVERAGE, 1, vocabulary="target") == 0.25, "it is set, not added to"
+    assert shown(COVERAGE, 0, vocabulary="target") is None
+
+
+def test_offline_they_are_there_too(tmp_path: Path) -> None:
+    record(logger_of(tmp_path, dict(method="ngram"), [0]), 0, {STEPS: {"": 7}, COVERAGE: {"drafter": 0.5}})
+    found = {metric.name: metric for metric in get_metrics_snapshot() if metric.name in (STEPS, COVERAGE)}
+    labels = {"model_name": "tiny", "engine": "0"}
+    assert found == {
+        STEPS: Counter(STEPS, labels, 7),
+        COVERAGE: Gauge(COVERAGE, labels | {"vocabulary": "drafter"}, 0.5),
+    }
+
+
+def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> None:
+    logger = logger_of(tmp_path, None, [0])
+    record(logger, 0, {STEPS: {"": 2}, HOST_READS: {"": 1}})
+    ours = {f.name for f in REGISTRY.collect() if f.name.startswith("vllm:gaudi_spec")}
+    assert ours == {STEPS, HOST_READS, COMPILED}
+    assert (shown(f"{STEPS}_total"), shown(f"{HOST_READS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
+
+
+def test_only_news_travels() -> None:
+    scheduler = SimpleNamespace()
+    for so_far in (3, 3, 5):
+        series.total(scheduler, STEPS, so_far)
+        series.put(scheduler, COVERAGE, 0.5, "target")
+    assert series.take(scheduler) == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
+    series.total(scheduler, STEPS, 5)
+    series.put(scheduler, COVERAGE, 0.5, "target")
+    assert series.take(scheduler) == {}
+    series.put(scheduler, COVERAGE, 0.25, "target")
+    assert series.take(scheduler) == {COVERAGE: {"target": 0.25}}
+
+
+def test_a_series_with_a_label_wants_its_value() -> None:
+    with pytest.raises(AssertionError, match=ROWS):
+        series.count(SimpleNamespace(), ROWS)
+    with pytest.raises(AssertionError, match=STEPS):
+        series.count(SimpleNamespace(), STEPS, 1, "0")
