@@ -15,20 +15,27 @@ from tests.promql import DASHBOARD, PAGE, check, panels, queries_of_page, uses
 from vllm_gaudi_spec.series import REASONS, SERIES
 
 
+def rows_of_page() -> list[list[str]]:
+    """Cells of its tables."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_every_series_of_ours_is_shown_and_explained() -> None:
     shown = {use.name for panel in panels() for expression in panel.expressions for use in uses(expression)}
-    table = {row[1]: row[2] for row in re.finditer(r"^\| `(vllm:\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)}
+    table = {cells[0].strip("`"): cells[1:] for cells in rows_of_page() if cells[0].startswith("`vllm:")}
     assert set(table) == set(SERIES)
     for name, series in SERIES.items():
         assert (name if series.is_gauge else f"{name}_total") in shown
-        label, kind = table[name].split(" | ")[:2]
-        assert label.strip("` ") == series.label.strip("|")
-        assert (kind == "gauge") == series.is_gauge
+        label, kind, meaning, _ = table[name]
+        assert label.strip("`") == series.label
+        assert kind == ("gauge" if series.is_gauge else "counter")
+        assert meaning
 
 
 def test_every_reason_is_explained() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]*\|$", PAGE.read_text(), re.MULTILINE)
-    assert tuple(rows) == REASONS
+    rows = [cells[0].strip("`") for cells in rows_of_page() if re.fullmatch(r"`[a-z]+`", cells[0]) and cells[1]]
+    assert rows == ["reason", *REASONS]
     assert re.findall(r"(\w+): ", SERIES["vllm:gaudi_spec_rows_without_drafts"].help) == list(REASONS)
 
 
