@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 VLLM = "0.32"
 # Its CPU build is published under a name of its own.
@@ -18,8 +19,20 @@ def installed(name: str) -> str | None:
 
 
 def installed_vllm() -> str | None:
-    """The first that vLLM's own command line would find; None also where it runs from a folder on the path."""
-    return next(filter(None, map(installed, _VLLM_NAMES)), None)
+    """The release that vLLM's own command line would find; "unknown" of one in a folder on the path that was never
+    installed, None where there is none."""
+    found = next(filter(None, map(installed, _VLLM_NAMES)), None)
+    return found or ("unknown" if find_spec("vllm") is not None else None)
+
+
+def vllm_mistake() -> str | None:
+    """What to say where a command of ours needs vLLM to run."""
+    if installed_vllm() is None:
+        return (
+            "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or ask "
+            "`gaudi-spec doctor`"
+        )
+    return wrong_vllm()
 
 
 def wrong_vllm() -> str | None:

@@ -18,7 +18,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import name_process_group
-from vllm_gaudi_spec.runner.draft_choice import NO_ROOM_FOR_KV
+from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from tests.full_tests.engines import counter, engine, preemptions
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import Answer, Request, differences, run_together
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.doctor import pair
 
 OTHER_VOCAB = str(Path(__file__).parents[2] / "demo" / "draft-other-vocab")
 GREEDY = dict(rejection_sample_method="strict")
@@ -63,6 +65,20 @@ def test_lossless(
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
         if "preempted" in schedule:
             assert preemptions(llm) > 0
+
+
+@pytest.mark.slow
+def test_doctor_reckons_what_the_worker_takes(looping_llama: str, stranger: str) -> None:
+    """Laws of drafts and the drafter's slab, of models that it does not load."""
+    sampled = dict(draft_sample_method="probabilistic", rejection_sample_method="standard")
+    with speculating(
+        looping_llama, drafting(stranger, 3, **sampled), **reading("retokenize", universal_slab=96)
+    ) as llm:
+        config = llm.llm_engine.vllm_config
+        taken = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner.drafting_bytes()
+        assert len(taken) == 2
+        drafter = config.speculative_config.draft_model_config
+        assert pair._drafting(config, Speculation.from_vllm(config), drafter) == taken
 
 
 def acceptance(llm: LLM) -> float:

@@ -57,22 +57,24 @@ MAY_IMPORT = {
     "drafter_health": {"draft_counts", "series"},
     "series": set(),
     "patching": set(),
-    "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations"},
+    "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations", "output_files"},
     "argument_types": set(),
+    # What a user asked to be written.
+    "output_files": set(),
     "one_line": set(),
     "terminal": set(),
     "variables": set(),
     "versions": set(),
     "wrong_vllm": {"config", "versions"},
     "tuning": {
-        *("tuning", "quantization", "backends", "config", "demo_model", "terminal"),
+        *("tuning", "quantization", "backends", "config", "demo_model", "output_files", "terminal"),
         *("emulator.cost", "emulator.counters", "environment"),
     },
     "demo_model": {"cached_files", "environment"},
-    "report": {"report", "environment", "variables", "versions"},
+    "report": {"report", "environment", "output_files", "variables", "versions"},
     "comparison": {
         *("comparison", "argument_types", "backends", "demo_model", "environment", "one_line", "report", "terminal"),
-        "platform",
+        *("output_files", "platform"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "doctor": {
@@ -86,13 +88,13 @@ MAY_IMPORT = {
             "proposers.universal",
             "quantization.fingerprint",
         ),
-        *("integrations", "refusals", "runner.draft_choice", "tuning.builtin_prompts", "tuning.estimates"),
+        *("integrations", "refusals", "runner.drafting_memory", "tuning.builtin_prompts", "tuning.estimates"),
         *("variables", "versions"),
     },
     "cli": {
         *("__version__", "cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"),
         "environment",
-        *("comparison", "doctor", "one_line", "report", "terminal", "tuning"),
+        *("comparison", "doctor", "one_line", "output_files", "report", "terminal", "tuning", "versions"),
     },
 }
 

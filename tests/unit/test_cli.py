@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tests import verify_device
+from tests.unit import records
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import backends, cli
+from vllm_gaudi_spec import backends, cli, versions
 from vllm_gaudi_spec.cli import completion, counting, demo, graph_check, summary, workload
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
@@ -85,7 +86,6 @@ def test_wrong_options_end_with_status_2(
         return None if name in ("habana_frameworks", "torch_npu") else object()
 
     monkeypatch.setattr(backends, "find_spec", no_bridge)
-    monkeypatch.setattr(graph_check, "find_spec", no_bridge)
     monkeypatch.setattr(graph_check, "become", lambda command: pytest.fail(f"{command} was started"))
     try:
         status = cli.main(["graph-check", *arguments])
@@ -148,7 +148,7 @@ def test_a_file_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     commands: list[list[str]] = []
 
     def become(command: list[str]) -> int:
@@ -156,6 +156,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 0
 
     monkeypatch.setattr(demo, "become", become)
+    monkeypatch.chdir(tmp_path)
     return commands
 
 
@@ -176,6 +177,7 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     assert given[-2:] == ["--osl", "7"]  # the user's words come last
     assert given.count("--osl") == 1
     assert given[given.index("--report") + 1] == ".demo/report.html"
+    assert (tmp_path / ".demo").is_dir()
     assert given[given.index("--num_prompts") + 1] == "4"
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     assert cli.main(["demo", "--prompts", str(tmp_path)]) == 0
@@ -190,6 +192,7 @@ def test_demo_is_the_comparison_with_options_of_its_own(
         (["--model", "/no/such"], "there is no model folder /no/such"),
         (["--acceptance", "synthetic"], "need each other"),
         (["--json", "/no/such/folder/run.json"], "there is no folder /no/such/folder"),
+        (["--report", "/no/such/folder/page.html"], "there is no folder /no/such/folder for --report"),
     ],
 )
 def test_wrong_options_of_demo(
@@ -200,6 +203,61 @@ def test_wrong_options_of_demo(
     assert line.startswith("gaudi-spec demo: error: ")
     assert words in line
     assert not started
+
+
+def test_demo_where_its_folder_can_not_be_made(
+    started: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".demo").touch()
+    assert cli.main(["demo"]) == 2
+    assert "the folder .demo can not be made here: File exists; give --json FILE" in capsys.readouterr().err
+    assert not started
+    assert cli.main(["demo", "--json", "run.json", "--report", "page.html"]) == 0
+
+
+@pytest.mark.parametrize("command", [["demo"], ["graph-check"], ["tune", "some/model"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("release", "words"),
+    [
+        (None, "vLLM is not installed here; run `make setup`"),
+        ("0.31.2", "works with vLLM 0.32, and 0.31.2 is installed"),
+    ],
+)
+def test_commands_that_run_vllm_say_that_it_is_missing_or_another(
+    command: list[str],
+    release: str | None,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(versions, "installed_vllm", lambda: release)
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("jinja2", ["report", "run.json"]), ("rich", ["doctor"])],
+)
+def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list[str], tmp_path: Path) -> None:
+    """Both are required: where they are missing all the same, one line says so."""
+    (tmp_path / "run.json").write_text(json.dumps(records.run()))
+    code = (
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "from vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.doctor import examine\n"
+        "examine.probe = lambda pair: []\nsys.stdout.isatty = lambda: True\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"gaudi-spec {words[0]}: error: {missing} is not installed; run `make setup`, or pip install {missing}\n"
+    )
 
 
 # ---- completion ------------------------------------------------------------------------------------------

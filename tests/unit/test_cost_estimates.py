@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_gaudi_spec.emulator.cost import CARDS, EFFICIENCY, HOST_WAIT_SECONDS, LAUNCH_SECONDS
-from vllm_gaudi_spec.tuning.estimates import Outline, estimate
+from vllm_gaudi_spec.tuning.estimates import Outline, estimate, tensor_sizes
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 32, 2, 4, 2
 
@@ -90,3 +90,13 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
         estimate(folder, "ngram", None, 1, 1, 50, "gaudi2")
     with pytest.raises(ValueError, match="gaudi4"):
         estimate(model(tmp_path / "other"), "ngram", None, 1, 1, 50, "gaudi4")
+
+
+@pytest.mark.parametrize(
+    "begins", [b"", b"{}", (1 << 40).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"[" * 9]
+)
+def test_a_damaged_file(tmp_path: Path, begins: bytes) -> None:
+    """Nothing is read that is not there, however long its header says that it is."""
+    (tmp_path / "model.safetensors").write_bytes(begins)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
+        tensor_sizes(tmp_path)

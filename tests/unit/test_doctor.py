@@ -116,7 +116,7 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     assert "tokens in common" in of(found, "vocabulary")[0][1]
     (memory,) = of(found, "memory")
     assert "GiB for weights" in memory[1]
-    assert "the drafter's slab" in memory[1]
+    assert "GiB for the drafter's KV: sequences x 256 tokens (universal_slab)" in memory[1]
     assert "requests of 512 at a time" in memory[1]
 
 
@@ -373,6 +373,16 @@ def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found in (versions.wrong_vllm() or "")
 
 
+def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and says nothing of its release: so it is loaded, and commands that run vLLM go on."""
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    assert versions.installed_vllm() == "unknown"
+    assert versions.vllm_mistake() is None
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    assert versions.installed_vllm() is None
+    assert (versions.vllm_mistake() or "").startswith("vLLM is not installed here; run `make setup`")
+
+
 def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     status, found = here(capsys)
@@ -470,6 +480,56 @@ def tool(folder: Path, name: str, says: str, status: int = 0) -> None:
     script = folder / name
     script.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\nexit {status}\n")
     script.chmod(0o755)
+
+
+def table(*lines: str) -> str:
+    """As the tools draw it."""
+    return "\n".join(["+" + "-" * 78 + "+", *(f"| {line:<76} |" for line in lines), "|" + "=" * 78 + "|"])
+
+
+CARDS = "AIP  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC"
+CHIPS = "NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)"
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "version"),
+    [
+        # As in documentation and issues of optimum-habana, OPEA's Enterprise Inference and PyTorch Lightning.
+        (
+            "hl-smi",
+            table("HL-SMI Version:   hl-1.18.0-fw-53.1.1.1", "Driver Version:   1.18.0-ee698fb", CARDS),
+            "1.18.0-ee698fb",
+        ),
+        (
+            "hl-smi",
+            table(
+                "HL-SMI Version:                              hl-1.20.0-fw-58.1.1.1",
+                "Driver Version:                                     1.20.0-bd87f71",
+                "Nic Driver Version:                                 1.20.0-e4fe12d",
+                CARDS,
+            ),
+            "1.20.0-bd87f71",
+        ),
+        (
+            "hl-smi",
+            table("HL-SMI Version:  hl-1.4.1-rc-fw-35.0.2.0", "Driver Version:  1.4.0-d8f95f4", CARDS),
+            "1.4.0-d8f95f4",
+        ),
+        # As in issues of vllm-ascend, and in samples of Ascend's ModelZoo, where tool and driver are of two releases.
+        ("npu-smi", table("npu-smi 24.1.rc3.7               Version: 24.1.rc3.7", CHIPS), "24.1.rc3.7"),
+        ("npu-smi", table("npu-smi 26.0.rc2                            Version: 26.0.rc2", CHIPS), "26.0.rc2"),
+        ("npu-smi", table("npu-smi 22.0.0                       Version:22.0.2", CHIPS), "22.0.2"),
+        ("npu-smi", table("no device"), None),
+    ],
+)
+def test_what_tools_print(
+    name: str, says: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(tmp_path, name, says)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    (found,) = machine.driver_findings()
+    assert found.text == f"{name}: {version or 'its version is not in what it prints'}"
 
 
 def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

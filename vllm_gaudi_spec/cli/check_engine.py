@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.cli import counting, make_parser, output, summary, workload
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.one_line import in_one_line
@@ -39,11 +40,11 @@ def checked(options: argparse.Namespace) -> int:
         if options.verbose:
             raise
         return output.fail("graph-check", _explained(error), output.PROBLEMS)
-    if options.json != output.STDOUT:
+    if options.json != output_files.STDOUT:
         print(summary.table(result))
         print()
         print(summary.verdict(result), flush=True)
-    output.write_json(result, options.json)
+    output_files.write_json(result, options.json)
     return 1 if result["findings"] else 0
 
 

@@ -106,7 +106,12 @@ def _is_open(option: _Option) -> bool:
 
 
 def _zsh(commands: list[_Command]) -> str:
-    return "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(commands)
+    lines = (
+        # Where nothing loaded the shell's own completion yet; -i passes over folders of others, and asks nothing.
+        "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }",
+        "autoload -Uz bashcompinit && bashcompinit",
+    )
+    return "".join(f"{line}\n" for line in lines) + _bash(commands)
 
 
 def _fish(commands: list[_Command]) -> str:

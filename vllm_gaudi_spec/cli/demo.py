@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.cli.output import become, fail, json_mistake, model_mistake, python, unless_set
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.cli.output import become, fail, model_mistake, python, unless_set
 from vllm_gaudi_spec.comparison import options as comparison
 from vllm_gaudi_spec.comparison.tasks import COMPARE, tasks_of
 
@@ -48,11 +48,18 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Options are checked before anything heavy is loaded."""
     options.tasks = tasks_of(options)
     mistake = comparison.contradiction_in(options) or model_mistake(options.model, options.draft_model)
-    if mistake is None and options.json != DEFAULTS["json"]:
-        mistake = json_mistake(options.json)
-    if mistake is None and find_spec("vllm") is None:
-        mistake = "vLLM is not installed here; run `make setup`, or ask `gaudi-spec doctor`"
+    mistake = mistake or versions.vllm_mistake() or make_folder(options) or comparison.file_mistake(options)
     return fail("demo", mistake) if mistake else become(command(options, arguments))
+
+
+def make_folder(options: argparse.Namespace) -> str | None:
+    """That of our own choice; others have to be there."""
+    if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
+        try:
+            FOLDER.mkdir(exist_ok=True)
+        except OSError as error:
+            return f"the folder {FOLDER} can not be made here: {error.strerror}; give --json FILE and --report FILE"
+    return None
 
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:

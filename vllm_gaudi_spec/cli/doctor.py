@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_gaudi_spec import terminal
+from vllm_gaudi_spec import output_files, terminal
 from vllm_gaudi_spec.argument_types import json_object, positive
-from vllm_gaudi_spec.cli.output import FINE, PROBLEMS, STDOUT, add_json, fail, json_mistake, model_mistake, write_json
+from vllm_gaudi_spec.cli.output import FINE, PROBLEMS, fail, model_mistake
 from vllm_gaudi_spec.config import METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
 
 DESCRIPTION = """\
@@ -44,19 +44,19 @@ def add_to(commands: Any) -> None:
     add("--max-num-seqs", type=positive, metavar="N", help="as you mean to serve")
     add("--tensor-parallel-size", type=positive, metavar="N", help="as you mean to serve")
     add("--dtype", help="as you mean to serve")
-    add_json(parser, "everything that was found")
+    output_files.add_json(add, "everything that was found")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if mistake := contradiction_in(options) or json_mistake(options.json):
+    if mistake := contradiction_in(options) or output_files.mistake("--json", options.json):
         return fail("doctor", mistake)
     from vllm_gaudi_spec.doctor.examine import examine
 
     missing = model_mistake(options.model, options.draft, (options.speculative_config or {}).get("model"))
     found = examine(pair(options), missing)
-    if options.json != STDOUT:
+    if options.json != output_files.STDOUT:
         show(found)
-    write_json(found, options.json)
+    output_files.write_json(found, options.json)
     return PROBLEMS if found["problems"] else FINE
 
 

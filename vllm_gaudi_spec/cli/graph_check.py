@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
+from vllm_gaudi_spec import output_files, versions
 from vllm_gaudi_spec.argument_types import at_least, json_object, positive
 from vllm_gaudi_spec.backends import missing_software
-from vllm_gaudi_spec.cli.output import add_json, become, fail, json_mistake, model_mistake, python
+from vllm_gaudi_spec.cli.output import become, fail, model_mistake, python
 
 DESCRIPTION = """\
 Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
@@ -56,7 +56,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
     )
-    add_json(parser, "everything that was counted")
+    output_files.add_json(add, "everything that was counted")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")
 
 
@@ -69,16 +69,14 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def mistake_in(options: argparse.Namespace) -> str | None:
     drafter = (options.speculative_config or {}).get("model")
-    if mistake := model_mistake(options.model, drafter) or json_mistake(options.json):
+    if mistake := model_mistake(options.model, drafter) or output_files.mistake("--json", options.json):
         return mistake
     device = options.device
     if (software := missing_software(device)) is not None:
         return (
             f"--device {device} needs the vendor's image with {software} in it; take {device}-emulated without a card"
         )
-    if find_spec("vllm") is None:
-        return "vLLM is not installed here; run `make setup`, or use the Python of an environment that has it"
-    return None
+    return versions.vllm_mistake()
 
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:

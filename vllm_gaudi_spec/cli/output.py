@@ -1,48 +1,19 @@
-"""What all commands have in common: JSON where it is asked for, errors in one line, an environment to run in."""
+"""What all commands have in common: errors in one line, exit statuses, an environment to run in."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from vllm_gaudi_spec.environment import environment_value
+from vllm_gaudi_spec.output_files import NotWritten
 from vllm_gaudi_spec.terminal import until_nobody_reads
 
-STDOUT = "-"
 FINE, PROBLEMS, USAGE = 0, 1, 2
 """Exit statuses."""
-
-
-def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help=f"write {what} to FILE; without FILE, or with -, print it in place of everything else",
-    )
-
-
-def json_mistake(where: str | None) -> str | None:
-    if where in (None, STDOUT):
-        return None
-    file = Path(str(where)).absolute()
-    if not file.parent.is_dir():
-        return f"there is no folder {file.parent} for --json; make it first"
-    if file.is_dir():
-        return f"--json {where} is a folder; name a file"
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        return f"--json {where} can not be written; name another file"
-    return None
-
-
-class NotWritten(Exception):
-    """The message says why."""
 
 
 def guarded(command: str, work: Callable[[], int]) -> int:
@@ -51,18 +22,13 @@ def guarded(command: str, work: Callable[[], int]) -> int:
         return until_nobody_reads(work)
     except NotWritten as error:
         return fail(command, str(error), PROBLEMS)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("vllm_gaudi_spec"):
+            raise  # our own mistake
+        package = error.name.partition(".")[0]
+        return fail(command, f"{package} is not installed; run `make setup`, or pip install {package}", PROBLEMS)
     except KeyboardInterrupt:
         return fail(command, "interrupted", 130)
-
-
-def write_json(value: Any, where: str | None) -> None:
-    if where == STDOUT:
-        print(json.dumps(value, indent=2), flush=True)
-    elif where is not None:
-        try:
-            Path(where).write_text(json.dumps(value, indent=2) + "\n")
-        except OSError as error:
-            raise NotWritten(f"--json {where} can not be written: {error.strerror or error}") from None
 
 
 def fail(command: str, message: str, status: int = USAGE) -> int:

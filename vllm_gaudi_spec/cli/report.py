@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.cli.output import FINE, STDOUT, add_json, fail, json_mistake, write_json
+from vllm_gaudi_spec import output_files
+from vllm_gaudi_spec.cli.output import FINE, fail
+from vllm_gaudi_spec.output_files import STDOUT
 
 DESCRIPTION = """\
 Write one page of what runs recorded (`gaudi-spec demo --json RUN.json`): speeds against no speculation, how far drafts
@@ -29,17 +31,15 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
     )
-    add_json(parser, "the figures of the page")
+    output_files.add_json(parser.add_argument, "the figures of the page")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from vllm_gaudi_spec.report import page, record
 
-    folder = options.output.absolute().parent
-    if not folder.is_dir():
-        return fail("report", f"there is no folder {folder} for --output; make it first")
-    if mistake := json_mistake(options.json):
-        return fail("report", mistake)
+    for option, file in (("--output", options.output), ("--json", options.json)):
+        if mistake := output_files.mistake(option, file):
+            return fail("report", mistake)
     # `--json A.json B.json` takes A.json for the file to write, and for no run.
     if options.json not in (None, STDOUT) and record.is_record(options.json):
         return fail(
@@ -52,7 +52,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         page.write(runs, options.output)
     except (record.RecordError, OSError) as error:
         return fail("report", str(error))
-    write_json(page.summary(runs), options.json)
+    output_files.write_json(page.summary(runs), options.json)
     if options.json != STDOUT:
         print(f"report: {options.output.absolute()}")
     return FINE

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec import output_files, versions
 from vllm_gaudi_spec.argument_types import json_object, positive
-from vllm_gaudi_spec.cli.output import add_json, fail, json_mistake, model_mistake
+from vllm_gaudi_spec.cli.output import fail, model_mistake
 from vllm_gaudi_spec.config import MAX_DRAFTS
 from vllm_gaudi_spec.tuning.drafters import Drafter
 
@@ -60,14 +61,14 @@ def add_to(commands: Any) -> None:
         help='more options of LLM(...), as {"dtype": "float32"}',
     )
     add("--out", type=Path, default=Path(".calibration/speculation"), metavar="FOLDER")
-    add_json(parser, "the choice")
+    output_files.add_json(add, "the choice")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if mistake := contradiction_in(options) or json_mistake(options.json):
+    if mistake := contradiction_in(options) or output_files.mistake("--json", options.json):
         return fail("tune", mistake)
     models = [options.model, *(drafter.config.get("model") for drafter in options.draft)]
-    if mistake := model_mistake(*models):
+    if mistake := model_mistake(*models) or versions.vllm_mistake():
         return fail("tune", mistake)
     from vllm_gaudi_spec.tuning.choose import main
 

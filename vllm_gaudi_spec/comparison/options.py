@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.argument_types import positive
 from vllm_gaudi_spec.comparison.tasks import COMPARE, COMPARED, DRAFTING, RULES, TASKS, demo_targets, draft_model
 
@@ -55,13 +56,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--enforce_eager", action="store_true")
     add("--num_warmups", type=int, default=1, help="short runs before the measured one")
     add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the record of the run to FILE; without FILE, or with -, print it in place of tables",
-    )
+    output_files.add_json(add, "the record of the run")
     add("--report", type=Path, metavar="FILE", help="write the run as a page to be opened in a browser")
     add(
         "--do_profile",
@@ -111,3 +106,7 @@ def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
     if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
         return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"
     return None
+
+
+def file_mistake(options: argparse.Namespace) -> str | None:
+    return output_files.mistake("--json", options.json) or output_files.mistake("--report", options.report)

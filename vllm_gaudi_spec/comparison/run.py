@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.backends import describe_device, refuse_unknown_device
 from vllm_gaudi_spec.comparison import options as command_line
 from vllm_gaudi_spec.comparison.console import show, show_several
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.comparison.measure import Run, Setup
 
 OTHER_PROMPTS = 8
-_STDOUT = "-"
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -50,8 +49,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.add_to(parser)
     options = parser.parse_args(arguments)
     options.tasks = tasks_of(options)
-    if contradiction := command_line.contradiction_in(options):
-        parser.error(contradiction)
+    if mistake := command_line.contradiction_in(options) or command_line.file_mistake(options):
+        parser.error(mistake)
     return options
 
 
@@ -65,7 +64,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self.options, self.command = options, command
         # What is printed of a run in words makes room for a record on stdout.
-        self.words = sys.stderr if options.json == _STDOUT else sys.stdout
+        self.words = sys.stderr if options.json == output_files.STDOUT else sys.stdout
         self.environment = record.environment()
         refuse_unknown_device()
         self.device = describe_device()
@@ -156,10 +155,7 @@ class Comparison:
             settings={name: getattr(setup, name) for name in ("model", "dtype", *setup.OPTIONS)},
             tasks=reports,
         )
-        if options.json == _STDOUT:
-            print(json.dumps(made, indent=2), flush=True)
-        elif options.json:
-            Path(options.json).write_text(json.dumps(made, indent=2) + "\n")
+        output_files.write_json(made, options.json)
         if options.report:
             page.write([page.Run(options.json or "this run", made)], options.report)
             self.say(f"report: {options.report.absolute()}")
@@ -215,9 +211,6 @@ def check_what_is_there(options: argparse.Namespace) -> None:
             raise ValueError(f"there is no model folder {model}; give a folder or a Hugging Face id")
     if options.accuracy_rate is not None and importlib.util.find_spec("lm_eval") is None:
         raise ValueError("--accuracy_rate needs lm-eval: pip install lm-eval, or leave it out")
-    for file in (options.json, options.report):
-        if file and file != _STDOUT:
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 
 def fixed_prompts(options: argparse.Namespace) -> list[str]:

@@ -22,9 +22,10 @@ class _Tool(NamedTuple):
     """Where the driver's version stands in what the tool prints."""
 
 
+# hl-smi names the network's driver, "Nic Driver Version", behind the card's; npu-smi has its own version in front.
 _TOOLS = {
-    "hl-smi": _Tool(("hl-smi",), r"Driver Version:\s*([\w.-]+)"),
-    "npu-smi": _Tool(("npu-smi", "info"), r"Version:\s*([\w.-]+)"),
+    "hl-smi": _Tool(("hl-smi",), r"^\|\s*Driver Version:\s*([\w.-]+)"),
+    "npu-smi": _Tool(("npu-smi", "info"), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
     "nvidia-smi": _Tool(("nvidia-smi",), r"Driver Version:\s*([\w.-]+)"),
 }
 
@@ -103,7 +104,7 @@ def driver_findings() -> Iterator[Finding]:
             said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
             yield Finding(WARNING, "driver", f"{name} fails: {said}", "load the driver again, or reboot")
             continue
-        found = re.search(tool.driver, done.stdout)
+        found = re.search(tool.driver, done.stdout, re.MULTILINE)
         yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")
         if name == "hl-smi" and found:
             yield from _beside_the_bridge(found[1])

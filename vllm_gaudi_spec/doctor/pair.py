@@ -17,7 +17,7 @@ from vllm_gaudi_spec.proposers.universal.coverage import ENOUGH
 from vllm_gaudi_spec.proposers.universal.pairs import Pair, same_tokens
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files
-from vllm_gaudi_spec.runner.draft_choice import NO_ROOM_FOR_KV, DraftLaws
+from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
 from vllm_gaudi_spec.tuning.builtin_prompts import PROMPTS
 from vllm_gaudi_spec.tuning.estimates import tensor_sizes
 
@@ -127,7 +127,7 @@ def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterato
     a_token = _kv_bytes(model, vllm_config)
     if drafter is not None and speculation is not None and not speculation.retokenizes:
         a_token += _kv_bytes(drafter, vllm_config)
-    told = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items() if size)
+    told = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
     cache = _room_for_kv(vllm_config, weights, sum(drafting.values()))
     if cache is None:
         yield Finding(NOTE, "memory", f"{told}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
@@ -171,11 +171,9 @@ def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter:
     if speculation is None or drafter is None:
         return {}
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
-    laws = 4
-    for length in DraftLaws.shape(speculation, rows, vocabulary):
-        laws *= length
-    slab = rows * speculation.universal_slab * _kv_bytes(drafter, vllm_config) if speculation.retokenizes else 0
-    return {"the laws of drafts": laws, "the drafter's slab": slab}
+    size = vllm_config.cache_config.block_size
+    slab_block = KVBlock(size, size * _kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
+    return drafting_bytes(speculation, rows, vocabulary, slab_block)
 
 
 def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:

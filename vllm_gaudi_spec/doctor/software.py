@@ -12,7 +12,7 @@ from vllm_gaudi_spec.environment import environment_value, requested_device, vll
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 
 _PYTHONS = ((3, 11), (3, 12))
-_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2")
 _OF_CARDS = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
 _PLATFORMS = "vllm.platform_plugins"
 _PROCESSORS = "vllm.logits_processors"

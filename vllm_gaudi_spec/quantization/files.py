@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.cached_files import stays_inside
 from vllm_gaudi_spec.quantization.pickles import foreign_calls
 
@@ -305,19 +304,9 @@ def _encode(node: Node, encode: Any) -> dict[str, Any]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a file beside its name and renames it, so that nobody ever sees half of it."""
+    """In a folder that is made where it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(scratch, 0o644)
-            os.replace(scratch, path)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+        output_files.replace(path, content)
     except OSError as error:
         raise QuantFilesError(f"{path} can not be written: {error.strerror}") from None

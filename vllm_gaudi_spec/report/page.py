@@ -14,6 +14,8 @@ from importlib.resources import files
 from pathlib import Path, PurePath
 from typing import Any
 
+from vllm_gaudi_spec import output_files
+
 BASELINE = "baseline"
 # Faster by less than what two measurements differ by is not called faster.
 _A_GAIN = 1.02
@@ -27,7 +29,7 @@ class Run:
 
 def write(runs: Sequence[Run], path: Path) -> None:
     # A model may say half of a pair of surrogates, which no file can hold.
-    path.write_bytes(render(runs).encode("utf-8", "replace"))
+    output_files.write("the page", path, render(runs).encode("utf-8", "replace"))
 
 
 def render(runs: Sequence[Run]) -> str:

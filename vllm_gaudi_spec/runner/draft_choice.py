@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vllm_gaudi_spec.proposers.base import DraftRequest
+from vllm_gaudi_spec.runner.drafting_memory import laws_shape
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import restrict
 from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.sample.rules import Rules
 
-NO_ROOM_FOR_KV = (
-    "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
-    "--speculative-config or universal_slab in additional_config.gaudi_spec."
-)
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
 
 
@@ -83,15 +80,10 @@ class DraftChoice:
 class DraftLaws:
     """The law of each draft that waits to be verified, by row; nothing where no rule looks at laws."""
 
-    @staticmethod
-    def shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
-        """float32; zero rows where no law is kept."""
-        return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
-
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
-        shape = self.shape(speculation, max_rows, vocab_size)
+        shape = laws_shape(speculation, max_rows, vocab_size)
         self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:

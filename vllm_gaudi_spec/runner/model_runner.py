@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -18,8 +17,8 @@ from vllm_gaudi_spec.runner.adapters import Adapters
 from vllm_gaudi_spec.runner.batch import Batch, Planned, Rows, build_inputs, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
-from vllm_gaudi_spec.runner.draft_choice import DraftLaws
 from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
+from vllm_gaudi_spec.runner.drafting_memory import drafting_bytes
 from vllm_gaudi_spec.runner.in_step import InStep
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
@@ -32,7 +31,7 @@ from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.slab import Slab
+from vllm_gaudi_spec.runner.slab import block_of
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 
@@ -98,17 +97,8 @@ class ModelRunner:
         given = self.speculation
         if self.drafter is None or given is None:
             return {}
-        laws = 4 * math.prod(DraftLaws.shape(given, self.max_rows, self.vllm_config.model_config.get_vocab_size()))
-        slab = (
-            Slab.num_bytes(self.drafter.kv_cache_spec(), self.max_rows, given.universal_slab)
-            if given.retokenizes
-            else 0
-        )
-        parts = {
-            "the float32 laws of drafts: sequences x drafts x vocabulary": laws,
-            f"the drafter's KV: sequences x {given.universal_slab} tokens (universal_slab)": slab,
-        }
-        return {name: size for name, size in parts.items() if size}
+        slab_block = block_of(self.drafter.kv_cache_spec()) if given.retokenizes else None
+        return drafting_bytes(given, self.max_rows, self.vllm_config.model_config.get_vocab_size(), slab_block)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGrou
 from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.runner.drafting_memory import KVBlock, slab_blocks
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 
 if TYPE_CHECKING:
@@ -24,28 +25,23 @@ if TYPE_CHECKING:
 
 
 class Slab:
-    @staticmethod
-    def num_bytes(specs: dict[str, KVCacheSpec], num_rows: int, length: int) -> int:
-        num_blocks = _num_blocks(num_rows, length, _block_size(specs))
-        return num_blocks * sum(spec.page_size_bytes for spec in specs.values())
-
     def __init__(
         self, model: LoadedModel, backend: DeviceBackend, num_rows: int, length: int, max_context: int
     ) -> None:
         """`length` tokens a row; tables are as wide as `max_context`, where padding may point to."""
         specs = model.kv_cache_spec()
         self.length = length
-        self._size = _block_size(specs)
+        self._size, block_bytes = block_of(specs)
         self._backend = backend
-        num_blocks = _num_blocks(num_rows, length, self._size)
-        self._allocate(model, specs, num_blocks)
+        num_blocks = slab_blocks(num_rows, length, self._size)
+        self._allocate(model, specs, num_blocks, block_bytes)
         width = -(-length // self._size)
         self._table_np = np.zeros((num_rows + 1, -(-max_context // self._size)), dtype=np.int32)
         # Block 0 is the pad block, and the last row belongs to nobody.
         self._table_np[:num_rows, :width] = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
 
-    def _allocate(self, model: LoadedModel, specs: dict[str, KVCacheSpec], num_blocks: int) -> None:
-        total, tensors = num_blocks * sum(spec.page_size_bytes for spec in specs.values()), []
+    def _allocate(self, model: LoadedModel, specs: dict[str, KVCacheSpec], num_blocks: int, block_bytes: int) -> None:
+        total, tensors = num_blocks * block_bytes, []
         offset = 0
         for name, spec in specs.items():
             page = spec.page_size_bytes
@@ -66,8 +62,8 @@ class Slab:
         return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
 
 
-def _num_blocks(num_rows: int, length: int, size: int) -> int:
-    return 1 + num_rows * -(-length // size)
+def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:
+    return KVBlock(_block_size(specs), sum(spec.page_size_bytes for spec in specs.values()))
 
 
 def _block_size(specs: dict[str, KVCacheSpec]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.environment import quant_config_path
@@ -22,6 +22,7 @@ from vllm_gaudi_spec.tuning.cases import Cases
 from vllm_gaudi_spec.tuning.choice import Candidate
 from vllm_gaudi_spec.tuning.costs import StepCost
 from vllm_gaudi_spec.tuning.drafters import Drafter
+from vllm_gaudi_spec.tuning.folder import write_json
 from vllm_gaudi_spec.tuning.prompts import load_prompts
 from vllm_gaudi_spec.tuning.steps import exit_status
 
@@ -168,15 +169,12 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
         else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
     answer = {"model": options.model, "costs": costs, **found.as_json(options.model)}
-    written = json.dumps(answer, indent=2) + "\n"
     drawn = chart.draw(found, f"How far to speculate: {options.model}", costs)
-    files.replace(options.out / "choice.json", written.encode())
+    write_json(options.out / "choice.json", answer)
     files.replace(options.out / "choice.svg", drawn.encode())
-    if options.json == "-":
-        print(written, end="", flush=True)
+    output_files.write_json(answer, options.json)
+    if options.json == output_files.STDOUT:
         return
-    if options.json:
-        files.replace(Path(options.json), written.encode())
     print(f"\n{choice.tables(found)}\n\n{costs}\n\n{choice.verdict(found, options.model)}")
     print(f"\nwritten to {options.out}: choice.json, choice.svg", flush=True)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.output_files import as_json
 from vllm_gaudi_spec.quantization.files import QuantFilesError, replace, worlds
 
 TARGET, DRAFT = "target", "draft"
@@ -77,7 +78,7 @@ class Folder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    replace(path, (json.dumps(content, indent=2) + "\n").encode())
+    replace(path, as_json(content))
 
 
 def read_json(path: Path) -> dict[str, Any]:

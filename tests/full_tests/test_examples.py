@@ -1,0 +1,104 @@
+"""The examples, run as their README says, with tiny models."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.full_tests.server import Server, end_with_parent, free_port
+from tests.unit.processes import ROOT
+
+EXAMPLES = ROOT / "examples"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def example(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    return subprocess.run(
+        words,
+        env=inherited | environment,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=end_with_parent,
+    )
+
+
+def python(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return example(sys.executable, str(EXAMPLES / name), *options)
+
+
+def test_offline(looping_llama: str) -> None:
+    done = python("offline.py", "--model", looping_llama, "--speculative-config", json.dumps(NGRAM))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("'The capital of France is'") == 1
+    found = re.fullmatch(r"(\d+) tokens; (\d+) were drafted, (\d+) of them accepted", done.stdout.splitlines()[-1])
+    assert found is not None, done.stdout
+    tokens, drafted, accepted = map(int, found.groups())
+    assert 0 < accepted <= drafted
+    assert accepted < tokens <= 3 * 48
+
+
+@pytest.mark.slow
+def test_offline_as_it_stands(demo_model: str) -> None:
+    done = python("offline.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Paris" in done.stdout
+
+
+def test_stream(server: Server) -> None:
+    before = server.metric("vllm:generation_tokens_total")
+    url = f"http://127.0.0.1:{server.port}/v1"
+    done = python("stream.py", "Why is the sky blue?", "--url", url, "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.fullmatch(r"(\d+) tokens in [\d.]+ s, the first after [\d.]+ s", done.stdout.splitlines()[-1])
+    assert found is not None, done.stdout
+    assert int(found[1]) == server.metric("vllm:generation_tokens_total") - before > 0
+    assert len(done.stdout.split("\n\n")[0]) > 0
+
+
+def test_stream_without_a_server() -> None:
+    done = python("stream.py", "--url", f"http://127.0.0.1:{free_port()}/v1")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("start one with `make serve`, or give --url")
+
+
+SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "2")
+
+
+@pytest.mark.slow
+def test_bench(looping_llama: str, tmp_path: Path) -> None:
+    """Both servers come and go, and the ratio is that of the two speeds that the benchmark wrote."""
+    options = {"MODEL": looping_llama, "SPECULATION": json.dumps(NGRAM), "PORT": str(free_port())}
+    sizes = {"REQUESTS": "4", "TOKENS": "32", "WORK": str(tmp_path)}
+    done = example(str(EXAMPLES / "bench.sh"), *SMALL, **options, **sizes)
+    assert done.returncode == 0, done.stderr
+    plain, drafted = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "speculating"))
+    assert plain["completed"] == drafted["completed"] == 4
+    assert plain["total_output_tokens"] == drafted["total_output_tokens"] == 4 * 32
+    assert "spec_decode_acceptance_length" not in plain
+    assert drafted["spec_decode_acceptance_length"] > 1
+    ratio = drafted["output_throughput"] / plain["output_throughput"]
+    assert done.stdout.splitlines()[-1].split() == ["ratio", f"{ratio:.2f}"]
+
+
+@pytest.mark.slow
+def test_bench_with_a_model_that_is_not_there(tmp_path: Path) -> None:
+    done = example(str(EXAMPLES / "bench.sh"), MODEL="/no/such", PORT=str(free_port()), WORK=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the server ended: ")
+
+
+def test_bench_where_something_answers(server: Server, looping_llama: str, tmp_path: Path) -> None:
+    """It measures no other server."""
+    done = example(str(EXAMPLES / "bench.sh"), MODEL=looping_llama, PORT=str(server.port), WORK=str(tmp_path))
+    assert done.returncode == 1
+    assert "answers at http://127.0.0.1" in done.stderr
+    assert not list(tmp_path.glob("*.log"))

@@ -1,0 +1,73 @@
+"""The newcomer's path by the commands in README.md: a fresh clone, an empty cache, nothing of ours around it."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.first_steps import commands
+from tests.full_tests.server import end_with_parent, free_port
+from tests.unit.processes import ROOT
+
+# What this test run brings and a newcomer does not.
+OURS = ("PYTHONPATH", "LD_PRELOAD", "KMP_BLOCKTIME", "HF_HUB_OFFLINE", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL")
+SECONDS = 1500
+
+
+def newcomer(cache: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "VGS_", "PYTEST"))}
+    return {name: value for name, value in inherited.items() if name not in OURS} | {"XDG_CACHE_HOME": str(cache)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_path(tmp_path: Path) -> None:
+    clone, demo, show, serve, ask = commands()
+    environment = newcomer(tmp_path / "cache")
+
+    def run(command: str, folder: Path) -> str:
+        done = subprocess.run(
+            ["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+    run(clone.replace("REPOSITORY", shlex.quote(str(ROOT))), tmp_path)
+    checkout = tmp_path / "vllm-gaudi-spec"
+    said = run(demo, checkout)
+    page = checkout / shlex.split(show)[1]
+    assert said.splitlines()[-1] == f"report: {page}"
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+    port, log = free_port(), tmp_path / "serve.log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            ["bash", "-c", f"{serve} PORT={port}"],
+            cwd=checkout,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+    try:
+        until = time.monotonic() + 600
+        while "Application startup complete" not in log.read_text():
+            assert server.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < until, log.read_text()[-2000:]
+            time.sleep(0.5)
+        assert "Paris" in run(ask.replace(":8000/", f":{port}/"), checkout)
+        family = psutil.Process(server.pid).children(recursive=True)
+        os.killpg(server.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+        server.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
