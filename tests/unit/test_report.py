@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.records import DRAFTED, answer, run, task
 from vllm_gaudi_spec import cli
+from vllm_gaudi_spec.comparison.tasks import TASKS
 from vllm_gaudi_spec.report import page, record
 
 
@@ -235,3 +236,7 @@ def test_records_from_elsewhere(
     assert cli.main(["report", str(saved(tmp_path, run() | changes)), "-o", str(tmp_path / "page.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_each_task_is_explained() -> None:
+    assert set(page._WAYS) == set(TASKS)

@@ -19,6 +19,18 @@ from vllm_gaudi_spec import output_files
 BASELINE = "baseline"
 # Faster by less than what two measurements differ by is not called faster.
 _A_GAIN = 1.02
+# What somebody reads who hears of a task for the first time.
+_WAYS = {
+    BASELINE: "without drafts",
+    "ngram": "drafts what followed the same words before",
+    "suffix": "drafts the likeliest continuation of words seen before",
+    "draft_model": "a smaller model with the same tokens drafts",
+    "universal": "a smaller model with tokens of its own drafts",
+    "eagle": "a head on the model's inner states drafts",
+    "eagle3": "a head on the model's inner states drafts",
+    "medusa": "several heads draft at once",
+    "mtp": "a layer of the model itself drafts",
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
     verdicts, graphs = task["matches_baseline"], task["graphs"]
     return {
         "name": name,
+        "way": _WAYS.get(name, ""),
         "k": task["k"],
         "drafter": PurePath(task["draft_model"]).name if task["draft_model"] else "",
         "tokens_per_s": speed,
