@@ -155,8 +155,8 @@ def test_several_runs_are_compared() -> None:
     slow, fast = run(), run(task("baseline", 80.0, k=0), task("ngram", 200.0), device="hpu-emulated")
     text = rendered(slow, fast).text
     assert "2 runs" in text
-    assert "run1.json ngram drafter 60.0 tokens a second 1.50 ×" in text
-    assert "run2.json ngram drafter 200.0 tokens a second 2.50 ×" in text
+    assert "run1.json ngram drafts what followed the same words before drafter 60.0 tokens a second 1.50 ×" in text
+    assert "run2.json ngram drafts what followed the same words before drafter 200.0 tokens a second 2.50 ×" in text
     assert "target: ngram was 2.50 times as fast" in text
 
 
