@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from tests.unit.test_compat import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat, series
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler

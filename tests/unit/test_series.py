@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from tests.unit.test_compat import NUM_DRAFTS
+from tests.unit.schedulers import NUM_DRAFTS
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat, series
 from vllm_gaudi_spec.series import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
