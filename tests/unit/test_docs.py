@@ -52,7 +52,7 @@ def written(pattern: re.Pattern[str]) -> list[Any]:
 def test_speculative_configurations(text: str) -> None:
     """Names and values as vLLM's door reads them, widened by ours. What engines make of them, other tests run."""
     compat.widen_speculative_options()
-    config = json.loads(text.replace(", ...", ""))
+    config = json.loads(text)
     known = SpeculativeConfig.__dataclass_fields__
     for name, value in config.items():
         if name != "draft_model_config":
@@ -68,7 +68,7 @@ def test_options_of_ours(text: str) -> None:
 
 
 def test_configurations_are_found() -> None:
-    assert len(written(SPECULATIVE)) > 25
+    assert len(written(SPECULATIVE)) > 15
     assert len(written(ADDITIONAL)) > 2
     everywhere = "\n".join(page.read_text() for page in PAGES)
     for option, pattern in (("speculative", SPECULATIVE), ("additional", ADDITIONAL)):
