@@ -566,7 +566,7 @@ def test_verdicts() -> None:
     assert verdict([fine, warned, warned]) == "fine, with 2 warnings"
     wrong = Finding.refusal("models", "too long; leave out --this")
     assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
-    assert verdict([warned, wrong]) == "1 problem and 1 warning; first: leave out --this"
+    assert verdict([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
     assert Finding.refusal("models", "simply wrong").text == "simply wrong"
 
 
@@ -580,7 +580,7 @@ def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
     assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(backends.DEVICES).split()]
     assert "  VGS_DEVICE=tpu" in lines
-    assert lines[-1].startswith("verdict: 1 problem; first: use one of cpu, ")
+    assert lines[-1].startswith("verdict: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
 
 
 @pytest.mark.parametrize(

@@ -28,4 +28,4 @@ def verdict(findings: list[Finding]) -> str:
     if not counts[PROBLEM]:
         return f"fine, with {told}" if told else "fine"
     first = next(found for found in findings if found.severity == PROBLEM)
-    return f"{told}; first: {first.remedy or first.text}"
+    return f"{told}; first: {'; '.join(filter(None, (first.text, first.remedy)))}"

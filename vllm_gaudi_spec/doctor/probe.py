@@ -24,7 +24,7 @@ _STAGES = ("torch", "vLLM", "platform", "pair", "device")
 _REMEDIES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
     "vLLM": "install vLLM again (`make setup`), or use the vendor's image",
-    "platform": "see the lines above, and unset VLLM_PLUGINS and VGS_DEVICE if in doubt",
+    "platform": "see the lines above; with VLLM_PLUGINS=gaudi_spec vLLM takes this platform alone",
     "device": "see the lines above, or run with VGS_DEVICE=cpu",
     "pair": "run `vllm serve` with these options to see more",
 }
