@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,11 +128,11 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "mkstemp", refuse)
+        patched.setattr(Path, "open", refuse)
         with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     with monkeypatch.context() as patched:
-        patched.setattr(files.os, "replace", refuse)
+        patched.setattr("vllm_gaudi_spec.output_files.os.replace", refuse)
         with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
