@@ -50,6 +50,9 @@ class HostBackend:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
+    def compiled_after_warmup(self) -> int:
+        return 0
+
 
 class CapturingBackend(HostBackend):
     """As hard as the contract of `DeviceBackend.graph` allows: arguments of few kinds, one program for each set of
