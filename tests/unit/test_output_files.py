@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,10 +46,12 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     """As a shell's >(...), and /dev/null."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
         output_files.write("--json", pipe, b"heard")
-        assert reader.stdout is not None
-        assert reader.stdout.read() == b"heard"
+        assert os.read(reader, 100) == b"heard"
+    finally:
+        os.close(reader)
     assert pipe.is_fifo()
     assert output_files.mistake("--json", pipe) is None
     assert output_files.mistake("--json", "/dev/null") is None
