@@ -174,15 +174,20 @@ class CapturingPlatform(SpecPlatform):
     @classmethod
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
-        load_backend()  # the device's software, or what stands in for it
-        cls.norm_provider()
+        cls._norms()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
         from vllm.config.kernel import IrOpPriorityConfig
 
-        norms = [cls.norm_provider(), "native"]
+        norms = [cls._norms(), "native"]
         return IrOpPriorityConfig.with_default(["native"], rms_norm=norms, fused_add_rms_norm=norms)
+
+    @classmethod
+    def _norms(cls) -> str:
+        """A data-parallel engine asks before it has a worker."""
+        load_backend()  # the device's software, or what stands in for it
+        return cls.norm_provider()
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
