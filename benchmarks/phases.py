@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_gaudi_spec.runner import model_runner, report, schedule
+from vllm_gaudi_spec.runner import model_runner, report
 
 PHASES = (
     "apply",
@@ -75,7 +75,7 @@ def _places(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner, "sample_tokens", "rest"
     yield runner, "apply", "apply"
     yield model_runner, "plan_batches", "plan"
-    yield schedule, "make_batch", "build and upload"
+    yield model_runner, "make_batch", "build and upload"
     yield runner, "forward", "forward call"
     yield model_runner, "make_sample_batch", "prepare sampling"
     yield runner.sampling, "prepare", "prepare sampling"

@@ -27,7 +27,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import Planned, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.shapes import DECODE, Shape
 
 CHUNK = 256
@@ -124,7 +124,8 @@ class Steps:
         members = [runner.requests.by_id[name] for name in names]
         ends = [request.num_computed + queries for request in members]
         shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
-        batch = make_batch(runner.requests, shape, members, [queries] * len(members), [True] * len(members))
+        planned = Planned(shape, members, [queries] * len(members), [True] * len(members))
+        batch = make_batch(runner.requests, planned)
         return partial(runner._run_forward, shape.phase, queries, batch.uploaded)
 
     def finish(self, names: list[str], queries: int) -> Callable[[], Any]:
