@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.full_tests.engines import generate
+from tests.full_tests.engines import Job, data_parallel, generate
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.speculation import ngram, speculating
 from tests.full_tests.test_distributed import (
+    ACCOUNTS,
     EXPERTS,
     Said,
     Setup,
@@ -61,3 +62,13 @@ def test_experts_of_tensor_parallel_cards(family: str, looping: Callable[[str], 
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
     check(given, outputs, said, f"2 cards, experts of {family}", least_accepted=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek"])
+def test_experts_of_data_parallel_cards(family: str, looping: Callable[[str], str], said: Said) -> None:
+    """First with a card that has nothing to do but to take part; then with work of its own on each."""
+    given = Setup(looping(family), ngram(3) | dict(method="ngram_gpu"), FEW, {})
+    options = dict(speculative_config=given.drafter, **ACCOUNTS, **EXPERTS, **SIZES)
+    jobs = [Job(FEW.prompts, FEW.params, ranks) for ranks in ([0] * 6, [0, 1] * 3)]
+    for outputs, what in zip(data_parallel(given.target, jobs, **options), ("idle", "both"), strict=True):
+        check(given, outputs, said, f"2 cards, data parallel, experts of {family}, {what}", least_accepted=1)

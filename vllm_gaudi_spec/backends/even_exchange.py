@@ -30,3 +30,14 @@ class EvenExchange(DeviceCommunicatorBase):
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         assert sizes is None or len(set(sizes)) == 1
         return self.reduce_scatter(input_, dim)
+
+    # vLLM's class for devices in general leaves tokens where they are.
+
+    def dispatch_router_logits(self, *tensors: Any, **named: Any) -> Any:
+        return self.all2all_manager.dispatch_router_logits(*tensors, **named)
+
+    def dispatch(self, *tensors: Any, **named: Any) -> Any:
+        return self.all2all_manager.dispatch(*tensors, **named)
+
+    def combine(self, *tensors: Any, **named: Any) -> Any:
+        return self.all2all_manager.combine(*tensors, **named)

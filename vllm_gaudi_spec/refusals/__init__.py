@@ -24,12 +24,11 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for refusals in (pickle_refusals, model_refusals, feature_refusals, speculation_refusals):
+    for refusals in (pickle_refusals, model_refusals, feature_refusals, speculation_refusals, expert_refusals):
         for reason in refusals(vllm_config):
             raise UnsupportedConfigError(reason)
     for of_device in (
         damage_refusals,
-        expert_refusals,
         format_refusals,
         weight_refusals,
         quantization_refusals,

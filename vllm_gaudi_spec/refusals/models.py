@@ -10,8 +10,6 @@ from vllm_gaudi_spec.config import WEIGHTLESS_METHODS, ranks_in_step
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
-
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
@@ -36,7 +34,7 @@ def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
-def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+def expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     """Of models with experts that data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
@@ -44,11 +42,6 @@ def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     name = vllm_config.model_config.model
     if not parallel.enable_expert_parallel:
         yield f"{name} has experts, which data-parallel ranks have to share; add --enable-expert-parallel."
-    if backend.captures:
-        yield (
-            f"{name} has experts, and such models run data parallel on the CPU only, not on {backend.name}; use "
-            "--tensor-parallel-size with --enable-expert-parallel in place of --data-parallel-size."
-        )
     if parallel.all2all_backend != _ALL2ALL:
         yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
     given = vllm_config.speculative_config
