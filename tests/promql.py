@@ -18,6 +18,8 @@ KNOWN = OVER_TIME | {"sum", "max", "by", "on", "group_left", "histogram_quantile
 SELECTOR = re.compile(r"(?:(\w+)\s*\(\s*)?([a-z]+:\w+)\{([^}]*)\}(\[[^\]]+\])?")
 MATCHER = re.compile(r'^(\w+)(=~|!~|!=|=)"([^"]*)"$')
 WINDOW = re.compile(r"^\[(\d+[smhd]|\$__rate_interval)\]$")
+# Labels that Prometheus adds to what it reads.
+ADDED = {"instance", "job"}
 # Letters with anything but a dot or a digit before them; numbers are no names.
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
@@ -108,7 +110,7 @@ def check(expression: str, families: Iterable[Metric], *, is_number: bool = Fals
 def _check_use(use: Use, families: list[Metric], is_number: bool) -> None:
     found = [(family, sample) for family in families for sample in family.samples if sample.name == use.name]
     assert found, f"no series {use.name}"
-    labels = {label for _, sample in found for label in sample.labels}
+    labels = ADDED | {label for _, sample in found for label in sample.labels}
     assert use.labels <= labels, f"{use.name} has no label {use.labels - labels}"
     kind = found[0][0].type
     if kind == "gauge":

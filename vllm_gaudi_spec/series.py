@@ -55,8 +55,9 @@ DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
     HOST_READS: Series(
-        "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps is the number of "
-        "reads per step: 1 at most; universal_match slem makes a second.",
+        "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number "
+        "of reads per step: 1 at most; universal_match slem needs a second, so does a grammar with retokenize, and "
+        "prompt log-probabilities one for every 64 tokens.",
         speculative=False,
     ),
     COMPILED: Series(

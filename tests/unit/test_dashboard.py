@@ -24,9 +24,10 @@ def rows_of_page() -> list[list[str]]:
 def test_every_series_of_ours_is_shown_and_explained() -> None:
     shown = {use.name for panel in panels() for expression in panel.expressions for use in uses(expression)}
     table = {cells[0].strip("`"): cells[1:] for cells in rows_of_page() if cells[0].startswith("`vllm:")}
-    assert set(table) == set(SERIES)
-    for name, series in SERIES.items():
-        assert (name if series.is_gauge else f"{name}_total") in shown
+    exported = {name if series.is_gauge else f"{name}_total": series for name, series in SERIES.items()}
+    assert set(table) == set(exported)
+    for name, series in exported.items():
+        assert name in shown
         label, kind, meaning, _ = table[name]
         assert label.strip("`") == series.label
         assert kind == ("gauge" if series.is_gauge else "counter")
@@ -46,6 +47,8 @@ def test_the_dashboard_is_one() -> None:
     assert "id" not in board, "that is another one in each Grafana"
     variables = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
     assert variables["datasource"] == "datasource"
+    for use in (use for panel in panels() for expression in panel.expressions for use in uses(expression)):
+        assert use.labels >= {"model_name", "instance", "engine"}, f"{use.name} is not narrowed by every variable"
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids)) > 15
     for panel in board["panels"]:
@@ -93,6 +96,7 @@ def families() -> list[Metric]:
     "expression",
     [
         'sum by (engine) (rate(vllm:made_total{engine=~"$engine"}[$__rate_interval]))',
+        'sum by (instance) (rate(vllm:made_total{job="vllm"}[5m]))',
         "increase(vllm:made_total{}[10m]) > 0",
         "max by (engine) (vllm:usage{}) / on () group_left () sum(rate(vllm:made_total{}[5m]))",
     ],
