@@ -127,22 +127,25 @@ def count(scheduler: Any, name: str, more: float = 1, value: str = "") -> None:
 
 
 def total(scheduler: Any, name: str, so_far: float) -> None:
-    """For a counter that somebody else counts."""
-    if more := so_far - _replace(scheduler, name, "", so_far):
+    """For a counter that somebody else counts. Prometheus takes no counter back: less than there was adds nothing."""
+    known = _known(scheduler)
+    if (more := so_far - known.get((name, ""), 0)) > 0:
+        known[name, ""] = so_far
         count(scheduler, name, more)
 
 
 def put(scheduler: Any, name: str, number: float, value: str) -> None:
     """For a gauge. What it is already set to does not travel."""
-    if number != _replace(scheduler, name, value, number):
+    known = _known(scheduler)
+    if known.get((name, value)) != number:
+        known[name, value] = number
         count(scheduler, name, number, value)
 
 
-def _replace(scheduler: Any, name: str, value: str, number: float) -> float:
+def _known(scheduler: Any) -> dict[tuple[str, str], float]:
+    """What was counted, or set, of what others tell whole each time."""
     known: dict[tuple[str, str], float] = vars(scheduler).setdefault(_KNOWN, {})
-    before = known.get((name, value), 0)
-    known[name, value] = number
-    return before
+    return known
 
 
 def take(scheduler: Any) -> Figures:

@@ -47,3 +47,14 @@ def test_the_device_is_asked_now_and_then() -> None:
         told.append(recorder.worked(backend).compiled)
     assert (told[0], told[-1]) == (1, 3)
     assert backend.num_asked == 4
+
+
+def test_what_the_device_once_counted_stays() -> None:
+    """It answers 0 where it does not know, and after a reset."""
+    backend: Any = CountingBackend()
+    recorder = StepRecorder()
+    told = []
+    for backend.num_compiled in (3, 0, 5):
+        recorder.num_steps += 16
+        told.append(recorder.worked(backend).compiled)
+    assert told == [3, 3, 5]

@@ -108,6 +108,23 @@ def test_only_news_travels() -> None:
     assert series.take(scheduler) == {COVERAGE: {"target": 0.25}}
 
 
+def test_a_total_that_goes_down_takes_nothing_back(tmp_path: Path) -> None:
+    """Whoever counts was set back, or did not know for once; a front end would fail."""
+    logger, scheduler = logger_of(tmp_path, dict(method="ngram"), [0]), SimpleNamespace()
+    seen = []
+    for so_far in (3, 0, 2, 4):
+        series.total(scheduler, COMPILED, so_far)
+        record(logger, 0, series.take(scheduler))
+        seen.append(shown(f"{COMPILED}_total"))
+    assert seen == [3, 3, 3, 4]
+
+
+def test_a_gauge_may_be_nothing() -> None:
+    scheduler = SimpleNamespace()
+    series.put(scheduler, COVERAGE, 0, "drafter")
+    assert series.take(scheduler) == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
+
+
 def test_a_series_with_a_label_wants_its_value() -> None:
     with pytest.raises(AssertionError, match=ROWS):
         series.count(SimpleNamespace(), ROWS)

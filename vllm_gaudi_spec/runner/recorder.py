@@ -52,7 +52,8 @@ class StepRecorder:
     def worked(self, backend: DeviceBackend) -> Worked:
         """For the scheduler, with each step."""
         if self.num_steps % _ASK_EVERY == 0:
-            self._compiled = backend.compiled_after_warmup()
+            # A device that is set back, or does not answer, counts from 0: what it said before was so.
+            self._compiled = max(self._compiled, backend.compiled_after_warmup())
         reads = backend.num_host_reads - self._reads_before
         return Worked(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
 
