@@ -1,4 +1,4 @@
-"""As much of PromQL as docs/grafana.json and docs/metrics.md use: what their expressions ask of a server's metrics."""
+"""What the expressions of docs/grafana.json and docs/metrics.md ask of a server's metrics."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import promql_parser as promql
 from prometheus_client import Metric
 
 DASHBOARD = Path(__file__).parents[1] / "docs/grafana.json"
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 
-OVER_TIME = {"rate", "increase"}
-KNOWN = OVER_TIME | {"sum", "max", "by", "on", "group_left", "histogram_quantile"}
-SELECTOR = re.compile(r"(?:(\w+)\s*\(\s*)?([a-z]+:\w+)\{([^}]*)\}(\[[^\]]+\])?")
-MATCHER = re.compile(r'^(\w+)(=~|!~|!=|=)"([^"]*)"$')
-WINDOW = re.compile(r"^\[(\d+[smhd]|\$__rate_interval)\]$")
+RATES = {"rate", "irate", "increase"}
+KEEP_LABELS = {"topk", "bottomk"}
+"""Aggregations whose result has all labels of what they choose from."""
+SAMPLES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+"""Ends of the names of what only grows, by kind."""
 # Labels that Prometheus adds to what it reads.
 ADDED = {"instance", "job"}
-# Letters with anything but a dot or a digit before them; numbers are no names.
-NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+VARIABLE = re.compile(r"\$(\w+|{\w+})")
 
 
 class Use(NamedTuple):
@@ -31,7 +31,7 @@ class Use(NamedTuple):
     labels: set[str]
     """Those it is to have."""
     function: str
-    """What stands right before it; empty if nothing does."""
+    """What is called with it alone; empty if nothing is."""
 
 
 class Panel(NamedTuple):
@@ -52,50 +52,80 @@ def queries_of_page() -> list[str]:
 
 def queries_of_variables() -> list[Use]:
     """What the dashboard's variables are filled from."""
-    uses = []
+    found = []
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":
-            asked = re.fullmatch(r"label_values\(([a-z]+:\w+)(?:\{(.*)\})?, (\w+)\)", variable["query"]["query"])
+            asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
             assert asked, variable["query"]
-            name, matchers, label = asked.groups()
-            uses.append(Use(name, {label, *_matched(matchers or "")}, ""))
-    return uses
-
-
-def _matched(matchers: str) -> Iterator[str]:
-    for matcher in filter(None, (part.strip() for part in matchers.split(","))):
-        found = MATCHER.match(matcher)
-        assert found, f"no matcher: {matcher}"
-        yield found[1]
-
-
-def uses(expression: str) -> list[Use]:
-    """The series of an expression. Fails on what is no PromQL, as far as it is used here."""
-    assert expression.count("(") == expression.count(")"), expression
-    found = []
-    for match in SELECTOR.finditer(expression):
-        function, name, matchers, window = match.groups()
-        assert bool(window) == (function in OVER_TIME), f"a window belongs in rate or increase: {match[0]}"
-        assert window is None or WINDOW.match(window), window
-        labels = {*_matched(matchers), *_grouped(expression, match.start(2))}
-        found.append(Use(name, labels, function or ""))
-    assert found, f"no series in {expression}"
-    rest = re.sub(r"\b(by|on|group_left) \(\w*\)", "", SELECTOR.sub(r"\1(", expression))
-    strange = set(NAME.findall(rest)) - KNOWN
-    assert not strange, f"unknown: {strange} in {expression}; a series is written with its braces"
+            (use,) = uses(asked[1])
+            assert not use.function, "of a series, not of what is computed from it"
+            found.append(use._replace(labels={asked[2], *use.labels}))
     return found
 
 
-def _grouped(expression: str, place: int) -> Iterator[str]:
-    """Labels of the aggregations around a place."""
-    for match in re.finditer(r"\b(?:sum|max) by \((\w+)\) \(", expression):
-        depth = 1
-        for end in range(match.end(), len(expression)):
-            depth += {"(": 1, ")": -1}.get(expression[end], 0)
-            if not depth:
-                break
-        if match.end() <= place < end:
-            yield match[1]
+def uses(expression: str) -> list[Use]:
+    """The series of an expression. A ValueError says that it is no PromQL."""
+    tree = promql.parse(
+        VARIABLE.sub(lambda name: "5m" if name[1].strip("{}") == "__rate_interval" else "any", expression)
+    )
+    found = list(_uses(tree, set(), ""))
+    assert found, f"no series in {expression}"
+    return found
+
+
+def _uses(node: Any, wanted: set[str], function: str) -> Iterator[Use]:
+    """`wanted`: labels that what is around the node wants of its value; `function`: what is called with it."""
+    match node:
+        case promql.VectorSelector():
+            assert not node.matchers.or_matchers, "an `or` between matchers is not for every Prometheus"
+            assert node.name, f"a series without a name: {node}"
+            yield Use(node.name, wanted | {matcher.name for matcher in node.matchers.matchers}, function)
+        case promql.MatrixSelector():
+            assert function, f"a window belongs in a function: {node}"
+            yield from _uses(node.vector_selector, wanted, function)
+        case promql.ParenExpr() | promql.UnaryExpr():
+            yield from _uses(node.expr, wanted, function)
+        case promql.Call():
+            own = {"le"} if node.func.name == "histogram_quantile" else set()
+            for argument in node.args:
+                yield from _uses(argument, wanted | own, node.func.name)
+        case promql.AggregateExpr():
+            yield from _uses(node.expr, _wanted_below(node, wanted), "")
+        case promql.BinaryExpr():
+            for side, labels in zip((node.lhs, node.rhs), _wanted_of_sides(node, wanted), strict=True):
+                yield from _uses(side, labels, "")
+        case promql.NumberLiteral() | promql.StringLiteral():
+            pass
+        case _:
+            raise AssertionError(f"not known here: {type(node).__name__} {node}")
+
+
+def _wanted_below(node: promql.AggregateExpr, wanted: set[str]) -> set[str]:
+    if str(node.op) in KEEP_LABELS:
+        return wanted
+    grouping = node.modifier
+    labels = set(grouping.labels) if grouping else set()
+    is_without = grouping is not None and grouping.type == promql.AggModifierType.Without
+    lost = wanted & labels if is_without else wanted - labels
+    assert not lost, f"{node} has no label {lost}"
+    return wanted | labels
+
+
+def _wanted_of_sides(node: promql.BinaryExpr, wanted: set[str]) -> tuple[set[str], set[str]]:
+    matching = node.modifier and node.modifier.matching
+    if matching is None or matching.type == promql.LabelModifierType.Exclude:
+        return wanted, wanted - set(matching.labels if matching else ())
+    on, more = set(matching.labels), set(node.modifier.group_labels or ())
+    kind = promql.VectorMatchCardinality
+    match node.modifier.card:
+        case kind.ManyToOne:
+            return on | wanted - more, on | more
+        case kind.OneToMany:
+            return on | more, on | wanted - more
+        case kind.ManyToMany:  # `and`, `or`, `unless`
+            return on | wanted, on
+    assert wanted <= on, f"{node} has no label {wanted - on}"
+    return on, on
 
 
 def check(expression: str, families: Iterable[Metric], *, is_number: bool = False) -> set[str]:
@@ -114,10 +144,10 @@ def _check_use(use: Use, families: list[Metric], is_number: bool) -> None:
     assert use.labels <= labels, f"{use.name} has no label {use.labels - labels}"
     kind = found[0][0].type
     if kind == "gauge":
-        assert use.function not in OVER_TIME, f"{use.name} is a gauge: it has no rate"
+        assert use.function not in RATES, f"{use.name} is a gauge: it has no rate"
     else:
-        assert use.name.endswith("_total" if kind == "counter" else "_bucket"), use.name
-        assert use.function in OVER_TIME or is_number, f"{use.name} only grows: its rate says something"
+        assert use.name.endswith(SAMPLES[kind]), use.name
+        assert use.function in RATES or is_number, f"{use.name} only grows: its rate says something"
 
 
 def check_all(families: list[Metric]) -> set[str]:

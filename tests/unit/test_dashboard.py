@@ -99,6 +99,10 @@ def families() -> list[Metric]:
         'sum by (instance) (rate(vllm:made_total{job="vllm"}[5m]))',
         "increase(vllm:made_total{}[10m]) > 0",
         "max by (engine) (vllm:usage{}) / on () group_left () sum(rate(vllm:made_total{}[5m]))",
+        "max by (engine) (vllm:usage) / ignoring (engine) group_left sum without (engine) (rate(vllm:made_total[5m]))",
+        'max by (instance) (vllm:usage{engine="${engine}"} * on (engine) group_left (instance) vllm:usage)',
+        "topk(2, -vllm:usage) and on (engine) (irate(vllm:made_total[5m]) > 1)",
+        "max_over_time(vllm:usage[$__rate_interval])",
     ],
 )
 def test_what_is_right_passes(expression: str) -> None:
@@ -111,18 +115,44 @@ def test_what_is_right_passes(expression: str) -> None:
         ("rate(vllm:made{}[5m])", "no series vllm:made"),
         ("sum(vllm:made_total{})", "only grows"),
         ("rate(vllm:usage{}[5m])", "is a gauge"),
+        ("max_over_time(vllm:made_total[5m])", "only grows"),
         ("vllm:usage{}[5m]", "a window belongs"),
-        ("rate(vllm:made_total{})", "a window belongs"),
         ('rate(vllm:made_total{reason="x"}[5m])', "no label {'reason'}"),
         ("sum by (reason) (rate(vllm:made_total{}[5m]))", "no label {'reason'}"),
         ("sum by (engine) (vllm:usage{}) + sum by (x) (vllm:usage{})", "no label {'x'}"),
-        ("average(vllm:usage{})", "unknown: {'average'}"),
-        ("vllm:usage{} + up", "unknown: {'up'}"),
-        ("sum(vllm:usage{}", "sum"),
+        ("sum by (engine) (sum(vllm:usage))", "no label {'engine'}"),
+        ("sum by (engine) (max without (engine) (vllm:usage))", "no label {'engine'}"),
+        ("sum by (engine) (vllm:usage / on (instance) vllm:usage)", "no label {'engine'}"),
+        ("vllm:usage / on (x) vllm:usage", "no label {'x'}"),
+        ("vllm:usage * on (engine) group_left (x) vllm:usage", "no label {'x'}"),
+        ("histogram_quantile(0.5, sum(rate(vllm:made_total[5m])))", "no label {'le'}"),
+        ("vllm:usage{} + up", "no series up"),
+        ('{__name__="vllm:usage"}', "without a name"),
+        ("rate(vllm:made_total[5m:1m])", "not known here: SubqueryExpr"),
+        ("1 + 1", "no series"),
     ],
 )
 def test_what_is_wrong_fails(expression: str, wrong: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(wrong)):
+        check(expression, families())
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "sum(vllm:usage{}",
+        "sum(vllm:usage))",
+        "average(vllm:usage{})",
+        "rate(vllm:made_total{})",
+        "sum by (engine) rate(vllm:made_total{}[5m])",
+        "sum by engine (vllm:usage)",
+        "rate(vllm:made_total{}[5m]) rate(vllm:made_total{}[5m])",
+        "vllm:usage{engine=0}",
+        "vllm:usage / group_left () vllm:usage",
+    ],
+)
+def test_what_is_no_promql_fails(expression: str) -> None:
+    with pytest.raises(ValueError):
         check(expression, families())
 
 
