@@ -51,7 +51,7 @@ class Play:
         vars(said).update(dict(started=started) | more)
         for outputs in self.scheduler.update_from_output(scheduled, said).values():
             stats = outputs.scheduler_stats
-            news = stats.spec_decoding_stats.gaudi_spec if stats and stats.spec_decoding_stats else {}
+            news = stats.gaudi_spec if stats else {}
             for name, figures in news.items():
                 for value, number in figures.items():
                     mine = self.counted.setdefault(name, {})
@@ -222,9 +222,26 @@ def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
     scheduled = play.scheduler.schedule()
     play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     said: Any = answer({"a": [9], "b": [9]}, {"a": 2, "b": 1})
-    stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats.spec_decoding_stats
+    stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats
     assert stats.gaudi_spec == {ROWS: {"1": 1}, ROWS_BY_CHOICE: {str(NUM_DRAFTS): 1}}
-    assert stats.num_drafts == 1
+    assert stats.spec_decoding_stats.num_drafts == 1
+
+
+@pytest.mark.parametrize("kind", [AsyncScheduler, PacedAsyncScheduler])
+def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verified(
+    kind: type[Scheduler], tmp_path: Path
+) -> None:
+    """Whoever reads it divides by them."""
+    play = Play(kind, tmp_path)
+    play.admit("a")
+    said = []
+    for number in (0, 0, 2, 0):
+        scheduled = play.scheduler.schedule()
+        made: Any = answer({"a": [9]}, {"a": number})
+        stats = play.scheduler.update_from_output(scheduled, made)[0].scheduler_stats
+        assert stats.gaudi_spec
+        said.append(stats.spec_decoding_stats and stats.spec_decoding_stats.num_draft_tokens)
+    assert said == [None, None, 2, None]
 
 
 def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_every_scheduler_tells_its_workers(kind: type[Scheduler], tmp_path: Path
         outputs = scheduler.update_from_output(scheduled, said)
         sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
         for name in counted:
-            counted[name] += sent.scheduler_stats.spec_decoding_stats.gaudi_spec.get(name, {"": 0})[""]
+            counted[name] += sent.scheduler_stats.gaudi_spec.get(name, {"": 0})[""]
     assert [word and word.num_faults for word in words] == [None, 1, 2]
     last, behind = scheduler.schedule(), scheduler.schedule()
     assert last.drafter_word.is_off

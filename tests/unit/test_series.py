@@ -16,9 +16,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from tests.unit.schedulers import NUM_DRAFTS
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat, series
 from vllm_gaudi_spec.series import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
@@ -37,9 +35,7 @@ def logger_of(folder: Path, speculative: dict[str, Any] | None, engines: list[in
 
 def record(logger: PrometheusStatLogger, engine: int, news: series.Figures) -> None:
     """As it comes from an engine's process."""
-    stats: Any = SpecDecodingStats.new(NUM_DRAFTS)
-    stats.gaudi_spec = news
-    made = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
+    made = EngineCoreOutputs(scheduler_stats=SchedulerStats(gaudi_spec=news))  # type: ignore[call-arg]
     came = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(made))
     logger.record(came.scheduler_stats, None, engine_idx=engine)
 

@@ -17,38 +17,32 @@ def carry_own_series() -> None:
     """Metrics of our own, those of `series.py`, with speculation and without.
 
     Reason: what vLLM's scheduler tells its front end is a closed record, and its loggers know how to show that alone.
-    Ours travel in the part about speculation.
+    Ours travel in a field more of it, so that none of vLLM's own says anything else than without us.
     Remove when: upstream lets a platform send figures of its own.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
+    from vllm.v1.metrics.stats import SchedulerStats
 
-    if _OWN not in SpecDecodingStats.__dataclass_fields__:
+    if _OWN not in SchedulerStats.__dataclass_fields__:
         # What the decorator took from the class or put there, so that it starts anew.
-        for known in dataclasses.fields(SpecDecodingStats):
-            setattr(SpecDecodingStats, known.name, known)
+        for known in dataclasses.fields(SchedulerStats):
+            setattr(SchedulerStats, known.name, known)
         for made in ("__init__", "__repr__", "__eq__"):
-            delattr(SpecDecodingStats, made)
-        SpecDecodingStats.__annotations__[_OWN] = series.Figures
-        setattr(SpecDecodingStats, _OWN, dataclasses.field(default_factory=dict))
-        dataclasses.dataclass(SpecDecodingStats)
+            delattr(SchedulerStats, made)
+        SchedulerStats.__annotations__[_OWN] = series.Figures
+        setattr(SchedulerStats, _OWN, dataclasses.field(default_factory=dict))
+        dataclasses.dataclass(SchedulerStats)
     wrap(Scheduler, "make_stats", _send_own_series)
     wrap(PrometheusStatLogger, "__init__", _add_own_series)
     wrap(PrometheusStatLogger, "record", _show_own_series)
-    wrap(SpecDecodingLogging, "observe", _log_drafted_steps_only)
 
 
-def _send_own_series(
-    original: Callable[..., Any], scheduler: Any, spec_decoding_stats: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-    news = series.take(scheduler)
-    if news and scheduler.log_stats:
-        spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(scheduler.num_spec_tokens)
-        setattr(spec_decoding_stats, _OWN, news)
-    return original(scheduler, spec_decoding_stats, *args, **kwargs)
+def _send_own_series(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    stats, news = original(scheduler, *args, **kwargs), series.take(scheduler)
+    if stats is not None:  # with --disable-log-stats there are none
+        setattr(stats, _OWN, news)
+    return stats
 
 
 _LABELS = ["model_name", "engine"]
@@ -82,10 +76,5 @@ def _show_own_series(
     engine_idx: int = 0,
 ) -> None:
     original(logger, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-    if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
-        getattr(logger, _OWN).update(engine_idx, getattr(scheduler_stats.spec_decoding_stats, _OWN))
-
-
-def _log_drafted_steps_only(original: Callable[..., None], log: Any, spec_decoding_stats: Any) -> None:
-    if spec_decoding_stats.num_drafts:  # its averages are over those
-        original(log, spec_decoding_stats)
+    if scheduler_stats is not None:
+        getattr(logger, _OWN).update(engine_idx, getattr(scheduler_stats, _OWN))
