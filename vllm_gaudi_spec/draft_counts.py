@@ -41,7 +41,7 @@ class DraftCounts:
         started, why = getattr(output, "started", ()), getattr(output, "why", {})
         for req_id, num_drafts in output.num_real_drafts.items():
             request = scheduler.requests.get(req_id)
-            if request is None or request.is_finished() or req_id in started:
+            if request is None or request.is_finished() or req_id in started or _is_dropped(request):
                 continue
             most, spared_for = self._choices.get(req_id, (self._num_drafts, ""))
             verified[num_drafts] += 1
@@ -80,6 +80,11 @@ class DraftCounts:
         rounds, why = getattr(output, "draft_rounds", ()), getattr(output, "why", {})
         # What the device saw is of the drafts that this step was to verify.
         self._failed = {req_id for done in rounds for req_id in done.faulty if why.get(req_id) != series.FAULT}
+
+
+def _is_dropped(request: Any) -> bool:
+    """Whether vLLM throws away what a step in flight says of it: its cache was reset, and it begins anew."""
+    return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)
 
 
 # --- a scheduler of vLLM's ---

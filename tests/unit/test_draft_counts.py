@@ -44,20 +44,30 @@ class Play:
 
     def step(self, num_real: dict[str, int] | None = None, **more: Any) -> dict[str, float]:
         """Returns the reasons that it added. `more`: what the worker says besides."""
+        return self.hear(*self.send(num_real, **more))
+
+    def send(self, num_real: dict[str, int] | None = None, **more: Any) -> tuple[Any, Any]:
+        """Schedules a step; returns it with what the worker will say."""
         scheduled = self.scheduler.schedule()
         names = [*scheduled.num_scheduled_tokens]
-        started = tuple(new.req_id for new in scheduled.scheduled_new_reqs)
+        started = (
+            *(new.req_id for new in scheduled.scheduled_new_reqs),
+            *scheduled.scheduled_cached_reqs.resumed_req_ids,
+        )
         said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0) | (num_real or {}))
         vars(said).update(dict(started=started) | more)
+        return scheduled, said
+
+    def hear(self, scheduled: Any, said: Any) -> dict[str, float]:
         for outputs in self.scheduler.update_from_output(scheduled, said).values():
-            stats = outputs.scheduler_stats
-            news = stats.gaudi_spec if stats else {}
-            for name, figures in news.items():
+            if (stats := outputs.scheduler_stats) is None:
+                continue
+            for name, figures in stats.gaudi_spec.items():
                 for value, number in figures.items():
                     mine = self.counted.setdefault(name, {})
                     mine[value] = mine.get(value, 0) + number
-            if stats is not None:
-                return news.get(ROWS_WITHOUT_DRAFTS, {})
+            reasons: dict[str, float] = stats.gaudi_spec.get(ROWS_WITHOUT_DRAFTS, {})
+            return reasons
         return {}
 
     def check(self) -> None:
@@ -225,6 +235,25 @@ def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
     stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats
     assert stats.gaudi_spec == {ROWS: {"1": 1}, ROWS_BY_CHOICE: {str(NUM_DRAFTS): 1}}
     assert stats.spec_decoding_stats.num_drafts == 1
+
+
+def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
+    """They begin anew, and vLLM's own figures know nothing of them."""
+    play = Play(AsyncScheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    play.step({"a": 1, "b": 2})
+    before = {name: dict(figures) for name, figures in play.counted.items()}
+    lost = play.send({"a": 3})
+    assert play.scheduler.reset_prefix_cache(reset_running_requests=True)
+    again = play.send()
+    assert play.hear(*lost) == {}
+    assert play.hear(*again) == {}, "a prompt's end"
+    assert play.counted == before
+    assert play.step({"a": 3}) == {"nothing": 1}
+    assert play.counted[ROWS] == {"0": 1, "1": 1, "2": 1, "3": 1}
+    play.check()
 
 
 @pytest.mark.parametrize("kind", [AsyncScheduler, PacedAsyncScheduler])
