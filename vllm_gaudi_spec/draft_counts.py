@@ -24,13 +24,14 @@ class DraftCounts:
         self._excluded: set[str] = set()
         """Requests that draft no more."""
         self._failed: set[str] = set()
-        """Requests for which the drafter failed behind the newest step."""
+        """Requests for which the drafter failed behind their newest row: the next one may come steps later."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
 
     def forget(self, req_ids: set[str]) -> None:
         self._excluded -= req_ids
+        self._failed -= req_ids
         for req_id in req_ids:
             self._choices.pop(req_id, None)
 
@@ -79,7 +80,8 @@ class DraftCounts:
                 self._choices[req_id] = choice, reason
         rounds, why = getattr(output, "draft_rounds", ()), getattr(output, "why", {})
         # What the device saw is of the drafts that this step was to verify.
-        self._failed = {req_id for done in rounds for req_id in done.faulty if why.get(req_id) != series.FAULT}
+        self._failed.difference_update(output.num_real_drafts)
+        self._failed.update(req_id for done in rounds for req_id in done.faulty if why.get(req_id) != series.FAULT)
 
 
 def _is_dropped(request: Any) -> bool:

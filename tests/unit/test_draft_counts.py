@@ -12,7 +12,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat, series
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.draft_counts import DraftCounts
 from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
 from vllm_gaudi_spec.series import (
@@ -194,6 +197,31 @@ def test_faults(kind: type[Scheduler], tmp_path: Path) -> None:
     play.step(**bad)
     assert play.step() == {"off": 2}
     play.check()
+
+
+def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
+    """A step may go by without its row, for want of budget."""
+    counts = DraftCounts(Speculation.from_vllm(engine_config(tmp_path, dict(method="ngram"))), 64)
+    play, failed = Play(Scheduler, tmp_path), [DraftRound(("a",), worked=True)]
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    scheduled = play.send()[0]
+
+    def step_of(*names: str, **more: Any) -> dict[str, float]:
+        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0))
+        vars(said).update(more)
+        counts.count(play.scheduler, said)
+        counts.remember(scheduled, said)
+        return series.take(play.scheduler).get(ROWS_WITHOUT_DRAFTS, {})
+
+    step_of("a", "b", draft_rounds=failed)
+    assert step_of("b") == {"nothing": 1}
+    assert step_of("a", "b") == {"fault": 1, "nothing": 1}
+    assert step_of("a", "b") == {"nothing": 2}
+    step_of("a", draft_rounds=failed)
+    counts.forget({"a"})
+    assert step_of("a") == {"nothing": 1}, "another one of that name"
 
 
 def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ class TextDrafting:
         """By row."""
         self._num_followed: dict[int, int] = {}
         """By row: how many of the target's tokens its timeline holds."""
-        self._outgrown: set[str] = set()
+        self._outgrown: dict[int, str] = {}
+        """By row, until it samples again: requests that got no drafts because of the drafter's own length."""
         self._sampled: _Sampled | None = None
         self._drafts: dict[str, list[int]] = {}
         """Where the host knows them; else places for them, of which only the number counts."""
@@ -112,6 +113,7 @@ class TextDrafting:
         for row in requests.freed_rows:
             self._timelines.pop(row, None)
             self._num_followed.pop(row, None)
+            self._outgrown.pop(row, None)
         for request in requests.admitted:
             self._followed.admit(request)
             self._timelines[request.row] = Timeline(self._reader)
@@ -135,7 +137,7 @@ class TextDrafting:
         return self._guard.take()
 
     def outgrown(self) -> Collection[str]:
-        return self._outgrown
+        return self._outgrown.values()
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)
@@ -170,7 +172,9 @@ class TextDrafting:
     # --- behind a step ---
 
     def propose_behind(self, step: Step, most: int) -> None:
-        self._drafts, self._unread_drafts, self._outgrown = {}, None, set()
+        self._drafts, self._unread_drafts = {}, None
+        for request in step.requests:
+            self._outgrown.pop(request.row, None)
         if self._sampled is None or step.verdict is None:
             return
         new = self._followed.append(step)
@@ -207,14 +211,14 @@ class TextDrafting:
         row = drafter.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
-            self._outgrown.add(drafter.request.req_id)
+            self._outgrown[row] = drafter.request.req_id
             return None
         news_np = self._followed.tokens_np(row, self._num_followed[row])
         timeline.extend(news_np.tolist())
         self._num_followed[row] += len(news_np)
         if len(timeline) > self._slab.length + _SLACK:
             del self._timelines[row]  # it never comes back
-            self._outgrown.add(drafter.request.req_id)
+            self._outgrown[row] = drafter.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
             return None
@@ -222,7 +226,7 @@ class TextDrafting:
             return None
         num_wanted = min(drafter.num_wanted, self._slab.length - len(timeline))
         if num_wanted <= 0:
-            self._outgrown.add(drafter.request.req_id)
+            self._outgrown[row] = drafter.request.req_id
             return None
         return replace(drafter, num_wanted=num_wanted)
 
