@@ -56,13 +56,14 @@ SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
     HOST_READS: Series(
         "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number "
-        "of reads per step: 1 at most; universal_match slem needs a second, so does a grammar with retokenize, and "
-        "prompt log-probabilities one for every 64 tokens.",
+        "of reads per step: 1 at most, but for universal_match slem, which needs a second, as does a grammar with "
+        "universal_context retokenize, and for prompt log-probabilities, which need one for every 64 tokens.",
         speculative=False,
     ),
     COMPILED: Series(
         "Graphs compiled after warm-up (of rank 0), while requests waited: shapes that the warm-up did not have or, "
-        "where the device counts by itself and has more, what it counts. To be 0.",
+        "where the device counts by itself and has more, what it counts. The device is asked at every 16th step and "
+        "when no request is left, so it may show up to 16 steps late. To be 0.",
         speculative=False,
     ),
     ROWS: Series(
@@ -70,7 +71,8 @@ SERIES = {
         NUM_DRAFTS,
     ),
     ROWS_BY_CHOICE: Series(
-        "The same rows, by how many drafts pacing left them at most: adaptive, goodput, the schedule by batch size.",
+        "The same rows, by how many drafts they could have at most: what pacing left them (adaptive, goodput, the "
+        "schedule by batch size), and 0 once the drafter was switched off.",
         NUM_DRAFTS,
     ),
     ROWS_WITHOUT_DRAFTS: Series(
@@ -79,7 +81,8 @@ SERIES = {
         "ending: one more token is its last. load: the schedule by batch size drafts nothing. "
         "goodput: drafting was slower. acceptance: too few of its drafts were accepted. "
         "nothing: the drafter had nothing to say, or has not read the row yet. "
-        "unverified: a grammar or the token budget let none be verified. "
+        "unverified: a grammar or the token budget let none be verified, or, where steps overlap, the end of "
+        "max_model_len, as the scheduler has to take all drafts in flight for accepted. "
         "fault: its drafts could not be used. off: the drafter was switched off after faults.",
         "reason",
         REASONS,

@@ -47,6 +47,10 @@ def test_the_device_is_asked_now_and_then() -> None:
         told.append(recorder.worked(backend).compiled)
     assert (told[0], told[-1]) == (1, 3)
     assert backend.num_asked == 4
+    recorder.step_done()
+    backend.num_compiled = 5
+    assert recorder.worked(backend).compiled == 3
+    assert recorder.worked(backend, is_last=True).compiled == 5, "nobody may ask again for long"
 
 
 def test_what_the_device_once_counted_stays() -> None:

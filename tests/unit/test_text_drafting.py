@@ -238,7 +238,10 @@ def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
     drafts = rows.sample({"a": [7], "c": [7]})
     assert drafts == {"a": rows.expected("a"), "c": []}
     assert len(drafts["a"]) == 4
-    outgrown = lambda: set(rows.drafting.outgrown())  # noqa: E731
+
+    def outgrown() -> set[str]:
+        return set(rows.drafting.outgrown())
+
     assert outgrown() == {"c"}
     while len(rows.read("a")) < 40:
         assert rows.sample({"a": [7]})["a"] == rows.expected("a")

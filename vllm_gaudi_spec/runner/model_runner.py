@@ -26,7 +26,7 @@ from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.quantization import Quantization
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
+from vllm_gaudi_spec.runner.report import CountedOutput, Report, Reports, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
@@ -177,7 +177,8 @@ class ModelRunner:
         """Prepare and forward. None means that `sample_tokens` has the result."""
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            # vLLM's last word of requests that ended, with nothing behind it: the next step may be a day away.
+            return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
         planned = self.in_step.fit(self.pending) if self.in_step else self.pending

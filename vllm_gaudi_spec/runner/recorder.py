@@ -49,9 +49,9 @@ class StepRecorder:
     def step_done(self) -> None:
         self.num_steps += 1
 
-    def worked(self, backend: DeviceBackend) -> Worked:
-        """For the scheduler, with each step."""
-        if self.num_steps % _ASK_EVERY == 0:
+    def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> Worked:
+        """For the scheduler, with each step. `is_last`: for long, maybe."""
+        if is_last or self.num_steps % _ASK_EVERY == 0:
             # A device that is set back, or does not answer, counts from 0: what it said before was so.
             self._compiled = max(self._compiled, backend.compiled_after_warmup())
         reads = backend.num_host_reads - self._reads_before
