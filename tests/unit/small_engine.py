@@ -202,6 +202,8 @@ class Held:
     num_computed: int
     blocks: list[int] = field(default_factory=list)
     has_row: bool = True
+    has_sampled: bool = False
+    """Since it was admitted, or came back."""
 
 
 class SmallEngine:
@@ -331,6 +333,9 @@ class SmallEngine:
         for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             members[name].tokens += tokens
             if tokens:
+                if hasattr(output, "started"):
+                    assert (name in output.started) != members[name].has_sampled
+                members[name].has_sampled = True
                 self.num_accepted += len(tokens) - 1
                 self.num_verified += real.get(name, 0)
                 assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= NUM_DRAFTS

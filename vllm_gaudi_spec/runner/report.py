@@ -36,7 +36,8 @@ class Step:
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
-    """Those of `requests` whose prompt ended in this step: they had nothing that could be verified."""
+    """Those of `requests` whose prompt ended in this step, or all that they had when they were resumed: there was
+    nothing that could be verified."""
     num_drafts_B: torch.Tensor | None = None
     """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
     signature: tuple[Hashable, ...] = ()
@@ -122,7 +123,7 @@ class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
     """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
     started: tuple[str, ...] = ()
-    """Requests whose prompt ended in this step."""
+    """Requests whose prompt ended in this step, or that were resumed."""
     why: dict[str, str] = field(default_factory=dict)
     """Of requests without drafts, the reasons that the scheduler can not know: values of `series.REASONS`."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
