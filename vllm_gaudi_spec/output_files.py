@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 STDOUT = "-"
+_PROC = Path("/proc")
+_MOST_LINKS = 40
+"""As many as Linux follows."""
 
 
 class NotWritten(ValueError):
@@ -31,20 +35,33 @@ def mistake(option: str, where: str | Path | None) -> str | None:
     """What would keep the file from being written, before any work is done for it."""
     if where is None or str(where) == STDOUT:
         return None
-    file = Path(os.path.realpath(where))
-    if not file.parent.is_dir():
+    target = _target(where)
+    if isinstance(target, int):
+        can_be = _is_open_for_writing(target)
+    elif not target.parent.is_dir():
         swallowed = f", or put {option} last to print" if option == "--json" else ""
-        return f"there is no folder {file.parent} for {option} {where}; make it first{swallowed}"
-    if file.is_dir():
+        return f"there is no folder {target.parent} for {option} {where}; make it first{swallowed}"
+    elif target.is_dir():
         return f"{option} {where} is a folder; name a file"
-    if not os.access(file if _takes_no_other(file) else file.parent, os.W_OK):
-        return f"{option} {where} can not be written; name another file"
-    return None
+    else:
+        can_be = os.access(target if _takes_no_other(target) else target.parent, os.W_OK)
+    return None if can_be else f"{option} {where} can not be written; name another file"
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
+    """What a user named: through links, and into what is no file, as a pipe or a device."""
+    target = _target(where)
+    if isinstance(target, int):  # what was printed before stands before it
+        sys.stdout.flush()
     try:
-        replace(Path(where), content)
+        if isinstance(target, int):
+            _fill(os.dup(target), content)
+        elif _takes_no_other(target):
+            _fill(os.open(target, os.O_WRONLY | os.O_APPEND), content)
+        elif target.exists():
+            replace(target, content, target.stat().st_mode & 0o7777)
+        else:
+            replace(target, content)
     except OSError as error:
         raise NotWritten(f"{option} {where} can not be written: {error.strerror or error}") from None
 
@@ -60,26 +77,50 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file beside its name and renames it, so that nobody ever sees half of it."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    if _takes_no_other(path):
-        path.write_bytes(content)
-        return
+def replace(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Writes a file beside its name and renames it, so that nobody ever sees half of it. Whatever has the name, a link
+    too, makes room. `mode`: its rights; those that the umask leaves if there is none."""
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as file:
             file.write(content)
             file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, scratch)
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
 
 
+def _target(where: str | Path) -> Path | int:
+    """Where links lead. A number is a descriptor of this process, as it inherited it: /dev/stderr, /dev/fd/63, and so a
+    shell's >(...), are links into /proc. They do not lead on by name: there is no file of the name of a pipe, and a
+    file opened or made anew under the name of the log that stderr goes to is another than the one that is written."""
+    path = Path(where)
+    for _ in range(_MOST_LINKS):
+        path = Path(os.path.realpath(path.parent)) / path.name
+        if path.parent == _PROC / str(os.getpid()) / "fd" and path.name.isdecimal():
+            return int(path.name)
+        if path.is_relative_to(_PROC) or not path.is_symlink():
+            break
+        path = path.parent / os.readlink(path)
+    return path
+
+
+def _is_open_for_writing(descriptor: int) -> bool:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
+
+
 def _takes_no_other(path: Path) -> bool:
-    """A pipe or a device, as /dev/stderr or a shell's >(...): what is put in its place would reach nobody."""
-    return path.exists() and not path.is_file()
+    """A pipe or a device: what is put in its place would reach nobody. Nor is anything made in /proc."""
+    return path.is_relative_to(_PROC) or (path.exists() and not path.is_file())
+
+
+def _fill(descriptor: int, content: bytes) -> None:
+    with open(descriptor, "wb") as file:
+        file.write(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -240,3 +241,11 @@ def test_records_from_elsewhere(
 
 def test_each_task_is_explained() -> None:
     assert set(page._WAYS) == set(TASKS)
+
+
+def test_a_pipe_to_write_into_is_not_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a record is about to be overwritten is asked of files: `gaudi-spec report RUN.json --json >(...)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(Path, "read_text", lambda path: pytest.fail("this would wait for ever"))
+    assert not record.is_record(pipe)

@@ -57,9 +57,9 @@ def make(
 
 
 def is_record(path: str | Path) -> bool:
-    """Of any version, whole or not."""
+    """Of any version, whole or not. No pipe is: who reads one waits for what is to be written there."""
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(Path(path).read_text()) if Path(path).is_file() else None
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
