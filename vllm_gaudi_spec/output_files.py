@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -44,7 +45,8 @@ def mistake(option: str, where: str | Path | None) -> str | None:
     elif target.is_dir():
         return f"{option} {where} is a folder; name a file"
     else:
-        can_be = os.access(target if _takes_no_other(target) else target.parent, os.W_OK)
+        makes_one = not (target.exists() or _takes_no_other(target))
+        can_be = os.access(target.parent if makes_one else target, os.W_OK)
     return None if can_be else f"{option} {where} can not be written; name another file"
 
 
@@ -59,7 +61,7 @@ def write(option: str, where: str | Path, content: bytes) -> None:
         elif _takes_no_other(target):
             _fill(os.open(target, os.O_WRONLY | os.O_APPEND), content)
         elif target.exists():
-            replace(target, content, target.stat().st_mode & 0o7777)
+            _renew(target, content)
         else:
             replace(target, content)
     except OSError as error:
@@ -119,6 +121,19 @@ def _is_open_for_writing(descriptor: int) -> bool:
 def _takes_no_other(path: Path) -> bool:
     """A pipe or a device: what is put in its place would reach nobody. Nor is anything made in /proc."""
     return path.is_relative_to(_PROC) or (path.exists() and not path.is_file())
+
+
+def _renew(path: Path, content: bytes) -> None:
+    """A file with its rights. That it may be written is asked of itself, not of its folder; where only the folder
+    refuses, or it is mounted on its own, it is written where it stands."""
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    try:
+        replace(path, content, path.stat().st_mode & 0o7777)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV):
+            raise
+        _fill(os.open(path, os.O_WRONLY | os.O_TRUNC), content)
 
 
 def _fill(descriptor: int, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -131,6 +132,40 @@ def test_a_shells_process_substitution(tmp_path: Path) -> None:
 def test_a_descriptor_that_can_not_be_written(where: str, tmp_path: Path) -> None:
     done = in_a_shell(f"writing {where} stderr < /dev/null", tmp_path)
     assert (done.returncode, done.stderr) == (1, f"--json {where} can not be written; name another file\n")
+
+
+def test_rights_are_asked_of_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, mode: path == file)  # root may write everywhere
+    assert output_files.mistake("--json", file) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: path != file)
+    assert output_files.mistake("--json", file) == f"--json {file} can not be written; name another file"
+    with pytest.raises(output_files.NotWritten, match="can not be written: Permission denied"):
+        output_files.write("--json", file, b"new")
+    assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV])
+@pytest.mark.parametrize("where", ["os.replace", "Path.open"])
+def test_a_file_that_takes_no_other_in_its_place_is_written_where_it_stands(
+    where: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that is read-only, or mounted on its own."""
+    file = tmp_path / "run.json"
+    file.write_text("an old text")
+    inode = file.stat().st_ino
+
+    def refuse(*args: object, **named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"vllm_gaudi_spec.output_files.{where}", refuse)
+        output_files.write("--json", file, b"new")
+        with pytest.raises(output_files.NotWritten):
+            output_files.write("--json", tmp_path / "fresh", b"")
+    assert (file.read_text(), file.stat().st_ino) == ("new", inode)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
