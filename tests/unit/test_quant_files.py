@@ -138,6 +138,22 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
+def test_a_link_in_the_place_of_a_file_makes_room(tmp_path: Path) -> None:
+    """And whatever the umask is, others may read what was measured."""
+    (tmp_path / "not ours").write_text("kept")
+    written = Path(f"{files.write(tmp_path / 'inc', measured())}.json")
+    written.unlink()
+    written.symlink_to(tmp_path / "not ours")
+    before = os.umask(0o077)
+    try:
+        files.write(tmp_path / "inc", measured())
+    finally:
+        os.umask(before)
+    assert not written.is_symlink()
+    assert written.stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "not ours").read_text() == "kept"
+
+
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "stats").write_text("")
     with pytest.raises(QuantFilesError, match=r"stats/.* can not be written: "):

@@ -32,6 +32,8 @@ from vllm_gaudi_spec.quantization.pickles import foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
+# Who serves reads what another user measured, whatever that one's umask.
+_RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
 """How a file begins that numpy reads as an archive."""
 
@@ -304,9 +306,10 @@ def _encode(node: Node, encode: Any) -> dict[str, Any]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """In a folder that is made where it is missing."""
+    """In a folder that is made where it is missing. A link in its place makes room: nobody named it, and what it leads
+    to is not ours."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        output_files.replace(path, content)
+        output_files.replace(path, content, _RIGHTS)
     except OSError as error:
         raise QuantFilesError(f"{path} can not be written: {error.strerror}") from None
