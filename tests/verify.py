@@ -1,7 +1,7 @@
 """Run every test there is, a file at a time, and go on where an earlier run stopped: `make verify`.
 
 Each file is a pytest process of its own with its result in .verify/. A file that passed is not run again as
-long as code and tests are what they were then; --fresh runs all of them. A table of all files ends it.
+long as the checkout is what it was then; --fresh runs all of them. A table of all files ends it.
 """
 
 import argparse
@@ -19,19 +19,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".verify"
-# What the outcome of a test can depend on
-SOURCES = (
-    "vllm_gaudi_spec",
-    "tests",
-    "benchmarks",
-    "demo",
-    "calibration",
-    "docs",
-    "requirements",
-    "pyproject.toml",
-    "README.md",
-    "CONTRIBUTING.md",
-)
 SECONDS_PER_TEST = 3600
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {
@@ -89,15 +76,28 @@ class Outcome:
 
 
 def tree_hash() -> str:
-    """One hash over names and contents of everything in SOURCES, committed or not."""
+    """One hash over names and contents of all that the outcome of a test can depend on, committed or not."""
     digest = hashlib.sha256()
-    for source in SOURCES:
-        root = ROOT / source
-        for path in sorted([root] if root.is_file() else root.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
-                digest.update(path.read_bytes())
+    for path in sources():
+        digest.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode(errors="surrogateescape"))
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    """Every file of the checkout: tests read pages, examples and the Makefile too. What git ignores is made of them."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        listed = b""
+    found = {ROOT / os.fsdecode(name) for name in listed.split(b"\0") if name}
+    if ROOT / "pyproject.toml" not in found:  # an archive, by itself or in another project's folder that git ignores
+        # Folders with a dot hold environments, caches and results.
+        tops = [path for path in ROOT.iterdir() if path.is_file() or not path.name.startswith(".")]
+        paths = [path for top in tops for path in (top, *top.rglob("*"))]
+        found = {path for path in paths if "__pycache__" not in path.parts}
+    return sorted(path for path in found if path.is_file())
 
 
 def all_jobs() -> list[Job]:
