@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests import verify_device
 from tests.unit import records
 from tests.unit.processes import ROOT
 from vllm_gaudi_spec import backends, cli, versions
-from vllm_gaudi_spec.cli import completion, counting, demo, graph_check, summary, workload
+from vllm_gaudi_spec.cli import check_engine, completion, counting, demo, graph_check, summary, workload
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))
@@ -258,6 +259,47 @@ def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list
         done.stderr
         == f"gaudi-spec {words[0]}: error: {missing} is not installed; run `make setup`, or pip install {missing}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("habana_frameworks.torch", "habana_frameworks is not installed; use the card's vendor's image, which has it"),
+        ("torch_npu", "torch_npu is not installed; use the card's vendor's image, which has it"),
+        ("yaml", "yaml is not installed; run `make setup`"),  # PyYAML: pip knows no yaml
+        ("numpy", "numpy is not installed; run `make setup`, or pip install numpy"),
+    ],
+)
+def test_pip_is_named_only_for_what_it_knows_by_that_name(
+    missing: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    assert cli.output.guarded("doctor", work) == 1
+    assert capsys.readouterr().err == f"gaudi-spec doctor: error: {remedy}\n"
+    with pytest.raises(ModuleNotFoundError):
+        cli.output.guarded("graph-check", work, verbose=True)
+
+
+def test_verbose_shows_who_wants_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*given: object) -> int:
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+    monkeypatch.setattr(cli.graph_check, "start", start)
+    assert cli.main(["graph-check"]) == 1
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["graph-check", "--verbose"])
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(check_engine.WrongOptions, match=r"vLLM does not load here: .*; run `make setup`"):
+        check_engine.open_engine(cli.make_parser().parse_args(["graph-check"]))
+    with pytest.raises(ModuleNotFoundError):
+        check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "--verbose"]))
+
+
+def test_what_pip_is_named_for_is_required() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(cli.output._REQUIRED) == required
 
 
 # ---- completion ------------------------------------------------------------------------------------------

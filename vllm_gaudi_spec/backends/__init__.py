@@ -83,6 +83,10 @@ def missing_software(device: str) -> str | None:
     return software if software is not None and find_spec(software) is None else None
 
 
+def comes_with_an_image(package: str) -> bool:
+    return any(package == entry.software for entry in _DEVICES.values())
+
+
 def _is_here(device: str) -> bool:
     try:
         return missing_software(device) is None and bool(cards(device))

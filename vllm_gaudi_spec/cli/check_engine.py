@@ -28,7 +28,7 @@ class WrongOptions(Exception):
 
 def main() -> int:
     options = make_parser().parse_args()
-    return output.guarded("graph-check", lambda: checked(options))
+    return output.guarded("graph-check", lambda: checked(options), verbose=options.verbose)
 
 
 def checked(options: argparse.Namespace) -> int:
@@ -94,6 +94,8 @@ def open_engine(options: argparse.Namespace) -> LLM:
         from vllm_gaudi_spec.demo_model import DemoModelError, demo_model_path
         from vllm_gaudi_spec.platform import is_active
     except ImportError as error:
+        if options.verbose:
+            raise
         raise WrongOptions(f"vLLM does not load here: {in_one_line(error)}; run `make setup`") from error
     if not is_active():
         raise WrongOptions("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")

@@ -16,19 +16,32 @@ FINE, PROBLEMS, USAGE = 0, 1, 2
 """Exit statuses."""
 
 
-def guarded(command: str, work: Callable[[], int]) -> int:
-    """`work` and its exit status, with what may end each command as one line."""
+_REQUIRED = ("jinja2", "numpy", "rich")
+"""What pyproject.toml requires. Of other packages the name to import need not be the name to install."""
+
+
+def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
+    """`work` and its exit status, with what may end each command as one line; `verbose`: a package that is missing
+    shows who wants it."""
     try:
         return until_nobody_reads(work)
     except NotWritten as error:
         return fail(command, str(error), PROBLEMS)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("vllm_gaudi_spec"):
-            raise  # our own mistake
-        package = error.name.partition(".")[0]
-        return fail(command, f"{package} is not installed; run `make setup`, or pip install {package}", PROBLEMS)
+        package = (error.name or "").partition(".")[0]
+        if verbose or package in ("", "vllm_gaudi_spec"):  # our own mistake
+            raise
+        return fail(command, f"{package} is not installed; {_how_to_get(package)}", PROBLEMS)
     except KeyboardInterrupt:
         return fail(command, "interrupted", 130)
+
+
+def _how_to_get(package: str) -> str:
+    from vllm_gaudi_spec.backends import comes_with_an_image
+
+    if comes_with_an_image(package):
+        return "use the card's vendor's image, which has it"
+    return "run `make setup`" + (f", or pip install {package}" if package in _REQUIRED else "")
 
 
 def fail(command: str, message: str, status: int = USAGE) -> int:
