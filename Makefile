@@ -1,5 +1,5 @@
-# `make help` lists the targets. Everything lives in .venv; nothing outside the checkout is changed,
-# save the demo model in the user's cache directory, and what `make browser` installs.
+# `make help` lists the targets. Everything lives in .venv. Outside the checkout only the user's cache directory is
+# written (the demo model, vocabulary maps, small files of vLLM's, what pip downloaded), and what `make browser` installs.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

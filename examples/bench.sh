@@ -2,7 +2,7 @@
 # Tokens a second without speculation and with it, and their ratio: the same requests to two servers, one after the other.
 #
 #   examples/bench.sh
-#   MODEL=Qwen/Qwen3-8B SPECULATION='{"method": "suffix", "num_speculative_tokens": 4}' examples/bench.sh --max-model-len 4096
+#   MODEL=Qwen/Qwen3-1.7B SPECULATION='{"method": "suffix", "num_speculative_tokens": 4}' examples/bench.sh --max-model-len 4096
 #
 # PROMPTS is a folder of *.txt. Other words go to both servers. What these and the benchmark said stays in .bench/example/.
 set -euo pipefail

@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 from vllm_gaudi_spec.demo_model import demo_model_path
 
 PROMPTS = ["The capital of France is", "The future of AI is", "Python 3.11 brings improvements to its"]
-# Any model may draft for any other, whatever their tokens are: this one has a third of the demo model's.
+# Any model may draft for any other, whatever their tokens are: this one has 29 % of the demo model's tokens.
 UNIVERSAL: dict[str, Any] = {
     "method": "universal_draft",
     "model": str(Path(__file__).parents[1] / "demo" / "draft-other-vocab"),

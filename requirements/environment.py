@@ -1,4 +1,4 @@
-"""Make an environment of its own for what can not stand beside the rest, with progress; nothing if it is there.
+"""Make an environment of its own for what cannot stand beside the rest, with progress; nothing if it is there.
 
 python requirements/environment.py docs|vllm-ascend FOLDER
 

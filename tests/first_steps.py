@@ -1,17 +1,13 @@
-"""The newcomer's path, as README.md has it."""
+"""The newcomer's path, as README.md has it, and the site's quick start."""
 
-import re
-
-from tests.unit.processes import ROOT
+from tests.pages import ROOT, commands_for
 
 README = ROOT / "README.md"
+QUICK_START = ROOT / "docs" / "quick_start.md"
+TAKEN_BY = "tests/full_tests/test_first_steps.py::test_the_path"
 SCREEN = 40
 """Lines that are seen before anybody scrolls."""
 
 
 def commands() -> list[str]:
-    """Of the code blocks below "First steps", one after the other, without what the README says of each."""
-    section = README.read_text().split("\n## First steps\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+#.*", "", line).strip() for line in lines]
+    return commands_for(TAKEN_BY, README)

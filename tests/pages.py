@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"gaudi", "ascend", "cuda", "docker", "hub", "root", "minutes", "outside"}
-"""Why commands are not run: hardware, a download from the Hugging Face hub, rights, time, another project's files."""
+NEEDS = {"gaudi", "ascend", "cuda", "docker", "hub", "network", "root", "half an hour", "outside"}
+"""Why commands are not run: hardware, a download from the Hugging Face hub, a service, rights, time, another project's
+files."""
 SERVER_ADDRESS = "127.0.0.1:8000"
 """Where blocks behind a server's ask it."""
 
@@ -46,8 +47,13 @@ class Block:
         return self.mark == "run: after" or (not self.num_servers and SERVER_ADDRESS in self.text)
 
     @property
+    def is_for_ci(self) -> bool:
+        """Whether `.ci/run` has each of its commands."""
+        return self.mark == "ci"
+
+    @property
     def test(self) -> str | None:
-        """The test that runs this very command."""
+        """The test that takes its commands from here."""
         return self.mark.removeprefix("test: ") if self.mark and self.mark.startswith("test: ") else None
 
     @property
@@ -65,7 +71,8 @@ class Block:
 
 def pages() -> list[Path]:
     found = [*ROOT.glob("docs/*.md"), *(ROOT / folder / "README.md" for folder in ("demo", "calibration", "examples"))]
-    return sorted(page for page in [*found, ROOT / "README.md", ROOT / "CONTRIBUTING.md"] if page.is_file())
+    more = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "requirements/README.md")
+    return sorted(page for page in [*found, *(ROOT / name for name in more)] if page.is_file())
 
 
 def blocks(page: Path) -> list[Block]:
@@ -74,6 +81,17 @@ def blocks(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, found.start("language")) + 1, found["language"], found["text"], found["mark"])
         for found in _BLOCK.finditer(text)
     ]
+
+
+def text_for(test: str, page: Path) -> str:
+    """What a page has for a test (FILE::NAME)."""
+    return "".join(block.text for block in blocks(page) if block.test == test)
+
+
+def commands_for(test: str, page: Path) -> list[str]:
+    """The same as one command a line, without what the page says of each."""
+    text = text_for(test, page).replace("\\\n", " ")
+    return [re.sub(r"\s+#.*", "", line).strip() for line in text.splitlines()]
 
 
 def scenes(page: Path) -> list[list[Block]]:
@@ -85,6 +103,12 @@ def scenes(page: Path) -> list[list[Block]]:
         else:
             found.append([block])
     return found
+
+
+def source_of_test(path: Path, name: str) -> str:
+    text = path.read_text()
+    (found,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.get_source_segment(text, found) or ""
 
 
 def names_of_tests(path: Path) -> set[str]:

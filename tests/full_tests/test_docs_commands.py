@@ -22,8 +22,8 @@ from tests.full_tests import adapters
 from tests.full_tests.server import Running, free_port, serve_environment
 from tests.pages import ROOT, SERVER_ADDRESS, Block, pages, scenes
 
-# Of one command; a server has its own patience.
-SECONDS = 900
+# Of one block; a server has its own patience.
+SECONDS = 2400
 COMMANDS = ("gaudi-spec", "python", "vllm")
 # Nothing that a command leaves lands in the checkout.
 NOT_SHARED = {".venv", ".git", ".bench", ".demo", ".calibration", ".verify", "calibrated", "build"}
@@ -64,13 +64,15 @@ def filled_in(text: str, names: dict[str, str]) -> str:
 
 
 def command(block: Block, text: str) -> list[str]:
-    return ["python", "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+    return [".venv/bin/python", "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
 
 
-def environment(checkout: Path, port: int) -> dict[str, str]:
-    path = f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"
-    # Size and address by the environment, since options are the page's.
-    serve_with = f"--host 127.0.0.1 --port {port}"
+def environment(block: Block, port: int) -> dict[str, str]:
+    """Its PATH has no environment's commands, no more than a reader's; size and address come from here, since options
+    are the page's."""
+    ours = Path(sys.executable).parent
+    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != ours)
+    serve_with = f"--host 127.0.0.1 --port {port}" if block.num_servers else ""
     return serve_environment(PATH=path, VLLM_CPU_KVCACHE_SPACE="1", SERVE_WITH=serve_with)
 
 
@@ -91,7 +93,7 @@ def test_commands(scene: list[Block], names: dict[str, str], checkout: Path, tmp
             if block.num_servers:
                 port = free_port()
             text = filled_in(block.text, names).replace(SERVER_ADDRESS, f"127.0.0.1:{port}")
-            where = environment(checkout, port)
+            where = environment(block, port)
             if block.num_servers:
                 log = tmp_path / f"log-{number}.txt"
                 server = servers.enter_context(serving(command(block, text), port, log, where, checkout))

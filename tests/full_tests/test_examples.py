@@ -1,8 +1,9 @@
-"""The examples, run as their README says, with tiny models."""
+"""The examples with tiny models. As their README has them, tests/full_tests/test_docs_commands.py runs them."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.full_tests.server import Server, end_with_parent, free_port
+from tests.pages import commands_for
 from tests.unit.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -45,17 +47,13 @@ def test_offline(looping_llama: str) -> None:
     assert accepted < tokens <= 3 * 48
 
 
-@pytest.mark.slow
-def test_offline_as_it_stands(demo_model: str) -> None:
-    done = python("offline.py")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "Paris" in done.stdout
-
-
 def test_stream(server: Server) -> None:
     before = server.metric("vllm:generation_tokens_total")
+    (command,) = commands_for("tests/full_tests/test_examples.py::test_stream", EXAMPLES / "README.md")
+    interpreter, *words = shlex.split(command)
+    assert interpreter == ".venv/bin/python"
     url = f"http://127.0.0.1:{server.port}/v1"
-    done = python("stream.py", "Why is the sky blue?", "--url", url, "--max-tokens", "24")
+    done = example(sys.executable, *words, "--url", url, "--max-tokens", "24")
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.fullmatch(r"(\d+) tokens in [\d.]+ s, the first after [\d.]+ s", done.stdout.splitlines()[-1])
     assert found is not None, done.stdout

@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from tests.first_steps import README, SCREEN, commands
+from tests.first_steps import QUICK_START, README, SCREEN, TAKEN_BY, commands
+from tests.pages import commands_for
 from tests.unit.processes import ROOT
 from vllm_gaudi_spec.cli import demo
 
@@ -20,6 +21,10 @@ def test_they_are_on_the_first_screen() -> None:
     for command in commands():
         assert " ".join(command.split()[:3]) in screen
     assert "never run on a Gaudi, nor on an Ascend NPU" in screen
+
+
+def test_the_site_begins_with_the_same() -> None:
+    assert commands_for(TAKEN_BY, QUICK_START) == commands()
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
