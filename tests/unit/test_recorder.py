@@ -62,3 +62,18 @@ def test_what_the_device_once_counted_stays() -> None:
         recorder.num_steps += 16
         told.append(recorder.worked(backend).compiled)
     assert told == [3, 3, 5]
+
+
+def test_what_warm_up_compiled_is_not_counted() -> None:
+    """Its steps report like others, before the device knows which of its programs are warm-up's."""
+    backend: Any = CountingBackend()
+    recorder = StepRecorder()
+    backend.num_compiled = 186
+    recorder.worked(backend)
+    backend.num_compiled = 0
+    recorder.warm_up_done(backend.num_host_reads)
+    told = []
+    for _ in range(17):
+        recorder.step_done()
+        told.append(recorder.worked(backend).compiled)
+    assert not any(told)

@@ -38,6 +38,8 @@ class StepRecorder:
         """`num_host_reads`: those so far, which no step will have made."""
         self.warmed, self._seen = self._seen, set()
         self._reads_before = num_host_reads
+        # Warm-up's own steps were told of programs that are none of theirs.
+        self._compiled = 0
 
     def saw(self, signature: Hashable) -> None:
         self._seen.add(signature)
