@@ -8,6 +8,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
+DARK = "@media (prefers-color-scheme: dark)"
 DRAWN = {"svg", "title", "desc", "style", "defs", "marker", "rect", "path", "text"}
 every_figure = pytest.mark.parametrize("figure", sorted(DOCS.glob("figures/*.svg")), ids=lambda path: path.name)
 
@@ -29,9 +30,24 @@ def test_a_card_of_its_own_in_light_and_dark(figure: Path) -> None:
     first = next(element for element in root if element.tag == f"{SVG}rect")
     assert first.attrib["class"] == "card"
     assert (float(first.attrib["width"]), float(first.attrib["height"])) == (width - 1, height - 1)
-    colour = re.search(r"\.card \{ fill: (#\w+)", figure.read_text())
-    assert colour is not None
-    assert colour[1] == "#ffffff"
+    colours = re.findall(r"\.card \{ fill: (#\w+)", figure.read_text())
+    assert colours == ["#ffffff", "#161b22"]
+
+
+@every_figure
+def test_every_colour_has_a_dark_one(figure: Path) -> None:
+    light, _, dark = re.search(r"<style>(.*)</style>", figure.read_text(), re.S)[1].partition(DARK)  # type: ignore[index]
+    coloured, again = (
+        {
+            name
+            for names, rule in re.findall(r"((?:\.\w+,? )+)\{([^}]*)\}", half)
+            if "#" in rule
+            for name in names.split()
+        }
+        for half in (light, dark)
+    )
+    assert {name.strip(",") for name in coloured} == {name.strip(",") for name in again}
+    assert not re.search(r'(?:fill|stroke)="#', figure.read_text()), "colours stand in the style alone"
 
 
 @every_figure
