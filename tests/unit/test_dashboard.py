@@ -67,7 +67,7 @@ def test_the_dashboard_is_one() -> None:
 
 def test_no_panel_covers_another() -> None:
     board = json.loads(DASHBOARD.read_text())
-    taken = set()
+    taken: set[tuple[int, int]] = set()
     for place in (panel["gridPos"] for panel in board["panels"]):
         cells = set(
             itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
