@@ -15,13 +15,17 @@ from vllm_gaudi_spec.series import COMPILED
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 
 
+def method(overlap: bool) -> str:
+    return "ngram_gpu" if overlap else "ngram"
+
+
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
 @BOTH
 def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool, tmp_path: Path) -> None:
-    engine: Any = SmallEngine(Variant("ngram", overlap=overlap), tmp_path)
+    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap), tmp_path)
     engine.add("a", [3, 4, 5], greedy(10))
     for _ in range(2):
         engine.step()
@@ -35,7 +39,7 @@ def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: Path) -> None:
     """Once for each time that it is admitted: the engine checks that it is the row's first token."""
-    engine: Any = SmallEngine(Variant("ngram", overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
+    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
     started: Counter[str] = Counter()
     hear = engine._hear_tokens
 
