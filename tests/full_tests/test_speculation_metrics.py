@@ -62,6 +62,23 @@ def test_counters_are_the_sum_of_the_requests(method: str, small: dict[str, int]
     assert report["host_syncs_per_step"] <= 1
 
 
+def test_rows_are_what_was_generated(looping_llama: str) -> None:
+    """A step in which a row is admitted, or comes back, yields a token and is no row that decodes; every other row
+    yields one token beside its accepted drafts."""
+    prompts = random_prompts([40 + 20 * (place % 9) for place in range(24)], VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with speculating(looping_llama, METHODS["ngram"](4), **SMALL_KV) as llm:
+        generate(llm, prompts, params)
+        rows = sum(by_label(llm, ROWS, "num_drafts").values())
+        accepted = counter(llm, PREFIX + "num_accepted_tokens")
+        generated = counter(llm, "vllm:generation_tokens")
+        resumed = preemptions(llm)
+    assert generated == len(prompts) * 40
+    assert accepted > 100
+    assert resumed > 0
+    assert rows == generated - accepted - len(prompts) - resumed
+
+
 def test_only_real_drafts_count(tiny_llama: str) -> None:
     """Two drafts now and then where four are possible: the places that stay empty count for nothing."""
     prompts = random_prompts([10, 20, 30], VOCAB)
