@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
@@ -176,6 +176,74 @@ def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: type[Scheduler
     assert play.step() == {"acceptance": 2}
     assert play.step() == {"goodput": 2}
     play.check()
+
+
+def in_turn(play: Play, script: list[Step]) -> list[dict[str, float]]:
+    told = []
+    for step in script:
+        step.happens(play)
+        told.append(play.step(step.real))
+    return told
+
+
+def ahead(play: Play, script: list[Step]) -> list[dict[str, float]]:
+    """Each step is scheduled before what the one before it says is heard, as where steps overlap."""
+    told, in_flight = [], None
+    for step in script:
+        step.happens(play)
+        sent = play.send(step.real)
+        if in_flight is not None:
+            told.append(play.hear(*in_flight))
+        in_flight = sent
+    assert in_flight is not None
+    return [*told, play.hear(*in_flight)]
+
+
+class Step(NamedTuple):
+    real: dict[str, int]
+    lengths: dict[str, int] | None = None
+    """What pacing chooses from here on."""
+    is_slow: bool = False
+    """Drafting does not pay from here on."""
+    admitted: str = ""
+
+    def happens(self, play: Play) -> None:
+        if self.lengths is not None:
+            play.scheduler._lengths = Chosen(**self.lengths)
+        if self.is_slow:
+            play.scheduler._goodput = Never()
+        for name in self.admitted:
+            play.admit(name)
+
+
+@pytest.mark.parametrize("go", [in_turn, ahead])
+def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
+    """That is one step later, though the next choice may already be made when the step is heard."""
+    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    script = [
+        Step({}, lengths=dict(a=2, b=0, c=1), admitted="ab"),
+        Step({"a": 2}, lengths=dict(a=0, b=3, c=1)),
+        Step({"b": 3}, admitted="c", lengths=dict(a=1, b=1, c=1)),
+        Step({"b": 1, "c": 1}),
+        Step({"a": 1}, is_slow=True),
+        Step({}),
+    ]
+    assert go(play, script) == [
+        {},
+        {"acceptance": 1},
+        {"acceptance": 1},
+        {"nothing": 1},
+        {"nothing": 2},
+        {"goodput": 3},
+    ]
+    # Of the choices (a, b, c): 2 0; 0 3; 1 1 1; 1 1 1; 0 0 0.
+    assert play.counted[ROWS_BY_CHOICE] == {"0": 5, "1": 6, "2": 1, "3": 1}
+    play.check()
+    counts = play.scheduler._gaudi_spec_draft_counts
+    assert set(counts._choices) == set("abc")
+    play.scheduler.finish_requests(["a", "b", "c"], RequestStatus.FINISHED_ABORTED)
+    play.step()
+    assert not counts._choices
 
 
 @pytest.mark.parametrize("kind", KINDS)
