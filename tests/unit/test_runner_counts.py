@@ -54,7 +54,7 @@ def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: P
     for _ in range(5):
         engine.step()
     engine.add("cached", long, greedy(30))
-    for _ in range(3):
+    while len(engine.texts["new"]) < 25:  # when it comes back, it has more than a step's budget behind its prompt
         engine.step()
     assert started == {"new": 1, "chunked": 1, "cached": 1}
     assert engine.running == ["new", "chunked", "cached"]
