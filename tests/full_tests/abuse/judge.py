@@ -54,6 +54,11 @@ UPSTREAM_FAULTS = [
         "the first part is taken of an assistant's message whose content is []",
         asks=has_an_assistants_message_without_parts,
     ),
+    UpstreamFault(
+        "/v1/responses",
+        "'ResponseOutputRefusal' object has no attribute 'text'",
+        "the text is taken of an assistant's message that begins with a refusal",
+    ),
 ]
 
 
