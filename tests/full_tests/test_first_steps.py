@@ -4,14 +4,12 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.first_steps import commands
-from tests.full_tests.server import end_with_parent, free_port
+from tests.full_tests.server import Running, free_port
 from tests.unit.processes import ROOT
 
 # What this test run brings and a newcomer does not.
@@ -45,29 +43,10 @@ def test_the_path(tmp_path: Path) -> None:
     assert page.read_text().startswith("<!DOCTYPE html>")
 
     port, log = free_port(), tmp_path / "serve.log"
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            ["bash", "-c", f"{serve} PORT={port}"],
-            cwd=checkout,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
+    server = Running(["bash", "-c", f"{serve} PORT={port}"], port, log, environment, checkout)
     try:
-        until = time.monotonic() + 600
-        while "Application startup complete" not in log.read_text():
-            assert server.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < until, log.read_text()[-2000:]
-            time.sleep(0.5)
+        assert "Application startup complete" in log.read_text(), "README says so"
         assert "Paris" in run(ask.replace(":8000/", f":{port}/"), checkout)
-        family = psutil.Process(server.pid).children(recursive=True)
-        os.killpg(server.pid, signal.SIGINT)  # as Ctrl-C in a terminal
-        server.wait(60)
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive
     finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
+        ending = server.stop(signal.SIGINT, to_all=True)  # as Ctrl-C in a terminal
+    assert not ending.survivors
