@@ -15,7 +15,9 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation
 from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method, kv_cache_space_gib, leave_threads_unbound
+from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
 from vllm_gaudi_spec.refusals import brings_logits_processors, refuse_unsupported, unsupported_request
+from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 if TYPE_CHECKING:
@@ -60,7 +62,11 @@ class SpecPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        if vllm_config.model_config is not None:
+            for model, _ in models_of(vllm_config):
+                set_aside_kv_scheme(vllm_config, model)
         refuse_unsupported(vllm_config, load_backend())
+        _say_what_has_no_effect(vllm_config)
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
@@ -201,6 +207,14 @@ class CapturingPlatform(SpecPlatform):
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
+
+
+def _say_what_has_no_effect(vllm_config: VllmConfig) -> None:
+    """Options that change nothing here and spoil nothing. vLLM itself sets a backend for some models (Gemma 4)."""
+    speculation = vllm_config.speculative_config
+    for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
+        if backend is not None:
+            logger.warning_once("Attention backend %s has no effect: the platform brings its own.", backend.name)
 
 
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:

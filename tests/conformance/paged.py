@@ -33,6 +33,8 @@ class Kind:
     kv_heads: int = 2
     head_size: int = 64
     window: int | None = None
+    chunk: int | None = None
+    """Queries see their own chunk of so many positions only."""
     soft_cap: float = 0.0
     value_size: int | None = None
     """Of a latent layer, which keeps no values."""
@@ -78,8 +80,9 @@ class Layer:
             sliding_window=kind.window,
             logits_soft_cap=kind.soft_cap,
             dtype=kind.dtype,
-            block_size=backend.kv_block_size(kv_cache),
+            block_size=backend.kv_shape(kv_cache).block_size,
             value_size=kind.value_size,
+            attention_chunk=kind.chunk,
             own_operations=operations is not None,
         )
         self.ops: Any = backend if backend.supports_attention(self.spec) else torch_ops
@@ -197,6 +200,7 @@ class Texts:
                     start + q,
                     scale=self.layer.spec.scale,
                     window=kind.window,
+                    chunk=kind.chunk,
                     soft_cap=kind.soft_cap,
                 )
                 torch.testing.assert_close(

@@ -25,6 +25,7 @@ KINDS = {
     "one KV head": Kind(kv_heads=1),
     "a small window": Kind(window=7),
     "a window": Kind(window=200),
+    "chunks": Kind(chunk=24),
     "soft cap": Kind(soft_cap=5.0),
     "window and soft cap": Kind(window=33, soft_cap=5.0),
     "latent": LATENT,
@@ -154,7 +155,13 @@ def test_nobody_sees_what_padding_writes(backend: DeviceBackend) -> None:
 
 def test_layers_of_one_call(backend: DeviceBackend) -> None:
     """What they derive from it is shared by those alike, and by no others."""
-    kinds = {"full": Kind(), "window": Kind(window=9), "full again": Kind(), "soft": Kind(soft_cap=4.0)}
+    kinds = {
+        "full": Kind(),
+        "window": Kind(window=9),
+        "full again": Kind(),
+        "chunks": Kind(chunk=9),
+        "soft": Kind(soft_cap=4.0),
+    }
     rows, ends, queries = 2, [backend.block_size + 3, 9], 3
     length = max(ends) + queries
     num_blocks = rows * -(-length // backend.block_size) + 2

@@ -81,7 +81,7 @@ either_kind = pytest.mark.parametrize("kinds", EACH, ids=["keys and values", "la
 def test_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
     caches, layers = peeks(backend, kinds)
     every, last = list(range(BLOCKS)), backend.block_size - 1
-    assert {backend.kv_block_size(cache) for cache in caches.values()} == {backend.block_size}
+    assert {backend.kv_shape(cache).block_size for cache in caches.values()} == {backend.block_size}
     for layer in layers.values():
         assert layer.read(every, 0) == layer.read(every, last) == [0.0] * BLOCKS
     layers["a"].write(torch.arange(1.0, BLOCKS), every[1:], last)

@@ -64,17 +64,17 @@ class Reads:
         self.layer_names = [layer]
         self.vllm_config = vllm_config
         self._size = vllm_config.model_config.get_hidden_size()
-        vllm_config.compilation_config.static_forward_context[layer] = SimpleNamespace(bind_kv_cache=self._bind)
-
-    def _bind(self, kv: torch.Tensor) -> None:
-        self._kv = kv
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return dict.fromkeys(self.layer_names, _SPEC)
 
-    def bind_groups(self, groups: list[list[str]]) -> None:
-        # The target's groups do not know a slab's layers, which are told behind them.
-        self._group = next((index for index, names in enumerate(groups) if self.layer_names[0] in names), 0)
+    def bind_kv(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+        (name,) = self.layer_names
+        self._kv = caches[name]
+        self._group = next(index for index, names in enumerate(groups) if name in names)
+
+    def check_kv_is_written(self) -> None:
+        """What is read and not written is a number that nobody expects."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         call = inputs.calls[self._group]

@@ -20,7 +20,9 @@ MAY_IMPORT = {
     "integrations": {
         *("integrations", "config", "environment", "patching", "proposers.translation", "proposers.universal"),
     },
-    "platform": {"backends", "config", "environment", "compat", "refusals", "runner.shapes"},
+    "platform": {
+        *("backends", "config", "environment", "compat", "quantization.kv_scheme", "refusals", "runner.shapes"),
+    },
     "hpu_platform": {"backends", "environment", "platform"},
     "cuda_platform": {"backends", "config", "platform"},
     "ascend_platform": {"backends", "platform"},
@@ -45,7 +47,7 @@ MAY_IMPORT = {
     "lora": {"lora", "config"},
     "cpu_ray_executor": {"compat"},
     "attention": {"backends", "config", "attention"},
-    "backends": {"config", "environment", "backends", "attention", "emulator", "quantization", "sample"},
+    "backends": {"compat", "config", "environment", "backends", "attention", "emulator", "quantization", "sample"},
     "emulator": {"emulator"},
     "cached_files": set(),
     "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "backends.base", "config"},

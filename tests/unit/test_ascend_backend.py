@@ -113,7 +113,7 @@ def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
     made = engine_config(tmp_path, None)
     refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
     made.model_config.quantization = "fp8"
-    refusals.refuse_unsupported(made, backend_of("hpu"))
+    refusals.refuse_unsupported(made, backend_of("cpu"))
     with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\).* no kernels yet on ascend; use a"):
         refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
     made.model_config.quantization = None

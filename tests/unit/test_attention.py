@@ -18,9 +18,11 @@ CONTEXTS = [0, 1, 31, 32, 70]
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("head_size", [32, 64])
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, 0.0), (33, 0.0), (None, 20.0)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "chunk"), [(None, 0.0, None), (33, 0.0, None), (None, 20.0, None), (None, 0.0, 24)]
+)
 def test_rectangle_equals_dense(
-    heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float
+    heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float, chunk: int | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, block_size = len(CONTEXTS), 32
@@ -34,6 +36,7 @@ def test_rectangle_equals_dense(
         logits_soft_cap=soft_cap,
         dtype=torch.float32,
         block_size=block_size,
+        attention_chunk=chunk,
     )
     table = (torch.randperm(rows * width, generator=generator) + 1).view(rows, width).int()
     cache = torch.zeros(rows * width + 1, kv_heads, block_size, 2 * head_size)
@@ -63,6 +66,7 @@ def test_rectangle_equals_dense(
                 scale=spec.scale,
                 window=window,
                 soft_cap=soft_cap,
+                chunk=chunk,
             )
             assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
 

@@ -86,7 +86,9 @@ def test_a_layer_is_that_of_transformers(config: VllmConfig) -> None:
     turned, rope = apply_rotary_pos_emb_interleave(query[..., NOPE:], rope.unsqueeze(2), cos, sin, unsqueeze_dim=2)
     query = torch.cat((query[..., :NOPE], turned), dim=-1)
 
-    ours.bind_kv_cache(torch.zeros(12, 1, BLOCK, RANK + ROPE))
+    kv_cache = torch.zeros(12, 1, BLOCK, RANK + ROPE)
+    ours.bind_kv_cache(kv_cache)
+    ours.impl.bind(ours, kv_cache)
     table = torch.tensor([[3, 7, 1, 9], [5, 2, 11, 0]], dtype=torch.int32)
     attended = torch.zeros(2, max(lengths), HEADS * VALUE)
     done = [0, 0]

@@ -45,7 +45,7 @@ def model(packs: bool, hidden_of: Any) -> LoadedModel:
     loaded.adapters = None
     loaded.group, loaded._is_in_step, loaded._num_in_context, loaded._tells_states = None, False, 1, False
     loaded.hand_out(lambda states, _: hidden_of(states))
-    loaded.bind_groups([["layer"]])
+    loaded._groups = [["layer"]]
     return loaded
 
 

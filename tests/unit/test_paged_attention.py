@@ -83,6 +83,7 @@ class Scene:
                 scale=self.spec.scale,
                 window=self.spec.sliding_window,
                 soft_cap=self.spec.logits_soft_cap,
+                chunk=self.spec.attention_chunk,
             )
             for row, (start, real, blocks) in enumerate(zip(self.starts, self.real, self.blocks, strict=True))
         ]
@@ -97,6 +98,7 @@ def make_scene(
     head_size: int = 64,
     block_size: int = 32,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32,
     real: list[int] | None = None,
@@ -156,6 +158,7 @@ def make_scene(
             dtype=dtype,
             block_size=block_size,
             value_size=value_size,
+            attention_chunk=chunk,
         ),
         call=AttentionCall(
             num_rows=rows,
@@ -214,6 +217,13 @@ def test_windows(window: int, queries: int, soft_cap: float) -> None:
     check(scene)
     has_freed = any(min(blocks) > 0 for blocks in scene.blocks)
     assert has_freed == (window < 200 - 31), "blocks behind the window are gone"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 40, 1000])
+@pytest.mark.parametrize("queries", [1, 4, 50])
+def test_chunks(chunk: int, queries: int) -> None:
+    """A chunk ends inside a verify step and inside a block, and where one does."""
+    check(make_scene([0, 5, 31, 39, 64, 95, 200], queries, chunk=chunk))
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])

@@ -7,13 +7,29 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
 from vllm_gaudi_spec.backends import load_backend, torch_ops
 from vllm_gaudi_spec.config import UnsupportedConfigError
+
+
+class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """vLLM derives a builder of its own from a backend's, for layers that attend in chunks. Neither is ever made."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        raise RuntimeError("this platform's runner describes attention calls itself")
+
+    def build(self, *args: Any, **named: Any) -> Any:
+        raise RuntimeError("this platform's runner describes attention calls itself")
 
 
 class RectangleAttentionBackend(AttentionBackend):
@@ -29,8 +45,8 @@ class RectangleAttentionBackend(AttentionBackend):
         return RectangleAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> Any:
-        raise RuntimeError("this platform's runner describes attention calls itself; no metadata builder exists")
+    def get_builder_cls() -> type[NoMetadataBuilder]:
+        return NoMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -86,8 +102,10 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._spec: AttentionLayerSpec | None = None
-        self._ops: Any = None
+        self.dtype = torch.get_default_dtype()
+        """The model's, in which vLLM makes its layers."""
+        self.has_written = False
+        """Whether the layer's KV was ever written: warm-up asks."""
 
     def own(self) -> None:
         """Have matmuls, softmax and caches as modules of this layer, to be replaced by others."""
@@ -99,24 +117,29 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def _operations(self) -> Operations:
         return self if self.own_operations else PLAIN
 
-    def _resolve(self, query: torch.Tensor, kv_cache: Any) -> AttentionLayerSpec:
-        """Once the KV cache is bound, block size and dtype are known and the kernel can be chosen."""
-        if self._spec is None:
-            backend = load_backend()
-            self._spec = AttentionLayerSpec(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                logits_soft_cap=self.logits_soft_cap,
-                dtype=query.dtype,
-                block_size=backend.kv_block_size(kv_cache),
-                value_size=self.value_size,
-                own_operations=self.own_operations,
-            )
-            self._ops = backend if backend.supports_attention(self._spec) else torch_ops
-        return self._spec
+    def bind(self, layer: Any, kv_cache: Any) -> None:
+        """Choose the kernel for a layer and the KV cache that it was given, which have to agree: kernels take a cache
+        for what the layer says, and one of another dtype or shape would be written past its end."""
+        backend = load_backend()
+        found = backend.kv_shape(kv_cache)
+        row_size = self.head_size if self.value_size is not None else 2 * self.head_size
+        needed = found._replace(num_kv_heads=self.num_kv_heads, row_size=row_size, dtype=self.kv_dtype or self.dtype)
+        if found != needed:
+            raise RuntimeError(f"The KV cache of {layer.layer_name} is {found}; its kernel takes {needed}.")
+        self.spec = AttentionLayerSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            dtype=self.dtype,
+            block_size=found.block_size,
+            value_size=self.value_size,
+            attention_chunk=getattr(layer, "attention_chunk_size", None),
+            own_operations=self.own_operations,
+        )
+        self._ops: Any = backend if backend.supports_attention(self.spec) else torch_ops
 
     def do_kv_cache_update(
         self,
@@ -126,8 +149,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         kv_cache: Any,
         slot_mapping: torch.Tensor,
     ) -> None:
-        spec = self._resolve(key, kv_cache)
-        self._ops.write_kv(key, value, kv_cache, slot_mapping, spec, self._operations)
+        assert key.dtype == self.dtype
+        self._ops.write_kv(key, value, kv_cache, slot_mapping, self.spec, self._operations)
+        self.has_written = True
 
     def forward(
         self,
@@ -143,8 +167,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output.zero_()
-        spec = self._resolve(query, kv_cache)
         if self.only_real is not None:
             query = self.only_real(query)
-        self._ops.attend(query, kv_cache, attn_metadata, spec, output, self._operations)
+        self._ops.attend(query, kv_cache, attn_metadata, self.spec, output, self._operations)
         return output

@@ -60,7 +60,7 @@ def attend(
     """
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
-    plan = call.plan(("flat", spec.sliding_window, spec.block_size), lambda: _plan(call, spec))
+    plan = call.plan(("flat", spec.mask_key), lambda: _plan(call, spec))
     # [N, S, K, D] -> [N, K, S, D]
     keys = operations.k_cache.fetch_from_cache(keys_NSKD, flat.ids_N).transpose(1, 2)
     values = keys
@@ -109,7 +109,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
     key_pos_NS = flat.places_N[:, None] * spec.block_size + inside_S
     query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
-    seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec.sliding_window) & owned_N[:, None, None]
+    seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
     bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)
     return _Plan(bias[:, None, None], readers_N, torch.where(owned_N, flat.rows_N, -1), owned_N[:, None])
 

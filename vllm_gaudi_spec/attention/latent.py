@@ -2,7 +2,7 @@
 
 T tokens, H query heads. Queries are multiplied into the latent space before, and results out of it behind attention,
 so that prompt chunks, decodes and verify steps are one rectangle over the same rows as anywhere else. Importing this
-puts the layer in place of vLLM's.
+puts the wrapper in place of vLLM's; `compat.make_mla_layers` does it for the layer.
 """
 
 from __future__ import annotations
@@ -118,7 +118,5 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The wrapper makes a layer of vLLM's class, and offers no way to name another.
-        self.mla_attn.__class__ = LatentAttention
         if isinstance(self.rotary_emb, RotaryEmbedding):
             self.rotary_emb = _FlatRotary(self.rotary_emb)

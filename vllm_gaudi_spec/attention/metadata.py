@@ -9,6 +9,23 @@ from typing import Any, NamedTuple
 import torch
 
 
+class KVShape(NamedTuple):
+    """What a layer's KV cache holds, whatever the device keeps it in."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    row_size: int
+    """Numbers per token and head: a key, and a value where values are kept."""
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks} blocks of {self.block_size} tokens, {self.num_kv_heads} heads of {self.row_size} "
+            f"numbers, {self.dtype}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
     """What is fixed about a layer. Hashable: plans are kept per distinct spec."""
@@ -18,17 +35,25 @@ class AttentionLayerSpec:
     head_size: int
     scale: float
     sliding_window: int | None
+    """How many of the last keys a query sees, itself included; None: all."""
     logits_soft_cap: float
     dtype: torch.dtype
     block_size: int
     value_size: int | None = None
     """Of a layer that keeps no values: how many of a key's first numbers are its value."""
+    attention_chunk: int | None = None
+    """Queries see keys of their own chunk only: positions are cut into chunks of so many."""
     own_operations: bool = False
     """Its matmuls, softmax and caches are modules of its own, which no fused kernel would call."""
 
     @property
     def output_size(self) -> int:
         return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def mask_key(self) -> tuple[int | None, int | None, int]:
+        """Layers with the same one have the same mask."""
+        return self.sliding_window, self.attention_chunk, self.block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def attend(
         seen_BQ = visible(call, spec)
         return seen_BQ[:, None, None], seen_BQ.any(-1)[:, None, None, :, None]
 
-    seen, sees_any = call.plan(("padded", spec.sliding_window, spec.block_size), build)
+    seen, sees_any = call.plan(("padded", spec.mask_key), build)
     keys = gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
     values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
     scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
@@ -56,7 +56,7 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """bool [B, Q, W * S]: which keys of its table a query may read."""
     device = call.starts_B.device
     key_pos = torch.arange(call.block_table_BW.shape[1] * spec.block_size, dtype=torch.int32, device=device)
-    return in_reach(key_pos, query_positions(call.starts_B, call.num_queries), spec.sliding_window)
+    return in_reach(key_pos, query_positions(call.starts_B, call.num_queries), spec)
 
 
 # --- what the flat form shares ---
@@ -68,11 +68,13 @@ def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
     return (starts[:, None] + places_Q)[..., None]
 
 
-def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, window: int | None) -> torch.Tensor:
-    """A query sees itself and what stands before it, and of that, under a window, the last `window`."""
+def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+    """A query sees itself and what stands before it: of that, under a window, the last keys, and of chunks its own."""
     seen = key_pos <= query_pos
-    if window is not None:
-        seen = seen & (key_pos > query_pos - window)
+    if spec.sliding_window is not None:
+        seen = seen & (key_pos > query_pos - spec.sliding_window)
+    if spec.attention_chunk is not None:
+        seen = seen & (key_pos >= query_pos - query_pos % spec.attention_chunk)
     return seen
 
 

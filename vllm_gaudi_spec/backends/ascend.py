@@ -23,6 +23,7 @@ from vllm_gaudi_spec.backends.stream_device import StreamDevice
 from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
@@ -37,7 +38,6 @@ class Backend(StreamDevice):
     smallest_prefill = 128
     # 16 tokens of a row in a step, drafts and one more, are the most that vllm-ascend verifies.
     max_drafts = 15
-    takes_weight_formats = False
     rules = TORCH
     fused_dtypes = frozenset({torch.float16, torch.bfloat16})
     """What the fused attention computes in. Others are served by plain torch."""
@@ -71,6 +71,10 @@ class Backend(StreamDevice):
                     self.block_size,
                 )
         return by_layer
+
+    @staticmethod
+    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        return "for which there are no kernels yet on ascend"
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():

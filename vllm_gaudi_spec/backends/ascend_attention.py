@@ -71,7 +71,7 @@ def attend(
     keys, values = kv_cache.blocks()
     assert values is not None
     rectangle = call.num_rows, call.num_queries, spec.num_heads, spec.head_size
-    mask = call.plan(("hidden", spec.sliding_window, spec.block_size), lambda: ~padded.visible(call, spec)[:, None])
+    mask = call.plan(("hidden", spec.mask_key), lambda: ~padded.visible(call, spec)[:, None])
     arguments = dict(
         query=query_THD.contiguous().view(rectangle),
         key=keys.flatten(2),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
@@ -54,8 +55,6 @@ class DeviceBackend(Protocol):
     """The most drafts of a row that its kernels verify in one step."""
     takes_quant_config: bool
     """True when it measures and quantises models: `loading` and `quantize`."""
-    takes_weight_formats: bool
-    """True when checkpoints may have weights in formats of their own, for which vLLM brings kernels."""
     rules: Rules
     """Sampling and acceptance, as it runs them."""
     warmup_tokens: int
@@ -87,6 +86,11 @@ class DeviceBackend(Protocol):
         """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
         ...
 
+    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        """Why it does not compute with a model whose weights have a format of their own; None where it does. Asked
+        before anything is loaded, and in processes that must not open the card."""
+        ...
+
     def prepare_model(self, model: nn.Module) -> None:
         """Bring weights to the device and lay them out as it likes them, after loading."""
         ...
@@ -99,8 +103,8 @@ class DeviceBackend(Protocol):
         """What copies KV blocks (from, to) in all layers of what `allocate_kv` made."""
         ...
 
-    def kv_block_size(self, kv_cache: Any) -> int:
-        """Tokens in a block of what `allocate_kv` made."""
+    def kv_shape(self, kv_cache: Any) -> KVShape:
+        """What a layer's part of what `allocate_kv` made holds."""
         ...
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import cpu_linear, host_memory, torch_ops
+from vllm_gaudi_spec.backends import cpu_formats, cpu_linear, host_memory, torch_ops
 from vllm_gaudi_spec.backends.base import Function
 from vllm_gaudi_spec.backends.cpu_rules import RULES
 from vllm_gaudi_spec.config import MAX_DRAFTS
@@ -25,6 +25,9 @@ from vllm_gaudi_spec.quantization import simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.place import Measuring, Place
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -45,7 +48,6 @@ class Backend:
     prefill_growth = 1.25
     max_drafts = MAX_DRAFTS
     takes_quant_config = True
-    takes_weight_formats = True
     rules = RULES
     fp8_range = None
     # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
@@ -68,6 +70,9 @@ class Backend:
     def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
         return simulation.apply(model, given, place, HostArithmetic)
 
+    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        return cpu_formats.missing_kernel(vllm_config, model)
+
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were packed one by one while they were loaded (see platform.py)."""
         cpu_linear.report(model)
@@ -78,13 +83,14 @@ class Backend:
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(torch_ops.copy_blocks, kv_caches)
 
-    def kv_block_size(self, kv_cache: torch.Tensor) -> int:
-        return kv_cache.shape[2]
+    def kv_shape(self, kv_cache: torch.Tensor) -> KVShape:
+        num_blocks, num_kv_heads, block_size, row_size = kv_cache.shape
+        return KVShape(num_blocks, block_size, num_kv_heads, row_size, kv_cache.dtype)
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
             return False  # the kernel for latent KV takes one query a row
-        if spec.own_operations:
+        if spec.own_operations or spec.attention_chunk is not None:
             return False
         supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:

@@ -17,6 +17,8 @@ from vllm_gaudi_spec.backends.stream_graphs import Captures
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
     from vllm_gaudi_spec.sample.rules import Rules
 
 
@@ -26,7 +28,6 @@ class Backend(StreamDevice):
     exact_context_width = True
     smallest_prefill = 32
     max_drafts = MAX_DRAFTS
-    takes_weight_formats = True
 
     def __init__(self) -> None:
         # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
@@ -39,6 +40,10 @@ class Backend(StreamDevice):
         device = torch.device("cuda")
         super().__init__(torch.cuda, device, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
         self.rules = _rules()
+
+    @staticmethod
+    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        return None  # the front end cannot try without opening the card
 
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
@@ -68,8 +73,8 @@ class Backend(StreamDevice):
         out_THD: torch.Tensor,
         operations: Operations = PLAIN,
     ) -> None:
-        if kv_cache.values is None:
-            # Latent keys are too long for the kernel's tiles.
+        if kv_cache.values is None or spec.attention_chunk is not None:
+            # Latent keys are too long for the kernel's tiles, and it knows no chunks.
             padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD)
         else:
             _kernels().attend(query_THD, kv_cache, call, spec, out_THD)

@@ -17,7 +17,7 @@ from torch import nn
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.backends import hpu_fp8, kv_pair
 from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
@@ -28,6 +28,7 @@ from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.backends.base import Function
@@ -49,7 +50,6 @@ class Backend:
     prefill_growth = 2.0
     max_drafts = MAX_DRAFTS
     takes_quant_config = True
-    takes_weight_formats = True
     rules = TORCH
     warmup_tokens = -1
 
@@ -110,6 +110,10 @@ class Backend:
     def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
         return hpu_fp8.apply(model, given, place)
 
+    @staticmethod
+    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        return "for which there are no kernels yet on hpu"
+
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
             model.to(self.torch_device)
@@ -123,8 +127,8 @@ class Backend:
             self._habana.core.mark_step()
         return by_layer
 
-    def kv_block_size(self, kv_cache: KVPair) -> int:
-        return kv_cache.block_size
+    def kv_shape(self, kv_cache: KVPair) -> KVShape:
+        return kv_cache.shape
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return kv_pair.block_copier(kv_caches, self)
@@ -188,7 +192,7 @@ class Backend:
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
         keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
-        mask = call.plan(("mask", spec.sliding_window, spec.block_size, spec.dtype), lambda: _mask(call, spec))
+        mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
         softmax_mode = "fast" if spec.dtype == torch.bfloat16 else "None"
         attended_BHQD = self._fused_sdpa.apply(
             query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"

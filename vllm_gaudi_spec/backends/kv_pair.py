@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.attention.metadata import KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ class KVPair(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.keys,) if self.values is None else (self.keys, self.values)
+
+    @property
+    def shape(self) -> KVShape:
+        num_slots, num_kv_heads, key_size = self.keys.shape
+        row_size = key_size + (0 if self.values is None else self.values.shape[-1])
+        return KVShape(num_slots // self.block_size, self.block_size, num_kv_heads, row_size, self.keys.dtype)
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For reading: [blocks, block_size, K, D]."""

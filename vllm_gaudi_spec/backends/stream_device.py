@@ -22,7 +22,7 @@ from vllm_gaudi_spec.backends.stream_graphs import Captures, Graphed
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
-    from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+    from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.backends.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
@@ -72,8 +72,8 @@ class StreamDevice:
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return dict(kv_pair.allocate(kv_cache_config, self.torch_device))
 
-    def kv_block_size(self, kv_cache: KVPair) -> int:
-        return kv_cache.block_size
+    def kv_shape(self, kv_cache: KVPair) -> KVShape:
+        return kv_cache.shape
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return kv_pair.block_copier(kv_caches, cast(Any, self))

@@ -12,7 +12,12 @@ from vllm_gaudi_spec.compat.configuration import (
     widen_speculative_options,
 )
 from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
-from vllm_gaudi_spec.compat.loading import choose_cpu_linears, quiet_missing_accelerator, refuse_pickled_weights
+from vllm_gaudi_spec.compat.loading import (
+    choose_cpu_linears,
+    make_mla_layers,
+    quiet_missing_accelerator,
+    refuse_pickled_weights,
+)
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
 from vllm_gaudi_spec.compat.own_series import carry_own_series
 from vllm_gaudi_spec.compat.ranks import ray_workers, tell_cpu_experts_which_are_theirs, tensor_parallel_group
@@ -32,6 +37,7 @@ __all__ = [
     "choose_cpu_linears",
     "end_errors_with_their_message",
     "fail_with_the_engine",
+    "make_mla_layers",
     "ray_workers",
     "tell_cpu_experts_which_are_theirs",
     "tensor_parallel_group",

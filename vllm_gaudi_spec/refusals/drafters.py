@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # What says how a drafter's model is loaded and run.
 _DRAFTER_MODEL_OPTIONS = (
-    "attention_backend",
     "code_revision",
     "disable_eagle_block_drop",
     "draft_load_config",
@@ -28,7 +27,6 @@ _DRAFTER_MODEL_OPTIONS = (
 )
 # Of these, what the platform's own layers do not listen to.
 _DRAFTER_LAYER_OPTIONS = (
-    "attention_backend",
     "disable_eagle_block_drop",
     "dspark_draft_topk",
     "kv_cache_dtype",

@@ -32,8 +32,6 @@ def feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
     if vllm_config.cache_config.cache_dtype != "auto":
         yield "The KV cache has the model's dtype, or that of QUANT_CONFIG; use --kv-cache-dtype auto."
-    if vllm_config.attention_config.backend is not None:
-        yield "The platform brings its own attention; leave out --attention-backend."
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
     if vllm_config.ec_transfer_config is not None:

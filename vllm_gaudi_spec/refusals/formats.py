@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
-        if backend.takes_weight_formats or model.quantization is None:
-            continue
-        yield (
-            f"{model.model} has weights in a format of its own ({model.quantization}), for which there are no kernels "
-            f"yet on {backend.name}; use a model in bfloat16 or float16."
-        )
+        if model.quantization is not None and (reason := backend.missing_kernel(vllm_config, model)):
+            yield (
+                f"{model.model} has weights in a format of its own ({model.quantization}), {reason}; use a model in "
+                "bfloat16 or float16."
+            )
 
 
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -77,6 +76,8 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
         yield from config.not_simulated()
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        yield f"{model.model} has layers that share KV, which {config.option} does not serve yet; unset it."
     if model.is_moe:
         yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
     if model.quantization is not None:

@@ -24,9 +24,12 @@ def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if model.runner_type not in ("generate", "draft"):
         yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
-    if model.is_multimodal_model:
-        yield f"{model.model} takes images, audio or video; use a text-only model."
-    if model.is_hybrid or model.has_inner_state:
+    if model.supports_multimodal_inputs:
+        yield (
+            f"{model.model} takes images, audio or video; add --language-model-only to serve its text alone, or use a "
+            "text-only model."
+        )
+    if model.is_hybrid or model.is_attention_free:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."

@@ -1,11 +1,10 @@
-"""KV cache memory: allocate it as the engine planned, bind it to the layers, copy blocks."""
+"""KV cache memory: allocate it as the engine planned, copy blocks. `LoadedModel.bind_kv` gives it to the layers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
-from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 class KVCache:
     def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        by_layer = backend.allocate_kv(kv_cache_config, layout)
-        self._copy_blocks = backend.block_copier(by_layer)
+        self.by_layer = backend.allocate_kv(kv_cache_config, layout)
+        """What each layer keeps its KV in."""
+        self._copy_blocks = backend.block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
         """How far back the layers of each group look, where they do not look at everything."""
-        bind_kv_cache_to_layers(by_layer, vllm_config.compilation_config.static_forward_context)
 
     def apply(self, scheduled: SchedulerOutput) -> None:
         """Copy before anything of the step reads or writes."""

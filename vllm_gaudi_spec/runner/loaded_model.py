@@ -13,10 +13,10 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.attention import latent, packing  # noqa: F401  (puts its layer in place of vLLM's)
+from vllm_gaudi_spec.attention import latent, packing
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.proposers.base import Hidden
 
@@ -38,7 +38,7 @@ _MEASURED_LOGITS = 64
 
 
 def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
-    if not isinstance(spec, SlidingWindowSpec):
+    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     common = {field.name for field in fields(FullAttentionSpec) if field.init} - {"sliding_window"}
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
@@ -73,6 +73,7 @@ class LoadedModel:
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
         self.hand_out(_logits_only)
+        compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         with compat.tensor_parallel_group(self.group):
             with backend.loading(quantization.given) if quantization else nullcontext():
@@ -84,6 +85,10 @@ class LoadedModel:
             self.measuring = quantization.apply(self.model, backend) if quantization else None
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
+        self._kv_owners = {
+            name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
+        }
+        """Of each layer, the one whose KV it reads: another than itself where layers share KV."""
         backend.prepare_model(self.model)
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
@@ -107,14 +112,14 @@ class LoadedModel:
         return Hidden(told if carried is hidden.last else hidden.last, None if hidden.carried is None else told)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer wants to keep."""
+        """What each attention layer wants to keep; a layer that reads another's KV keeps none, and is not listed."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in self._layers.items():
+            if self._kv_owners[name] != name:
+                continue  # vLLM's layer has an answer all the same
             spec = layer.get_kv_cache_spec(self.vllm_config)
-            if spec is None:
-                raise UnsupportedConfigError(
-                    f"{name} keeps no KV of its own; use a model whose layers do not share KV."
-                )
+            if not isinstance(spec, AttentionSpec):
+                raise UnsupportedConfigError(f"{name} keeps no KV of attention; use a model whose layers all do.")
             if (kv_dtype := getattr(layer.impl, "kv_dtype", None)) is not None:
                 spec = replace(spec, dtype=kv_dtype)
             specs[name] = layer.get_attn_backend().customize_spec(spec)
@@ -130,9 +135,24 @@ class LoadedModel:
         """Attention layers with KV."""
         return list(self._layers)
 
-    def bind_groups(self, layer_names: list[list[str]]) -> None:
-        """The layers of each KV cache group."""
-        self._groups = layer_names
+    def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
+        """Give each layer what it keeps its KV in, or, where it reads another's, that one's. `groups`: layers with KV
+        by KV cache group; those that share it join the group of its owner, whose blocks and slots they need."""
+        sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
+        self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
+        for name, owner in self._kv_owners.items():
+            layer = self._layers[name]
+            if layer.impl.sliding_window != self._layers[owner].impl.sliding_window:
+                raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
+            layer.bind_kv_cache(caches[owner])
+            layer.impl.bind(layer, caches[owner])
+
+    def check_kv_is_written(self) -> None:
+        """After warm-up: whoever reads KV that nobody writes would answer with noise, and the same with drafts as
+        without."""
+        owners = set(self._kv_owners.values())
+        if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
+            raise RuntimeError(f"Warm-up wrote no KV for {', '.join(unwritten)}, which attention reads.")
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """[T, H]; KV of all real tokens is written. A head wants what was carried to it."""

@@ -102,11 +102,16 @@ class ModelRunner:
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()
-        if self.drafter is None or self.speculation is None or self.speculation.retokenizes:
+        if self.drafter is None or self.speculation is None or self._drafts_in_slab:
             return specs
         # A head never catches up: what vLLM freed it has no more use for.
         own = self.drafter.kv_cache_spec() if self.speculation.is_head else self.drafter.kv_cache_spec_of_drafter()
         return specs | own
+
+    @property
+    def _drafts_in_slab(self) -> bool:
+        """Whether the drafter's KV stands apart from the target's blocks, in a `Slab`, which binds it."""
+        return self.speculation is not None and self.speculation.retokenizes
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         model = self.vllm_config.model_config
@@ -115,9 +120,9 @@ class ModelRunner:
         self.shapes = Shapes.from_config(
             self.vllm_config, self.options, self.backend, self.num_drafts, min(self.kv_cache.block_sizes)
         )
-        for loaded in (self.target, self.drafter):
-            if loaded is not None:
-                loaded.bind_groups(self.kv_cache.layer_groups)
+        self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
+        if self.drafter is not None and not self._drafts_in_slab:
+            self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(
             self.backend,
             max_rows=self.max_rows,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.worker.utils import bind_kv_cache_to_layers
 
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.runner.drafting_memory import KVBlock, slab_blocks
@@ -52,8 +51,7 @@ class Slab:
         by_layer = self._backend.allocate_kv(
             KVCacheConfig(num_blocks, tensors, groups), config.cache_config.get_resolved_kv_cache_layout()
         )
-        bind_kv_cache_to_layers(by_layer, config.compilation_config.static_forward_context)
-        model.bind_groups([list(specs)])
+        model.bind_kv(by_layer, [list(specs)])
 
     def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
         """Wide enough for `context` tokens. The first rows end at `ends`."""

@@ -76,6 +76,10 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
             bar.set_postfix_str(kind, refresh=False)
             job()
     backend.synchronize()
+    if kinds["decodes"]:
+        for loaded in (runner.target, runner.drafter):
+            if loaded is not None:
+                loaded.check_kv_is_written()
     _done(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",

@@ -14,9 +14,12 @@ def attend_one(
     scale: float,
     window: int | None,
     soft_cap: float,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """float64 [H, D]."""
     first = 0 if window is None else max(0, position - window + 1)
+    if chunk is not None:
+        first = max(first, position // chunk * chunk)
     keys, values = keys_SKD[first : position + 1].double(), values_SKD[first : position + 1].double()
     group = query_HD.shape[0] // keys.shape[1]
     out = []
@@ -38,6 +41,7 @@ def attend_row(
     scale: float,
     window: int | None,
     soft_cap: float,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """float64 [Q, H, D] of queries from `start` on. `blocks`: place in the row -> block; one missing holds nan."""
     missing = torch.full_like(keys_NSKD[0], torch.nan)
@@ -47,5 +51,8 @@ def attend_row(
     )
     out = []
     for q, query_HD in enumerate(query_QHD):
-        out.append(attend_one(query_HD, keys, values, start + q, scale=scale, window=window, soft_cap=soft_cap))
+        position = start + q
+        out.append(
+            attend_one(query_HD, keys, values, position, scale=scale, window=window, soft_cap=soft_cap, chunk=chunk)
+        )
     return torch.stack(out)

@@ -1,0 +1,114 @@
+"""Layers, their KV caches and kernels agree, or nothing is bound; layers that share KV read their owner's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+
+from vllm_gaudi_spec.attention import backend as attention
+from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend
+from vllm_gaudi_spec.backends import cpu
+from vllm_gaudi_spec.backends.kv_pair import KVPair
+from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+
+BLOCKS, BLOCK, HEADS, SIZE = 3, 32, 2, 32
+OWNER, READER = "layers.0.attn", "layers.2.attn"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
+    made, device = VllmConfig(), cpu.Backend()
+    monkeypatch.setattr(attention, "load_backend", lambda: device)
+    with set_current_vllm_config(made):
+        yield made
+
+
+def layer(name: str = OWNER, **options: Any) -> Any:
+    given = dict(num_kv_heads=HEADS, prefix=name, attn_backend=RectangleAttentionBackend)
+    return Attention(4, SIZE, SIZE**-0.5, **(given | options))
+
+
+def cache(dtype: torch.dtype = torch.float32, *, heads: int = HEADS, size: int = SIZE) -> torch.Tensor:
+    return torch.zeros(BLOCKS, heads, BLOCK, 2 * size, dtype=dtype)
+
+
+def loaded(layers: list[Any]) -> Any:
+    model: Any = LoadedModel.__new__(LoadedModel)
+    model._layers = {one.layer_name: one for one in layers}
+    model._kv_owners = {one.layer_name: one.kv_sharing_target_layer_name or one.layer_name for one in layers}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (cache(torch.uint8), "torch.uint8; its kernel takes .*torch.float32"),
+        (cache(torch.bfloat16), "torch.bfloat16; its kernel takes .*torch.float32"),
+        (cache(heads=1), "1 heads of 64 numbers.* takes .*2 heads of 64"),
+        (cache(size=64), "2 heads of 128 numbers.* takes .*2 heads of 64"),
+    ],
+    ids=["bytes", "half as wide", "heads", "head size"],
+)
+def test_a_cache_of_another_kind_is_not_bound(wrong: torch.Tensor, words: str, config: VllmConfig) -> None:
+    """vLLM resolves some caches' dtype while it makes the layers; a float32 kernel wrote past such a one's end."""
+    with pytest.raises(RuntimeError, match=f"KV cache of {OWNER} is .*{words}") as refused:
+        loaded([layer()]).bind_kv({OWNER: wrong}, [[OWNER]])
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_pairs_of_tensors_say_what_they_hold() -> None:
+    """What accelerators keep KV in."""
+    keys = torch.zeros(BLOCKS * BLOCK, HEADS, SIZE)
+    assert KVPair(keys, keys, BLOCK).shape == cpu.Backend().kv_shape(cache())
+    assert KVPair(keys.byte(), None, BLOCK).shape == (BLOCKS, BLOCK, HEADS, SIZE, torch.uint8)
+
+
+def test_a_layer_that_shares_kv_is_in_the_group_of_its_owner(config: VllmConfig) -> None:
+    owner, other = layer(), layer("layers.1.attn", per_layer_sliding_window=64)
+    reader = layer(READER, kv_sharing_target_layer_name=OWNER)
+    model = loaded([owner, other, reader])
+    model.vllm_config = config
+    assert list(model.kv_cache_spec()) == [OWNER, "layers.1.attn"]
+    caches = {OWNER: cache(), "layers.1.attn": cache()}
+    model.bind_kv(caches, [["layers.1.attn"], [OWNER]])
+    assert reader.kv_cache is caches[OWNER]
+    assert model._groups == [["layers.1.attn"], [OWNER, READER]]
+
+
+def test_a_layer_of_another_window_cannot_share(config: VllmConfig) -> None:
+    """Of blocks behind a window vLLM makes others."""
+    owner = layer(per_layer_sliding_window=64)
+    reader = layer(READER, kv_sharing_target_layer_name=OWNER)
+    with pytest.raises(RuntimeError, match=f"{READER} reads the KV of {OWNER}, which keeps it for another window"):
+        loaded([owner, reader]).bind_kv({OWNER: cache()}, [[OWNER]])
+
+
+def test_kv_that_nobody_writes_is_an_error(config: VllmConfig) -> None:
+    owner, reader = layer(), layer(READER, kv_sharing_target_layer_name=OWNER)
+    model = loaded([owner, reader])
+    model.bind_kv({OWNER: cache()}, [[OWNER]])
+    with pytest.raises(RuntimeError, match=f"Warm-up wrote no KV for {OWNER}, which attention reads"):
+        model.check_kv_is_written()
+    key = torch.zeros(1, HEADS, SIZE)
+    owner.impl.do_kv_cache_update(SimpleNamespace(), key, key, owner.kv_cache, torch.zeros(1, dtype=torch.int64))
+    model.check_kv_is_written()
+
+
+def test_layers_that_attend_in_chunks_say_so(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM derives their backend from ours, and tells nobody else."""
+    monkeypatch.setattr(
+        "vllm.model_executor.layers.attention.chunked_local_attention.get_attn_backend",
+        lambda *_: RectangleAttentionBackend,
+    )
+    chunked = ChunkedLocalAttention(4, SIZE, 1.0, 48, num_kv_heads=HEADS, prefix=OWNER)
+    loaded([chunked]).bind_kv({OWNER: cache()}, [[OWNER]])
+    assert chunked.impl.spec.attention_chunk == 48
+    with pytest.raises(RuntimeError, match="describes attention calls itself"):
+        chunked.get_attn_backend().get_builder_cls()(None, [], config, torch.device("cpu"))
