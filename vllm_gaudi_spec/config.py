@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
 
@@ -49,6 +49,13 @@ def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> 
     that is not the configuration's own, but a head of it."""
     parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
+
+
+def target_of(vllm_config: VllmConfig) -> ModelConfig:
+    """The target's model. In the drafter's copy of a configuration, `model_config` is the drafter."""
+    spec_config = vllm_config.speculative_config
+    target = None if spec_config is None else spec_config.target_model_config
+    return target or vllm_config.model_config  # n-gram, suffix and custom drafters can be configured without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,14 +325,15 @@ class Speculation:
             universal=universal,
             universal_context=context,
             universal_match=options.universal_match or TLI,
-            universal_slab=_slab(given, options) if universal and context == RETOKENIZE else 0,
+            universal_slab=_slab(vllm_config, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 
 
-def _slab(given: SpeculativeConfig, options: Options) -> int:
+def _slab(vllm_config: VllmConfig, options: Options) -> int:
     """A text may have more of the drafter's tokens than of the target's, to whose context vLLM cuts the drafter's."""
+    given = vllm_config.speculative_config
     model = given.draft_model_config
     own = given.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
-    default = min(_DEFAULT_SLAB, 2 * given.target_model_config.max_model_len)
+    default = min(_DEFAULT_SLAB, 2 * target_of(vllm_config).max_model_len)
     return int(min(options.universal_slab or default, own))

@@ -94,7 +94,7 @@ def _is_dropped(request: Any) -> bool:
 
 def hear(scheduler: Any, scheduled: Any, output: Any) -> None:
     """A step is done."""
-    if not scheduler.log_stats:
+    if not getattr(scheduler, "log_stats", False):  # a subclass may leave vLLM's constructor out
         return
     if (worked := getattr(output, "worked", None)) is not None:
         _hear_worker(scheduler, worked)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
@@ -24,8 +24,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, config, environment, platform, refusals
-from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError
+from vllm_gaudi_spec import backends, compat, config, environment, platform, refusals
+from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
 
 
@@ -300,6 +300,35 @@ def test_speculation_that_would_not_work_is_refused(speculative: dict[str, Any],
         engine_config(tmp_path, here(speculative, tmp_path))
 
 
+@pytest.mark.parametrize("speculative", [NGRAM, SUFFIX, CUSTOM], ids=str)
+def test_a_speculative_configuration_needs_no_target(speculative: dict[str, Any], tmp_path: Path) -> None:
+    """`EngineArgs` sets the target in it; a program that makes a `VllmConfig` by itself may leave it out."""
+    compat.apply()
+    made = engine_config(tmp_path, None)
+    alone = SpeculativeConfig(**speculative, num_speculative_tokens=3, max_model_len=TARGET_MAX_LEN)
+    assert alone.target_model_config is None
+    target = replace(made, speculative_config=alone)
+    assert target_of(target) is made.model_config
+    # Whose options are the target's: a drafter's copy of a configuration is not checked for them.
+    target.additional_config = {"gaudi_spec": {"cpu_weights": "float16"}}
+    with pytest.raises(UnsupportedConfigError, match="cpu_weights is for device cpu"):
+        refusals.refuse_unsupported(target, backend_of("hpu"))
+    too_long = SpeculativeConfig(**speculative, num_speculative_tokens=3, max_model_len=TARGET_MAX_LEN + 1)
+    with pytest.raises(UnsupportedConfigError, match=f"is more than the target's {TARGET_MAX_LEN}"):
+        replace(made, speculative_config=too_long)
+
+
+@pytest.mark.parametrize("missing", ["target_model_config", "target_parallel_config"])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool, tmp_path: Path) -> None:
+    compat.apply()
+    made = engine_config(tmp_path, None, trust_remote_code=trusted)
+    given = dict(target_model_config=made.model_config, target_parallel_config=made.parallel_config)
+    del given[missing]
+    with pytest.raises(UnsupportedConfigError, match=f"set {missing} of SpeculativeConfig, or use EngineArgs"):
+        SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3, **given)
+
+
 # No drafter without a model can do these. Value, and the way out that the message names.
 MODEL_ONLY = {
     "draft_sample_method": ("probabilistic", "greedy"),
@@ -331,8 +360,6 @@ def test_options_of_a_drafters_model_are_refused_without_one(drafter: dict[str, 
 
 def test_the_lists_of_options_are_upstreams() -> None:
     """Each option of upstream's is used, refused by us, or refused by upstream: a new one has to be thought about."""
-    from vllm.config import SpeculativeConfig
-
     refused_upstream = {"tensor_parallel_size", "use_heterogeneous_vocab", "index_share_for_mtp_iteration"}
     filled_in = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
     used = {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len"}

@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat, series
+from vllm_gaudi_spec import compat, draft_counts, series
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.draft_counts import DraftCounts
 from vllm_gaudi_spec.drafter_health import DraftRound
@@ -389,3 +389,8 @@ def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
         play.step(worked=Worked(1, 1, 0, {}))
     assert not play.counted
     assert not [name for name in vars(play.scheduler) if name.startswith("_gaudi_spec")]
+
+
+def test_a_scheduler_without_its_constructor_counts_nothing() -> None:
+    """As a test's double of a scheduler is made."""
+    draft_counts.hear(object.__new__(AsyncScheduler), None, answer({"a": [9]}, {"a": 1}))

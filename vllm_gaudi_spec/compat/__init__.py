@@ -8,6 +8,7 @@ from vllm_gaudi_spec.compat.configuration import (
     admit_suffix_without_arctic,
     admit_universal_draft,
     leave_overlap_to_the_platform,
+    name_the_missing_target,
     trust_drafters_apart,
     widen_speculative_options,
 )
@@ -52,6 +53,7 @@ def apply() -> None:
     end_engines_with_their_server()
     admit_universal_draft()
     trust_drafters_apart()
+    name_the_missing_target()
     refuse_pickled_weights()
     widen_speculative_options()
     admit_min_p_and_logit_bias()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS, UnsupportedConfigError
@@ -37,6 +38,33 @@ def trust_drafters_apart() -> None:
     wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
 
 
+def name_the_missing_target() -> None:
+    """Refuse a drafter that is a model, configured without its target, in one line.
+
+    Reason: `SpeculativeConfig` reads the target's tokenizer, dtype and ranks for such a drafter, and both fields are
+    optional. Without them upstream ends with an AttributeError of None.
+    Remove when: upstream checks both fields before it reads them.
+    """
+    from vllm.config import SpeculativeConfig
+
+    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
+
+
+def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
+    try:
+        return original(config)
+    except AttributeError as error:
+        missing = [
+            name for name in ("target_model_config", "target_parallel_config") if getattr(config, name, None) is None
+        ]
+        if not missing:
+            raise
+        raise UnsupportedConfigError(
+            f"A drafter of method {config.method} is configured for its target; set {' and '.join(missing)} of "
+            "SpeculativeConfig, or use EngineArgs(...).create_engine_config()."
+        ) from error
+
+
 def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if config.method == UNIVERSAL_DRAFT:
         config.method, config.use_heterogeneous_vocab = "draft_model", True
@@ -45,9 +73,9 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
         if config.revision is None and config.code_revision is None:
             config.revision, config.code_revision = target.revision, target.code_revision
     if target is None or not target.trust_remote_code or trusts_draft_code() or _has_targets_code(config):
-        result = original(config)
+        result = _describe_with_target(original, config)
     else:
-        result = _describe_untrusted(original, config)
+        result = _describe_untrusted(partial(_describe_with_target, original), config)
     if config.use_heterogeneous_vocab and config.method == "draft_model":
         # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
         config.use_heterogeneous_vocab = False

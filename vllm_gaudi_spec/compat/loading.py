@@ -39,11 +39,13 @@ def refuse_pickled_weights() -> None:
     wrap(DefaultModelLoader, "_prepare_weights", _take_safetensors)
 
 
-def _take_safetensors(original: Callable[..., Any], loader: Any, model: str, *more: Any, **named: Any) -> Any:
-    found = original(loader, model, *more, **named)
+def _take_safetensors(
+    original: Callable[..., Any], loader: Any, model_name_or_path: str, *more: Any, **named: Any
+) -> Any:
+    found = original(loader, model_name_or_path, *more, **named)
     _, files, are_safetensors, _ = found
     if not are_safetensors:
-        raise UnsupportedConfigError(pickled_weights(model, files[0]))
+        raise UnsupportedConfigError(pickled_weights(model_name_or_path, files[0]))
     return found
 
 

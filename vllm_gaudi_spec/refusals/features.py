@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, target_of
 from vllm_gaudi_spec.quantization.config import target_config
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ _USELESS_LORA_OPTIONS = (
 
 
 def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    lora, given, model = vllm_config.lora_config, vllm_config.speculative_config, vllm_config.model_config
-    if lora is None or (given is not None and model is not given.target_model_config):
+    lora, model = vllm_config.lora_config, vllm_config.model_config
+    if lora is None or model is not target_of(vllm_config):
         return  # a drafter never has adapters
     if model.is_moe:
         yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, WEIGHTLESS_METHODS, Options
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, WEIGHTLESS_METHODS, Options, target_of
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
 from vllm_gaudi_spec.refusals.models import models_of
 
@@ -28,8 +28,7 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
-    given = vllm_config.speculative_config
-    if wanted is None or (given is not None and model is not given.target_model_config):
+    if wanted is None or model is not target_of(vllm_config):
         return  # a drafter's weights may have a format of their own
     if backend.name != "cpu":
         yield f"{name} is for device cpu, and this is {backend.name}; leave it out."
@@ -41,7 +40,7 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
 
 def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     options, given, model = Options.from_vllm(vllm_config), vllm_config.speculative_config, vllm_config.model_config
-    if given is not None and model is not given.target_model_config:
+    if model is not target_of(vllm_config):
         return  # the drafter's part of a configuration that was looked at as a whole
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:

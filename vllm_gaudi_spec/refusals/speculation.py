@@ -17,6 +17,7 @@ from vllm_gaudi_spec.config import (
     WEIGHTLESS_METHODS,
     Options,
     Speculation,
+    target_of,
 )
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
 
@@ -49,7 +50,7 @@ def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             f"{given.num_speculative_tokens} drafts a step are too many; "
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
-    longest = given.target_model_config.max_model_len
+    longest = target_of(vllm_config).max_model_len
     if given.max_model_len is not None and given.max_model_len > longest:
         yield (
             f"max_model_len {given.max_model_len} in --speculative-config is more than the target's {longest}; "

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -52,3 +56,55 @@ def test_patches_are_put_on_once() -> None:
         values = values_of(SpeculativeConfig.__dataclass_fields__[name].type)
         assert values[-len(more) :] == more
         assert len(set(values)) == len(values)
+
+
+def patches_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Of each patched function of vLLM: the original, and what is called in its place."""
+    made: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def note(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = inspect.unwrap(getattr(owner, name))
+        made[f"{getattr(original, '__qualname__', name)}"] = (original, wrapper)
+
+    for path in FILES:
+        module = importlib.import_module(f"{compat.__name__}.{path.stem}")
+        if not hasattr(module, "wrap"):
+            continue
+        monkeypatch.setattr(module, "wrap", note)
+        for name in vars(module):
+            patch = vars(module)[name]
+            if name.startswith("_") or not inspect.isfunction(patch) or patch.__module__ != module.__name__:
+                continue
+            if inspect.isgeneratorfunction(inspect.unwrap(patch)):
+                continue  # a context manager, which replaces a variable
+            patch(*(lambda *args, **named: None for _ in inspect.signature(patch).parameters))
+    return made
+
+
+def test_patched_functions_take_what_the_originals_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position and by name: callers of vLLM's use both."""
+    made = patches_made(monkeypatch)
+    assert "DefaultModelLoader._prepare_weights" in made
+    assert [
+        problem for name, patch in made.items() if name not in CALLED_ONE_WAY for problem in differences(name, *patch)
+    ] == []
+
+
+# Called by the interpreter, by position; called by one line of vLLM's, by name.
+CALLED_ONE_WAY = ("custom_excepthook", "excepthook", "CPUUnquantizedExperts.apply")
+
+
+def differences(name: str, original: Callable[..., Any], wrapper: Callable[..., Any]) -> Iterator[str]:
+    own = [*inspect.signature(wrapper).parameters.values()]
+    takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
+    takes_names = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
+    by_position = [parameter for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
+    for index, theirs in enumerate(inspect.signature(original).parameters.values()):
+        mine = by_position[index] if index < len(by_position) else None
+        has_name = theirs.kind is theirs.POSITIONAL_OR_KEYWORD and theirs.name != "self"
+        if mine is None and not takes_more:
+            yield f"{name}: {theirs.name} by position"
+        if has_name and not (mine.name == theirs.name if mine is not None else takes_names):
+            yield f"{name}: {theirs.name} by name"
+        if mine is not None and theirs.default is not theirs.empty and mine.default != theirs.default:
+            yield f"{name}: without {theirs.name}"

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     assert not marker.exists()
     pickle.loads((tmp_path / "model.pt").read_bytes())
     assert marker.exists(), "the pickle of this test does nothing"
+
+
+def test_weights_can_be_fetched_ahead(tmp_path: Path) -> None:
+    """What `get_model_loader(...).download_model(...)` does in programs that fetch weights before they load them."""
+    compat.apply()
+    model: Any = SimpleNamespace(model=str(tmp_path), revision=None)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(config.UnsupportedConfigError, match=r"are pickles \(pytorch_model\.bin\)"):
+        DefaultModelLoader(LoadConfig()).download_model(model)
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    DefaultModelLoader(LoadConfig()).download_model(model)
 
 
 def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
