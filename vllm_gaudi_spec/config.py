@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
 
 
-class UnsupportedConfigError(RuntimeError):
+class UnsupportedConfigError(ValueError):
     """The user asked for something that this platform cannot do; the message names the option to change.
 
-    Not a ValueError on purpose: pydantic swallows those into a report whose last line says nothing.
+    Inside vLLM's configurations pydantic catches it, and `compat.raise_refusals_unchanged` raises it again.
     """
 
 

@@ -27,6 +27,25 @@ def do_nothing(*args: object, **kwargs: object) -> None:
     """Stands in for a call that shall have no effect."""
 
 
+def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
+    """Let the constructor of a pydantic dataclass raise errors of `kind` as they are: pydantic catches every ValueError
+    of a `__post_init__` and raises a report of several lines, with the error in it. After `widen`, which makes the
+    constructor anew."""
+    from pydantic import ValidationError
+
+    def construct(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
+        try:
+            original(config, *args, **named)
+        except ValidationError as report:
+            causes = (details.get("ctx", {}).get("error") for details in report.errors())
+            cause = next((cause for cause in causes if isinstance(cause, kind)), None)
+            if cause is None:
+                raise
+            raise cause from None
+
+    wrap(config_class, "__init__", construct)
+
+
 def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:
     """Let fields of a pydantic dataclass, which are closed lists, say these values as well."""
     from pydantic.dataclasses import rebuild_dataclass

@@ -23,7 +23,7 @@ from tests.full_tests.tiny_models import common
 
 
 def refusal(model: str, **options: Any) -> str:
-    with pytest.raises(Exception) as refused, engine(model, skip_tokenizer_init=True, **options):
+    with pytest.raises(ValueError) as refused, engine(model, skip_tokenizer_init=True, **options):
         pass
     # An engine that got as far as its model left groups behind in this process.
     cleanup_dist_env_and_memory()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import output_files
 from vllm_gaudi_spec.cli import counting, make_parser, output, summary, workload
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.one_line import in_one_line
 from vllm_gaudi_spec.terminal import counting as counting_requests
 
@@ -112,7 +111,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
             # A KV cache as large as a card would have does not fit on the host of an emulated one.
             num_gpu_blocks_override=1 + blocks,
         )
-    except (UnsupportedConfigError, DemoModelError, ValueError, OSError) as error:
+    except (DemoModelError, ValueError, OSError) as error:
         # What vLLM and we refuse at start-up, and models that are not there.
         raise WrongOptions(in_one_line(error)) from error
 

@@ -9,6 +9,7 @@ from vllm_gaudi_spec.compat.configuration import (
     admit_universal_draft,
     leave_overlap_to_the_platform,
     name_the_missing_target,
+    raise_refusals_unchanged,
     trust_drafters_apart,
     widen_speculative_options,
 )
@@ -56,6 +57,7 @@ def apply() -> None:
     name_the_missing_target()
     refuse_pickled_weights()
     widen_speculative_options()
+    raise_refusals_unchanged()  # after `widen`, which makes a constructor anew
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     leave_overlap_to_the_platform()

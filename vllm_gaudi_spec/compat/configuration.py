@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS, UnsupportedConfigError
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
-from vllm_gaudi_spec.patching import do_nothing, widen, wrap
+from vllm_gaudi_spec.patching import do_nothing, raise_unchanged, widen, wrap
 
 
 def admit_universal_draft() -> None:
@@ -164,3 +164,18 @@ def leave_overlap_to_the_platform() -> None:
 
     # One of the lists that are looked up there, and there alone.
     upstream.NgramGPUTypes = Literal[METHODS]
+
+
+def raise_refusals_unchanged() -> None:
+    """Let refusals leave vLLM's configurations as they are: ValueErrors of one line.
+
+    Reason: pydantic catches every ValueError of a `__post_init__`. Its report has several lines, the last one a link,
+    and is a ValidationError, so that nobody can catch the refusal.
+    Remove when: vLLM's configurations are no pydantic dataclasses, or pydantic lets an error pass that asks for it.
+    """
+    from pydantic.dataclasses import is_pydantic_dataclass
+    from vllm import config
+
+    for value in vars(config).values():
+        if isinstance(value, type) and is_pydantic_dataclass(value):
+            raise_unchanged(UnsupportedConfigError, value)

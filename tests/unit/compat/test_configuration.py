@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
+from pydantic import ValidationError
 from vllm import SamplingParams
-from vllm.config import SpeculativeConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.config import speculative as upstream_speculative
 from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
@@ -117,6 +118,43 @@ print(replace(older).rejection_sample_method, replace(older, rejection_sample_me
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-3:] == ["refused before", "strict coupled True", "block strict"]
+
+
+def test_refusals_are_value_errors_of_one_line(tmp_path: Path) -> None:
+    """From the front end's door, from a configuration that a program makes by itself, and from a changed one."""
+    compat.apply()
+    made = engine_config(tmp_path, None)
+    too_many = SpeculativeConfig(method="ngram", num_speculative_tokens=17)
+    ways = (
+        lambda: engine_config(tmp_path, dict(method="ngram", num_speculative_tokens=17)),
+        lambda: VllmConfig(model_config=made.model_config, speculative_config=too_many),
+        lambda: replace(made, speculative_config=too_many),
+    )
+    for way in ways:
+        with pytest.raises(config.UnsupportedConfigError) as refused:
+            way()
+        assert isinstance(refused.value, ValueError)
+        assert str(refused.value).startswith("17 drafts a step are too many;")
+        assert len(str(refused.value).splitlines()) == 1
+        # Whoever prints the traceback ends with that line as well: pydantic's report is not part of it.
+        assert refused.value.__suppress_context__
+        assert type(pickle.loads(pickle.dumps(refused.value))) is config.UnsupportedConfigError
+
+
+def test_pydantic_still_catches_refusals(tmp_path: Path) -> None:
+    """Fails when it lets them pass: then `raise_refusals_unchanged` goes. Reports of others stay what they are."""
+    compat.apply()
+    made = engine_config(tmp_path, None)
+    report = r"(?s)1 validation error for VllmConfig.*17 drafts a step.*For further information visit"
+    construct = inspect.unwrap(VllmConfig.__init__)
+    with pytest.raises(ValidationError, match=report):
+        construct(
+            object.__new__(VllmConfig),
+            model_config=made.model_config,
+            speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=17),
+        )
+    with pytest.raises(ValidationError, match="greater than 0"):
+        SpeculativeConfig(method="ngram", num_speculative_tokens=0)
 
 
 def test_min_p_and_logit_bias_are_still_all_that_upstream_refuses() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.patching import widen, wrap
+from vllm_gaudi_spec.patching import raise_unchanged, widen, wrap
 
 _DRAFT_MODEL = "draft_model"
 # Options of a speculative configuration that others than these values of would pass by the mapping.
@@ -32,6 +32,7 @@ def admit_universal_draft() -> None:
     from vllm.config import SpeculativeConfig
 
     widen(SpeculativeConfig, {"method": (UNIVERSAL_DRAFT,)})
+    raise_unchanged(UnsupportedConfigError, SpeculativeConfig)
     wrap(SpeculativeConfig, "__post_init__", _note_universal_draft)
     wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _compare_sizes_of_others)
 
