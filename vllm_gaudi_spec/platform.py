@@ -16,7 +16,7 @@ from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation
 from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method, kv_cache_space_gib, leave_threads_unbound
 from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
-from vllm_gaudi_spec.refusals import brings_logits_processors, refuse_unsupported, unsupported_request
+from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
 
@@ -215,6 +215,8 @@ def _say_what_has_no_effect(vllm_config: VllmConfig) -> None:
     for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
         if backend is not None:
             logger.warning_once("Attention backend %s has no effect: the platform brings its own.", backend.name)
+    if speculation is not None and (unused := installed_logits_processors()):
+        logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
 
 
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:
@@ -225,9 +227,11 @@ def _on_this_device(runtime_env: Any) -> dict[str, Any]:
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
     """What makes each step wait until the host has read the one before it, or None."""
-    if brings_logits_processors(vllm_config.model_config):
-        return "custom logits processors read a request's tokens on the host"
-    if speculation is None or speculation.on_device:
+    if speculation is None:
+        if vllm_config.model_config.logits_processors or installed_logits_processors():
+            return "custom logits processors read a request's tokens on the host"
+        return None
+    if speculation.on_device:
         return None
     name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
     return f"{name} drafts on the host, from what it has read of a step"

@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJECTS_LOGITSPROCS
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
@@ -516,8 +517,36 @@ def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:
     processor = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
-    with pytest.raises(UnsupportedConfigError, match=r"leave out --logits-processors .* or leave out --speculative"):
+    way_out = "; leave out --logits-processors, or --speculative-config"
+    with pytest.raises(UnsupportedConfigError, match=f"^{STR_SPEC_DEC_REJECTS_LOGITSPROCS[:-1]}{way_out}"):
         engine_config(tmp_path, NGRAM, logits_processors=[processor])
+
+
+@pytest.fixture
+def installed_processor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that brings a logits processor."""
+    folder = tmp_path_factory.mktemp("installed")
+    package = folder / "brings_one-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: brings-one\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        f"[{LOGITSPROCS_GROUP}]\nits_processor = vllm.v1.sample.logits_processor:MinPLogitsProcessor\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_logits_processors_of_packages_are_not_used_with_speculation(
+    installed_processor: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As upstream has it. Without speculation they run, and on the host."""
+    warnings: list[str] = []
+    monkeypatch.setattr(platform.logger, "warning_once", lambda text, *values: warnings.append(text % values))
+    draft = here(DRAFT, tmp_path)
+    assert engine_config(tmp_path, draft, async_scheduling=True).scheduler_config.async_scheduling is True
+    assert set(warnings) == {"With speculation, logits processors of packages are not used: its_processor."}
+    warnings.clear()
+    assert engine_config(tmp_path, None, async_scheduling=True).scheduler_config.async_scheduling is False
+    assert warnings == []
 
 
 ON_HOST = {

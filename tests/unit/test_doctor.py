@@ -275,6 +275,18 @@ def test_a_conflicting_plugin(
     assert "VLLM_PLUGINS" in problem["remedy"]
 
 
+@pytest.mark.usefixtures("unprobed")
+def test_a_logits_processor_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_distribution(tmp_path, "brings-one", "1.0", "[vllm.logits_processors]\nits_processor = package:Processor\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, found = here(capsys)
+    assert status == 0, found
+    words = "plugin its_processor of brings-one 1.0 brings a logits processor, which is not used with speculation"
+    assert ("note", words) in of(found, "plugin")
+
+
 @pytest.mark.slow
 def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
     """vLLM itself says the same of who the platform is."""

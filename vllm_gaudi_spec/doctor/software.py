@@ -94,10 +94,7 @@ def plugin_findings() -> Iterator[Finding]:
         yield Finding(OK, "plugin", f"{backends.PLUGIN} is the only platform plugin that vLLM may load")
     for processor in entry_points(group=_PROCESSORS):
         yield Finding(
-            WARNING,
-            "plugin",
-            f"{_named(processor)} brings a logits processor, which is refused together with speculation",
-            f"uninstall {processor.dist.name if processor.dist else processor.name}, or serve without speculation",
+            NOTE, "plugin", f"{_named(processor)} brings a logits processor, which is not used with speculation"
         )
 
 

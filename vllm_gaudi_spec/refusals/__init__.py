@@ -10,14 +10,14 @@ from vllm_gaudi_spec.refusals.files import damage_refusals, pickle_refusals, wei
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
 from vllm_gaudi_spec.refusals.requests import unsupported_request
-from vllm_gaudi_spec.refusals.speculation import brings_logits_processors, speculation_refusals
+from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, speculation_refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
 
-__all__ = ["brings_logits_processors", "refuse_unsupported", "unsupported_request", "weight_files"]
+__all__ = ["installed_logits_processors", "refuse_unsupported", "unsupported_request", "weight_files"]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.config import (
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 
 # What nothing here listens to, whatever the method, and why where there is more to say.
@@ -63,10 +63,10 @@ def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield from weightless_refusals(given)
     elif given.method in METHODS:
         yield from drafter_model_refusals(given)
-    if brings_logits_processors(vllm_config.model_config):
+    if vllm_config.model_config.logits_processors:
         yield (
-            "Custom logits processors do not work with speculative decoding; leave out --logits-processors and "
-            "uninstall the packages that bring some, or leave out --speculative-config."
+            "Custom logits processors are not supported when speculative decoding is enabled; leave out "
+            "--logits-processors, or --speculative-config."
         )
 
 
@@ -111,8 +111,8 @@ def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[s
             )
 
 
-def brings_logits_processors(model: ModelConfig) -> bool:
-    """Whether the user or an installed package adds code of its own to the sampler."""
+def installed_logits_processors() -> list[str]:
+    """Names of the logits processors of installed packages, which vLLM adds to the user's except with speculation."""
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-    return bool(model.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
+    return sorted(processor.name for processor in entry_points(group=LOGITSPROCS_GROUP))
