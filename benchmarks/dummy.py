@@ -134,7 +134,7 @@ def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | 
 
 
 def runner_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def fill_kv(llm: Any) -> None:

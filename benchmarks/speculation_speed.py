@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         per_request_spec_decode_metrics="detailed",
         additional_config={"gaudi_spec": {"cpu_weights": options.cpu_weights} if options.cpu_weights else {}},
     ) as llm:
-        clock = Clock(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner)
+        clock = Clock(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
         for drafts in (0, int(k)):
             shared.ask(llm, prompts[:2], options.temperature, WARMUP_TOKENS, drafts)
         clock.take()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.config.utils import update_config
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.utils import clear_layer_kv_caches
@@ -20,8 +22,10 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import name_process_group
 from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
+from vllm_gaudi_spec.runner.weights import check_overrides
 
 if TYPE_CHECKING:
+    from vllm.config import LoadConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -32,8 +36,20 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+_NO_TRANSFER = "Weight transfer is not supported; use reload_weights with weights_iterator or weights_path."
+
+
+def _refuse(reason: str) -> Callable[..., NoReturn]:
+    """A method of vLLM's worker that has no meaning here."""
+
+    def refuse(self: Worker, *args: object, **named: object) -> NoReturn:
+        raise UnsupportedConfigError(reason)
+
+    return refuse
+
+
 class Worker(WorkerBase):
-    runner: ModelRunner
+    model_runner: ModelRunner
 
     # --- start-up, in the order of the calls ---
 
@@ -60,16 +76,16 @@ class Worker(WorkerBase):
         )
         set_random_seed(self.model_config.seed)
         logger.info("Device %s, mode %s, %s.", self.backend.name, self.backend.mode, self.model_config.dtype)
-        self.runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
+        self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise UnsupportedConfigError("elastic expert parallelism is not supported; leave out --enable-elastic-ep.")
         with set_current_vllm_config(self.vllm_config):
-            self.runner.load_model()
+            self.model_runner.load_model()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return self.runner.kv_cache_spec()
+        return self.model_runner.kv_cache_spec()
 
     def determine_available_memory(self) -> int:
         explicit = self.cache_config.kv_cache_memory_bytes
@@ -78,7 +94,7 @@ class Worker(WorkerBase):
         size = self.backend.available_memory(
             self.cache_config.gpu_memory_utilization, self.parallel_config.local_world_size
         )
-        for what, num_bytes in self.runner.drafting_bytes().items():
+        for what, num_bytes in self.model_runner.drafting_bytes().items():
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
         if size <= 0:
@@ -91,12 +107,12 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self.runner.initialize_kv_cache(kv_cache_config)
+        self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
         with torch.inference_mode():
-            self.runner.warm_up()
+            self.model_runner.warm_up()
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 
@@ -107,19 +123,19 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        return self.runner.execute_model(scheduler_output)
+        return self.model_runner.execute_model(scheduler_output)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        return self.runner.sample_tokens(grammar_output)
+        return self.model_runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.runner.take_draft_token_ids()
+        return self.model_runner.take_draft_token_ids()
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
         """Of a data-parallel rank that has nothing to do while others, with experts that it needs or has, do."""
-        self.runner.execute_dummy_batch()
+        self.model_runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
 
@@ -139,23 +155,59 @@ class Worker(WorkerBase):
         return self._adapters().list_adapters()
 
     def _adapters(self) -> AdapterLoader:
-        if self.runner.target.adapters is None:
+        if self.model_runner.target.adapters is None:
             raise ValueError("the engine was started without LoRA adapters; use --enable-lora.")
-        return self.runner.target.adapters.loader
+        return self.model_runner.target.adapters.loader
+
+    # --- weights of a running engine, through `collective_rpc` ---
+
+    @torch.inference_mode()
+    def reload_weights(self, *args: Any, **named: Any) -> None:
+        """As vLLM's worker: `weights_iterator`, or `weights_path`, or the model's own files once more."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.weights.reload(*args, **named)
+
+    def update_config(self, overrides: dict[str, Any]) -> None:
+        """For `reload_weights`: options of load_config, and where in model_config the weights are."""
+        check_overrides(overrides)
+        load_config: LoadConfig = update_config(self.vllm_config.load_config, overrides.get("load_config", {}))
+        self.load_config = self.vllm_config.load_config = load_config
+        for name, value in overrides.get("model_config", {}).items():
+            setattr(self.model_config, name, value)  # the target's configuration is known by its identity
+
+    @torch.inference_mode()
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        self.model_runner.weights.save_sharded_state(path, pattern, max_size)
+
+    @torch.inference_mode()
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Names begin as those of vLLM's worker do."""
+        ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
+        return {ranks + name: digest for name, digest in self.model_runner.weights.checksums().items()}
+
+    sleep = wake_up = _refuse("Sleep mode is not supported; end the engine to free its memory.")
+    profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
+    reset_weights = _refuse("Weights are not reset; use reload_weights.")
+    save_tensorized_model = _refuse("Tensorizer files are not written; use save_sharded_state.")
+    init_weight_transfer_engine = shutdown_weight_transfer_engine = _refuse(_NO_TRANSFER)
+    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = _refuse(_NO_TRANSFER)
 
     # --- questions and life cycle ---
 
     def step_report(self) -> dict[str, object]:
         """Step signatures and host reads so far, and what requests hold now; reachable through `collective_rpc`."""
-        return self.runner.step_report()
+        return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
         """Where QUANT_CONFIG or draft_quant_config measures: write what was seen so far. Through `collective_rpc`, as
         often as one likes, and once more at the end."""
-        self.runner.save_measurements()
+        self.model_runner.save_measurements()
 
     def get_model(self) -> nn.Module:
-        return self.runner.target.model
+        return self.model_runner.get_model()
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.model_runner.get_draft_model()
 
     def synchronize_device(self) -> None:
         self.backend.synchronize()
@@ -164,9 +216,9 @@ class Worker(WorkerBase):
         """There is no encoder."""
 
     def shutdown(self) -> None:
-        if getattr(self, "runner", None) is not None:
-            if getattr(self.runner, "target", None) is not None:
-                self.runner.save_measurements()
+        if getattr(self, "model_runner", None) is not None:
+            if getattr(self.model_runner, "target", None) is not None:
+                self.model_runner.save_measurements()
             clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
-            del self.runner
+            del self.model_runner
             gc.collect()

@@ -65,7 +65,7 @@ PROGRAMS = {
 
 def signatures(llm: LLM) -> list[Any]:
     """The manifest: what the configuration lists."""
-    return llm.collective_rpc(lambda worker: list(worker.runner.recorder.manifest))[0]
+    return llm.collective_rpc(lambda worker: list(worker.model_runner.recorder.manifest))[0]
 
 
 def captured() -> Counter[str]:

@@ -169,7 +169,7 @@ def check(
 
 def cuts(worker: Any) -> set[int]:
     """Over how many ranks the drafter's linear layers are cut."""
-    layers = worker.runner.drafter.model.modules() if worker.runner.drafter is not None else ()
+    layers = worker.model_runner.drafter.model.modules() if worker.model_runner.drafter is not None else ()
     # The output matrix is the target's at times.
     return {
         layer.tp_size for layer in layers if isinstance(layer, LinearBase) and not isinstance(layer, ReplicatedLinear)

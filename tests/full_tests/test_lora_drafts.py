@@ -103,7 +103,7 @@ def test_seeded_requests_with_a_head(method: str, lora_folder: Path) -> None:
 
 
 def _layers_of_drafter(worker: Any) -> list[str]:
-    return [type(module).__name__ for module in worker.runner.drafter.model.modules()]
+    return [type(module).__name__ for module in worker.model_runner.drafter.model.modules()]
 
 
 # --- other ways to run the target ---
@@ -146,7 +146,7 @@ def test_ways_to_run(
 
 def _states_a_little_off(worker: Any) -> None:
     """On the second rank, as sums in another order are; more than that, so that it shows."""
-    target = worker.runner.target
+    target = worker.model_runner.target
     hidden_of, generator = target._hidden_of, torch.Generator().manual_seed(0)
 
     def off(output: Any, inputs: Any) -> Any:

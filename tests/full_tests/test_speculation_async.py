@@ -250,7 +250,7 @@ class Flight:
         self._llm = llm
         self._requests = requests
         self._core = llm.llm_engine.engine_core.engine_core
-        self._runner = self._core.model_executor.driver_worker.worker.runner
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._names: dict[int, str] = {}
         self.done: dict[int, Answer] = {}
 

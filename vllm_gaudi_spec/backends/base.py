@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -93,6 +93,14 @@ class DeviceBackend(Protocol):
 
     def prepare_model(self, model: nn.Module) -> None:
         """Bring weights to the device and lay them out as it likes them, after loading."""
+        ...
+
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, the weights that only a kernel has in a form of its own, as they were loaded."""
+        ...
+
+    def weights_changed(self, model: nn.Module) -> None:
+        """Make anew what was made of weights, after others were copied into their storages."""
         ...
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:

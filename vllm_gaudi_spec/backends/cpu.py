@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,12 @@ class Backend:
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were packed one by one while they were loaded (see platform.py)."""
         cpu_linear.report(model)
+
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return cpu_linear.unpacked_weights(model)
+
+    def weights_changed(self, model: nn.Module) -> None:
+        cpu_linear.repack_tables(model)
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         return allocate_kv_cache(kv_cache_config, self.torch_device, layout)

@@ -19,6 +19,7 @@ from torch import nn
 from vllm import _custom_ops as vllm_ops
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
@@ -147,6 +148,10 @@ _LINEAR = "gaudi_spec_linear"
 """On a weight that two layers share: what multiplies with it. Nobody changes a weight behind that."""
 
 
+_SHAPE = "gaudi_spec_weight_shape"
+"""On a layer: the shape of its weight, which may be packed and gone."""
+
+
 class OnFirstCall:
     """For tables of embeddings, with which most models never multiply."""
 
@@ -180,6 +185,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     `remove_weight`: nobody else reads it. Embedding tables keep theirs, as tokens are looked up in them.
     """
     weight = layer.weight
+    setattr(layer, _SHAPE, weight.shape)
     if _State.keeps_weights:
         layer.cpu_linear = torch.nn.functional.linear
         return
@@ -213,6 +219,51 @@ def _choose(
     if chosen is not None:
         layer.cpu_linear = chosen
     return many if few is None else ByRows(few, many)
+
+
+def unpacked_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name, the weights that were packed and dropped, read back from their kernels."""
+    for name, layer in model.named_modules():
+        linear = getattr(layer, "cpu_linear", None)
+        if linear is None or layer.weight.numel():
+            continue
+        if isinstance(linear, Float16Linear | Int8Linear):
+            raise UnsupportedConfigError(
+                "With cpu_weights the engine has rounded weights only; leave cpu_weights out of "
+                "additional_config.gaudi_spec to read them."
+            )
+        yield f"{name}.weight", _read_back(linear, layer.weight, getattr(layer, _SHAPE))
+
+
+# Rows of the unit matrix at a time: many, as few rows may have a kernel of their own.
+_UNIT_ROWS = 256
+
+
+def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A unit matrix times the weight: one product and zeros are exact in any order."""
+    num_outputs, num_inputs = shape
+    weight_NK = dropped.new_empty(num_outputs, num_inputs)
+    for begin in range(0, num_inputs, _UNIT_ROWS):
+        end = min(begin + _UNIT_ROWS, num_inputs)
+        unit = dropped.new_zeros(end - begin, num_inputs)
+        unit[:, begin:end].fill_diagonal_(1)
+        weight_NK[:, begin:end] = linear(unit, dropped, None).t()
+    return weight_NK
+
+
+def repack_tables(model: nn.Module) -> None:
+    """After new weights were copied into the old storages. Layers that drop their weight were packed while they were
+    loaded; embedding tables and output matrices keep theirs, may share one, and were packed from the old values."""
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel()
+    ]
+    for table in tables:
+        if hasattr(table.weight, _LINEAR):
+            delattr(table.weight, _LINEAR)
+    for table in tables:
+        utils.dispatch_cpu_unquantized_gemm(table, remove_weight=False)
 
 
 def report(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ The compiled mode is written from the documentation and has not been run anywher
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -120,6 +120,16 @@ class Backend:
         if self.is_lazy:
             self._habana.core.mark_step()
         torch.hpu.synchronize()
+
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: layers keep their weights."""
+        return iter(())
+
+    def weights_changed(self, model: nn.Module) -> None:
+        """Nothing is made of them: graphs read them where they are."""
+        if self.is_lazy:
+            self._habana.core.mark_step()
+        self.synchronize()
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
         by_layer: dict[str, Any] = dict(kv_pair.allocate(kv_cache_config, self.torch_device))

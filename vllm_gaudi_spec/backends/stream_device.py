@@ -6,7 +6,7 @@ Their modules of torch, `torch.cuda` and those made after it, have one form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -105,6 +105,14 @@ class StreamDevice:
         done = self._runtime.Event()
         done.record()
         return partial(_wait_for, done, host)
+
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: layers keep their weights."""
+        return iter(())
+
+    def weights_changed(self, model: nn.Module) -> None:
+        """Nothing is made of them: graphs read them where they are."""
+        self.synchronize()
 
     def synchronize(self) -> None:
         self._runtime.synchronize()

@@ -34,9 +34,11 @@ from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.slab import block_of
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
+from vllm_gaudi_spec.runner.weights import ModelWeights
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
@@ -354,6 +356,31 @@ class ModelRunner:
         if self.drafting is not None:
             self.drafting.settle(rows_B, lengths_B)
         return Finished(verdict, verified.logprobs, verified.scores, told_B, lengths_B)
+
+    # --- what programs that bring their own functions reach for, by the names of vLLM's runner ---
+
+    @property
+    def model(self) -> nn.Module:
+        return self.get_model()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.backend.torch_device
+
+    def get_model(self) -> nn.Module:
+        return self.target.model
+
+    def get_draft_model(self) -> nn.Module | None:
+        """None where the drafter has no model."""
+        return None if self.drafter is None else self.drafter.model
+
+    @property
+    def weights(self) -> ModelWeights:
+        return ModelWeights(self.vllm_config, self.target.model, self.backend)
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})

@@ -72,7 +72,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
 def _runner(llm: LLM) -> Any:
     try:
-        return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runner
+        return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     except AttributeError:
         raise ValueError(
             "steps are timed in the engine's own process, which has no worker here: leave out tensor parallelism"

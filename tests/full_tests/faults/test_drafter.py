@@ -345,7 +345,7 @@ def test_a_drafter_that_cannot_read(
         return working(self, inputs, carried_TH)
 
     def drafter() -> Any:
-        runner = engines[0].llm_engine.model_executor.driver_worker.worker.runner if engines else None
+        runner = engines[0].llm_engine.model_executor.driver_worker.worker.model_runner if engines else None
         return runner and runner.drafter
 
     engines: list[LLM] = []
@@ -360,7 +360,7 @@ def test_a_drafter_that_cannot_read(
 
 def spoil_one_round(worker: Any) -> None:
     """On the second rank the whole drafter says what is no number, once."""
-    drafter: Any = worker.runner.drafter
+    drafter: Any = worker.model_runner.drafter
     logits, calls = drafter.logits, 0
 
     def spoilt(hidden: torch.Tensor) -> torch.Tensor:
