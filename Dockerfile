@@ -97,6 +97,7 @@ WORKDIR /opt/vllm-gaudi-spec
 
 # As in the Gaudi build, code that changes does not install everything again.
 COPY requirements/cpu.txt requirements/torch.txt requirements/install.py requirements/
+COPY requirements/vllm-name/pyproject.toml requirements/vllm-name/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
 RUN python -m venv /opt/venv \

@@ -36,7 +36,8 @@ help:  ## show this list
 # ---- environment --------------------------------------------------------------------------------
 
 # A stamp is written last, so an interrupted step is done again.
-$(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py
+$(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py \
+		requirements/vllm-name/pyproject.toml
 	@if [ -e $(VENV)/.installing ]; then \
 		echo "an earlier set-up was interrupted: starting $(VENV) afresh"; rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/pip ]; then \
@@ -65,7 +66,8 @@ lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
 
 .PHONY: clean
 clean:  ## remove .venv and what the tools left; the demo model stays in the cache directory
-	rm -rf $(VENV) .bench .demo .verify .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .bench .demo .verify .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(foreach made,build dist *.egg-info,$(made) requirements/vllm-name/$(made))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- run ----------------------------------------------------------------------------------------

