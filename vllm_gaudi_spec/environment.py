@@ -62,6 +62,10 @@ def keep_engine_in_process(why: str) -> None:
         raise ValueError(f"{why} needs the engine in this process: unset {_IN_PROCESS} or set it to 0")
 
 
+def keeps_engine_in_process() -> bool:
+    return os.environ.get(_IN_PROCESS, "1") == "0"
+
+
 def cache_folder() -> Path:
     """Where this project keeps what can be made again."""
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -1,5 +1,6 @@
 """The script that users run: its report, its exit status, and what it says when it can not do what was asked."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi_spec.comparison.turns import speedup
 from vllm_gaudi_spec.report import record
 
 SCRIPT = Path(__file__).with_name("spec_decode.py")
@@ -88,6 +90,8 @@ def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     assert list(tasks) == ["baseline", task]
     assert tasks["baseline"]["k"] == 0
     assert all(step == [1, 0] for answer in tasks["baseline"]["answers"] for step in answer["steps"])
+    # A trace needs the engine in this process, where there is room for one.
+    assert record.read(file)["measurement"] == {"turns": 1, "apart": "the engine is in this process"}
     texts = [["".join(answer["pieces"]) for answer in one["answers"]] for one in tasks.values()]
     assert texts[0] == texts[1]
     assert all(prompt in said for prompt in ("Hello, my name is", "The capital of France is"))
@@ -98,6 +102,7 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     file = tmp_path / "reports.json"
     status, said = script(
         *("--task", "compare", "--osl", "24", "--batch_size", "2", "--num_spec_tokens", "3", "--num_warmups", "0"),
+        *("--turns", "2"),
         *("--prompt_lookup_min", "1", "--json", str(file), "--report", str(tmp_path / "report.html")),
     )
     assert status == 0, said
@@ -108,14 +113,18 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     base = reports.pop("baseline")
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
     table = table_in(said)
-    assert table["baseline"] == ["1.00", "1.00", "-", "-"]
+    assert table["baseline"] == ["1.00", "-", "1.00", "-", "-"]
+    assert "Each prompt was run 2 times, by all tasks in turns" in said
+    assert record.read(file)["measurement"] == {"turns": 2, "apart": None}
+    assert [len(turn) for turn in base["seconds"]] == [1, 1], "both prompts at once, twice"
     for name, report in reports.items():
         check_report(report, 3)
         assert report["matches_baseline"]["different"] == 0
-        ratio = report["tokens_per_s"] / base["tokens_per_s"]
+        assert report["speedup"] == speedup(base["seconds"], report["seconds"])
         verdicts = ", ".join(f"{n} {verdict}" for verdict, n in report["matches_baseline"].items())
         assert table[name] == [
-            f"{ratio:.2f}",
+            f"{report['speedup']['ratio']:.2f}",
+            "{low:.2f} to {high:.2f}".format(**report["speedup"]),
             f"{report['tokens_per_step']:.2f}",
             f"{report['acc_rate']:.3f}",
             verdicts,
@@ -127,7 +136,7 @@ def table_in(said: str) -> dict[str, list[str]]:
     """By task, the columns behind its speed."""
     lines = said.splitlines()
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["task", "tokens/s"])
-    rows = [line.split(maxsplit=5) for line in lines[header + 1 : lines.index("", header)]]
+    rows = [re.split(r"  +", line, maxsplit=6) for line in lines[header + 1 : lines.index("", header)]]
     return {row[0]: row[2:] for row in rows}
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.records import run, task
 from vllm_gaudi_spec import terminal
+from vllm_gaudi_spec.comparison import measure, turns
 from vllm_gaudi_spec.comparison.answers import Answer
 from vllm_gaudi_spec.comparison.console import show, show_several
 from vllm_gaudi_spec.comparison.measure import accepted_lengths
@@ -77,7 +78,7 @@ def test_pieces_are_what_vllm_writes() -> None:
 
 def test_a_table_in_a_pipe_is_plain() -> None:
     made, pipe = run(), io.StringIO()
-    show_several(made["tasks"], made["device"], pipe)
+    show_several(made["tasks"], made["device"], made["measurement"], pipe)
     said = pipe.getvalue()
     assert "\x1b" not in said
     lines = said.splitlines()
@@ -86,15 +87,17 @@ def test_a_table_in_a_pipe_is_plain() -> None:
         "task",
         "tokens/s",
         "ratio",
+        *["middle", "half"],
         "tokens/step",
         "acceptance",
         *["same", "text", "as", "baseline"],
     ]
-    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "1.00", "-", "-"]
+    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "-", "-"]
     assert lines[place + 2].split() == [
         "ngram",
         "60.0",
         "1.50",
+        *["1.25", "to", "2.00"],
         "2.30",
         "0.650",
         "1",
@@ -105,6 +108,82 @@ def test_a_table_in_a_pipe_is_plain() -> None:
         "different",
     ]
     assert "'Once upon a time there was a boat'" in said
+    assert "Each prompt was run 2 times, by all tasks in turns" in said
+
+
+# ---- speeds ----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
+    """Two prompts and three turns, the last of which found the machine four times as slow."""
+    base = [[1.0, 2.0], [1.0, 2.0], [4.0, 8.0]]
+    assert turns.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]]) == {
+        "ratio": pytest.approx(2 / (1 / 2 + 1 / 1)),
+        "low": 1.0,
+        "high": 2.0,
+    }
+    assert turns.typical_seconds(base) == 3.0
+
+
+def test_one_window_that_other_work_disturbed_does_not_either() -> None:
+    steady = turns.speedup([[1.0, 1.0]] * 3, [[0.5, 0.8]] * 3)
+    disturbed = turns.speedup([[1.0, 1.0]] * 3, [[0.5, 0.8], [9.0, 0.8], [0.5, 0.8]])
+    assert disturbed["ratio"] == pytest.approx(steady["ratio"]) == pytest.approx(2 / (0.5 + 0.8))
+    assert disturbed["high"] < steady["high"], "but it is seen"
+
+
+def test_a_single_window_has_no_spread() -> None:
+    assert turns.speedup([[3.0]], [[2.0]]) == {"ratio": 1.5, "low": 1.5, "high": 1.5}
+
+
+def test_engines_that_would_not_fit_run_apart() -> None:
+    gib = 1 << 30
+    assert turns.why_not_together(4, 20 * gib, 17 * gib) is None
+    reason = turns.why_not_together(4, 20 * gib, 12 * gib)
+    assert reason == "4 engines need about 24.0 GiB besides, and 12.0 GiB are free"
+
+
+class Engine:
+    """Takes its turns by the clock of the test, and may fail."""
+
+    def __init__(self, task: str, log: list[tuple[str, int, range]], fails_at: int | None = None) -> None:
+        self.task, self._log, self._fails_at = task, log, fails_at
+
+    def take(self, turn: int, batch: range, more: Any) -> None:
+        if turn == self._fails_at:
+            raise RuntimeError("no more")
+        self._log.append((self.task, turn, batch))
+        more(len(batch))
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, *engines: Any, turns: int = 2, **options: float) -> dict[str, Exception]:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
+    setup: Any = SimpleNamespace(turns=turns, prompts=["a", "b", "c"], batch_size=2, osl=1)
+    return measure.take_turns(engines, setup, lambda text: None, **options)
+
+
+def test_engines_answer_each_batch_next_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    assert taken(monkeypatch, Engine("base", log), Engine("ngram", log)) == {}
+    first, last = range(2), range(2, 3)
+    assert log == [
+        *[("base", 0, first), ("ngram", 0, first), ("ngram", 0, last), ("base", 0, last)],
+        *[("base", 1, first), ("ngram", 1, first), ("ngram", 1, last), ("base", 1, last)],
+    ]
+
+
+def test_the_others_go_on_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    failed = taken(monkeypatch, Engine("base", log), Engine("ngram", log, fails_at=1))
+    assert {name: str(error) for name, error in failed.items()} == {"ngram": "no more"}
+    assert [(name, turn) for name, turn, _ in log].count(("base", 1)) == 2
+
+
+def test_a_slow_machine_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    taken(monkeypatch, Engine("base", log), turns=5, enough_s=1.5)
+    assert {turn for _, turn, _ in log} == {0, 1}, "the clock stood at 1 and at 2 seconds"
 
 
 def test_one_task_in_full() -> None:

@@ -47,7 +47,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         ("[" * 100_000, "is not JSON"),
         ("[]", "is no record of a run"),
         ('{"tasks": {}}', "is no record of a run"),
-        (broken(version=2), "is a record of version 2, and this release reads 1"),
+        (broken(version=1), "is a record of version 1, and this release reads 2"),
         (broken(tasks={}), "tasks has none"),
         (broken(tasks=[]), "tasks is []"),
         (broken(device={"device": "cpu"}), "device.mode is missing"),
@@ -117,7 +117,8 @@ def rendered(*runs: dict[str, Any]) -> Page:
 def test_the_page_says_what_was_gained() -> None:
     text = rendered().text
     assert "ngram was 1.50 times as fast as no speculation: 60.0 tokens a second against 40.0." in text
-    assert "1.50 ×" in text
+    assert "1.50 × 1.25 to 2.00" in text, "the quartiles stand below"
+    assert "Each prompt was run 2 times, by all tasks in turns within seconds, in alternating order" in text
     assert "65 % 13 of 20" in text
     assert "Device cpu, mode eager. 1 prompt of 4 tokens, 1 request at a time, temperature 0." in text
     assert "gaudi-spec demo --task compare" in text
@@ -143,6 +144,15 @@ def test_what_does_not_pay_is_said() -> None:
     alone = rendered(run(task("ngram", 30.0))).text
     assert "ngram: 30.0 tokens a second." in alone
     assert "times as fast" not in alone
+    assert "in turns" not in alone
+
+
+def test_tasks_that_did_not_take_turns_are_said_to_have_run_apart() -> None:
+    made = run()
+    made["measurement"] = {"turns": 1, "apart": "a card belongs to one process"}
+    text = rendered(made).text
+    assert "was run once, one task after the other, because a card belongs to one process: a busy machine moves" in text
+    assert "alternating" not in text
 
 
 def test_a_compile_after_warm_up_stands_out() -> None:
@@ -156,8 +166,14 @@ def test_several_runs_are_compared() -> None:
     slow, fast = run(), run(task("baseline", 80.0, k=0), task("ngram", 200.0), device="hpu-emulated")
     text = rendered(slow, fast).text
     assert "2 runs" in text
-    assert "run1.json ngram drafts what followed the same words before drafter 60.0 tokens a second 1.50 ×" in text
-    assert "run2.json ngram drafts what followed the same words before drafter 200.0 tokens a second 2.50 ×" in text
+    assert (
+        "run1.json ngram drafts what followed the same words before drafter 60.0 tokens a second 1.50 × 1.25 to 2.00"
+        in text
+    )
+    assert (
+        "run2.json ngram drafts what followed the same words before drafter 200.0 tokens a second 2.50 × 2.25 to 3.00"
+        in text
+    )
     assert "target: ngram was 2.50 times as fast" in text
 
 

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "osl": 64,
     "batch_size": 1,
     "num_spec_tokens": 3,
+    "turns": 3,
     "json": str(FOLDER / "run.json"),
     "report": FOLDER / "report.html",
 }

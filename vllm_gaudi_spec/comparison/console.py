@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from vllm_gaudi_spec.comparison.tasks import BASELINE
+from vllm_gaudi_spec.report import record
 from vllm_gaudi_spec.terminal import show_table
 
 MOST_TEXTS = 8
 TEXT_WIDTH = 100
-COLUMNS = ("task", "tokens/s", "ratio", "tokens/step", "acceptance", "same text as baseline")
+COLUMNS = ("task", "tokens/s", "ratio", "middle half", "tokens/step", "acceptance", "same text as baseline")
 
 
 def show(report: dict[str, Any], device: dict[str, str], file: TextIO) -> None:
@@ -50,7 +51,9 @@ def counted(verdicts: dict[str, int]) -> str:
 # ---- several tasks side by side -------------------------------------------------------------------------
 
 
-def show_several(reports: dict[str, dict[str, Any]], device: dict[str, str], file: TextIO) -> None:
+def show_several(
+    reports: dict[str, dict[str, Any]], device: dict[str, str], measurement: dict[str, Any], file: TextIO
+) -> None:
     """One line per task, the baseline first, and how to read it."""
 
     def say(text: str) -> None:
@@ -63,20 +66,23 @@ def show_several(reports: dict[str, dict[str, Any]], device: dict[str, str], fil
         say(f"  {shortened(prompt + text)!r}")
     say(f"\n=== side by side (device {device['device']}, mode {device['mode']}) ===")
     say(f"k {k}, {len(base['answers'])} prompts, {base['batch_size']} at a time\n")
-    show_table(COLUMNS, [row_of(report, base) for report in reports.values()], file)
-    say("\nratio: tokens/s against no speculation, one run each; a busy machine moves it a lot.")
+    show_table(COLUMNS, [row_of(report) for report in reports.values()], file)
+    say(f"\n{record.how_measured(measurement)}")
+    say("ratio: seconds without speculation over the task's, of each prompt its median turn, over all prompts.")
+    say("middle half: the quartiles of all turns of all prompts.")
     say("tokens/step: what a request gains per step of the target, whatever the machine.")
     if device["device"] == "cpu":
         say("On a CPU drafting gains most with one request at a time; with eight it often costs more than it saves.")
     say("")
 
 
-def row_of(report: dict[str, Any], base: dict[str, Any]) -> tuple[str, ...]:
+def row_of(report: dict[str, Any]) -> tuple[str, ...]:
     rate, verdicts = report["acc_rate"], report["matches_baseline"]
     return (
         report["task"],
         f"{report['tokens_per_s']:.1f}",
-        f"{report['tokens_per_s'] / base['tokens_per_s']:.2f}",
+        "1.00" if report["speedup"] is None else f"{report['speedup']['ratio']:.2f}",
+        "-" if report["speedup"] is None else "{low:.2f} to {high:.2f}".format(**report["speedup"]),
         f"{report['tokens_per_step']:.2f}",
         "-" if rate is None else f"{rate:.3f}",
         "-" if verdicts is None else counted(verdicts),

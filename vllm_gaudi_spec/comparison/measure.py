@@ -1,8 +1,9 @@
-"""Measure one way of drafting, and compare its tokens with the baseline's."""
+"""Measure ways of drafting, and compare its tokens with the baseline's."""
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
 
 from vllm_gaudi_spec.comparison.answers import Answer, ask
+from vllm_gaudi_spec.comparison.turns import Seconds, batches, in_order, speedup, typical_seconds
 from vllm_gaudi_spec.terminal import counting
 
 Say = Callable[[str], None]
@@ -31,7 +33,7 @@ MOST_POSITIONS = 64
 class Setup:
     """What is the same for the task and its baseline."""
 
-    OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "enforce_eager", "num_warmups")
+    OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "enforce_eager", "num_warmups", "turns")
 
     model: str
     prompts: list[str]
@@ -44,6 +46,9 @@ class Setup:
     seed: int
     enforce_eager: bool
     num_warmups: int
+    turns: int
+    kv_bytes: int | None = None
+    """For each engine's KV cache, where several share the memory."""
 
     def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = get_tokenizer(self.model)
@@ -58,73 +63,122 @@ class Setup:
             enforce_eager=self.enforce_eager,
             speculative_config=config,
             disable_log_stats=False,  # the draft counters are metrics
+            enable_prefix_caching=False,  # each turn computes the prompts anew
+            **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )
 
     def generate(
-        self, llm: LLM, prompts: list[str], max_tokens: int, more: Callable[[int], None] | None = None
+        self,
+        llm: LLM,
+        prompts: Sequence[str],
+        max_tokens: int,
+        more: Callable[[int], None] | None = None,
+        first: int = 0,
     ) -> list[Answer]:
+        """`first`: the number of the first prompt, which decides the seeds."""
         sampling = [
             SamplingParams(temperature=self.temperature, seed=self.seed + i, max_tokens=max_tokens, ignore_eos=True)
-            for i in range(len(prompts))
+            for i in range(first, first + len(prompts))
         ]
         return ask(llm, prompts, sampling, more)
 
 
-@dataclass
 class Run:
-    """A measured task; its engine stays for a closer look at the answers until it is closed."""
+    """A task with its engine, from loading to its report; the engine stays until it is closed."""
 
-    llm: LLM | None
-    answers: list[Answer]
-    report: dict[str, Any]
+    def __init__(self, task: str, config: dict[str, Any] | None, setup: Setup, say: Say) -> None:
+        """Load and warm up."""
+        self.task, self.setup, self._config, self._say = task, setup, config, say
+        self.answers: list[Answer] = []
+        """Of the first turn."""
+        self.seconds: Seconds = []
+        self.report: dict[str, Any] = {}
+        say(f"[{task}] loading")
+        self.llm: LLM | None = LLM(**setup.engine_options(config))
+        for _ in range(setup.num_warmups):
+            say(f"[{task}] warm-up run")
+            setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
+        self._counts_before = self._counts = draft_counts(self.llm)
+
+    def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
+        """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
+        assert self.llm is not None, "it was closed"
+        prompts = [self.setup.prompts[place] for place in batch]
+        started = time.perf_counter()
+        answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
+        if turn == len(self.seconds):
+            self.seconds.append([])
+        self.seconds[turn].append(time.perf_counter() - started)
+        if turn == 0:
+            self.answers += answers
+            self._counts = draft_counts(self.llm)
+
+    def finish(self, trace: Path | None = None) -> None:
+        """Make the report, when all turns were taken."""
+        assert self.llm is not None, "it was closed"
+        setup, llm, config = self.setup, self.llm, self._config
+        counts = drafted_since(self._counts_before, self._counts)
+        num_tokens = sum(len(answer.token_ids) for answer in self.answers)
+        latency = typical_seconds(self.seconds)
+        steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
+        k = config["num_speculative_tokens"] if config else 0
+        tokenizer = llm.get_tokenizer()
+        self.report = {
+            "task": self.task,
+            "k": k,
+            "draft_model": (config or {}).get("model"),
+            "batch_size": setup.batch_size,
+            "latency_s": latency,
+            "tokens_per_s": num_tokens / latency,
+            "seconds": self.seconds,
+            "speedup": None,
+            **acceptance(counts, k),
+            "accepted_lengths": accepted_lengths(self.answers, k),
+            "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), counts["num_accepted_tokens"]),
+            "graphs": steps["graphs"],
+            "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
+            "steps": steps["steps"],
+            "host_syncs_per_step": steps["host_syncs_per_step"],
+            "acc_rate_elsewhere": rate_elsewhere(setup, llm, self._say) if k and setup.other_prompts else None,
+            "matches_baseline": None,
+            "trace": str(trace) if trace else None,
+            "answers": [
+                {"prompt": answer.prompt, "pieces": answer.pieces(tokenizer), "steps": answer.steps()}
+                for answer in self.answers
+            ],
+        }
+
+    def against(self, base: Run) -> None:
+        """Put into the report how it compares with the baseline, whose engine is asked about ties."""
+        self.report["matches_baseline"] = compare(base, self)
+        self.report["speedup"] = speedup(base.seconds, self.seconds)
 
     def close(self) -> None:
         self.llm = None
         gc.collect()
 
 
-def measure(task: str, config: dict[str, Any] | None, setup: Setup, say: Say, trace: Path | None = None) -> Run:
-    """Load, warm up, measure."""
-    say(f"[{task}] loading")
-    llm = LLM(**setup.engine_options(config))
-    for _ in range(setup.num_warmups):
-        say(f"[{task}] warm-up run")
-        setup.generate(llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
-    say(f"[{task}] measured run: {len(setup.prompts)} x {setup.osl} tokens")
-    before = draft_counts(llm)
-    with counting(f"[{task}] tokens", len(setup.prompts) * setup.osl) as more:
-        started = time.perf_counter()
-        with profiled(trace, say):
-            answers = setup.generate(llm, setup.prompts, setup.osl, more)
-            latency = time.perf_counter() - started
-    counts = drafted_since(before, llm)
-    num_tokens = sum(len(answer.token_ids) for answer in answers)
-    steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
-    k = config["num_speculative_tokens"] if config else 0
-    tokenizer = llm.get_tokenizer()
-    report = {
-        "task": task,
-        "k": k,
-        "draft_model": (config or {}).get("model"),
-        "batch_size": setup.batch_size,
-        "latency_s": latency,
-        "tokens_per_s": num_tokens / latency,
-        **acceptance(counts, k),
-        "accepted_lengths": accepted_lengths(answers, k),
-        "tokens_per_step": tokens_per_step(num_tokens - len(answers), counts["num_accepted_tokens"]),
-        "graphs": steps["graphs"],
-        "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
-        "steps": steps["steps"],
-        "host_syncs_per_step": steps["host_syncs_per_step"],
-        "acc_rate_elsewhere": rate_elsewhere(setup, llm, say) if k and setup.other_prompts else None,
-        "matches_baseline": None,
-        "trace": str(trace) if trace else None,
-        "answers": [
-            {"prompt": answer.prompt, "pieces": answer.pieces(tokenizer), "steps": answer.steps()} for answer in answers
-        ],
-    }
-    return Run(llm, answers, report)
+def take_turns(runs: Sequence[Run], setup: Setup, say: Say, enough_s: float = math.inf) -> dict[str, Exception]:
+    """All turns of these engines, batch by batch; none is begun that many seconds after the first. Hands back what
+    ended a task early; the others go on."""
+    names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
+    started, window = time.perf_counter(), 0
+    for turn in range(setup.turns):
+        if turn and time.perf_counter() - started >= enough_s:
+            say(f"[{names}] {turn} of {setup.turns} turns took more than {enough_s:.0f} s: that is enough")
+            break
+        say(f"[{names}] measured turn {turn + 1} of {setup.turns}: {len(setup.prompts)} x {setup.osl} tokens each")
+        left = [run for run in runs if run.task not in failed]
+        with counting(f"[{names}] tokens", len(left) * len(setup.prompts) * setup.osl) as more:
+            for batch in batches(len(setup.prompts), setup.batch_size):
+                for run in in_order([run for run in left if run.task not in failed], window):
+                    try:
+                        run.take(turn, batch, more)
+                    except Exception as error:
+                        failed[run.task] = error
+                window += 1
+    return failed
 
 
 def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
@@ -136,12 +190,12 @@ def rate_elsewhere(setup: Setup, llm: LLM, say: Say) -> float | None:
     say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
     before = draft_counts(llm)
     setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
-    rate: float | None = acceptance(drafted_since(before, llm), 0)["acc_rate"]
+    rate: float | None = acceptance(drafted_since(before, draft_counts(llm)), 0)["acc_rate"]
     return rate
 
 
-def drafted_since(before: dict[str, int], llm: LLM) -> dict[str, int]:
-    return {name: count - before[name] for name, count in draft_counts(llm).items()}
+def drafted_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in now.items()}
 
 
 def draft_counts(llm: LLM) -> dict[str, int]:
@@ -196,11 +250,11 @@ def profiled(trace: Path | None, say: Say) -> Iterator[None]:
 # ---- comparing with the baseline -----------------------------------------------------------------------
 
 
-def compare(base: Run, run: Run, temperature: float) -> dict[str, int]:
+def compare(base: Run, run: Run) -> dict[str, int]:
     """How many texts equal the baseline's, token by token, up to the first tie."""
     assert base.llm is not None, "the baseline's engine is asked about ties"
     pairs = zip(base.answers, run.answers, strict=True)
-    verdicts = [compare_one(base.llm, *pair, temperature) for pair in pairs]
+    verdicts = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
     return {name: verdicts.count(name) for name in ("equal", "tied", "different")}
 
 

@@ -10,10 +10,14 @@ from vllm_gaudi_spec.argument_types import positive
 from vllm_gaudi_spec.comparison.tasks import COMPARE, COMPARED, DRAFTING, RULES, TASKS, demo_targets, draft_model
 
 DESCRIPTION = """\
-Several tasks run one after the other, and end in one table beside the baseline; `compare` stands for baseline, ngram,
-draft_model and universal. Without --model the target is the demo model, and --draft_model may be left out: its drafters
-are in demo/. For eagle3, medusa and mtp the demo has a tiny model of its own, which says little but drafts well. With a
-model of your own and no --draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
+Several tasks end in one table beside the baseline; `compare` stands for baseline, ngram, draft_model and universal.
+Where the device is the host, their engines live side by side and take turns, prompt by prompt, so that a slow minute
+of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do_profile,
+they run one after the other, and the table says so.
+
+Without --model the target is the demo model, and --draft_model may be left out: its drafters are in demo/. For eagle3,
+medusa and mtp the demo has a tiny model of its own, which says little but drafts well. With a model of your own and no
+--draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
 
 A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second rate,
 on prompts that have nothing to do with its training.
@@ -55,6 +59,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
     add("--enforce_eager", action="store_true")
     add("--num_warmups", type=int, default=1, help="short runs before the measured one")
+    add(
+        "--turns",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="measured runs of each prompt at most; side by side none is begun after a minute",
+    )
     add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
     output_files.add_json(add, "the record of the run")
     add("--report", type=Path, metavar="FILE", help="write the run as a page to be opened in a browser")

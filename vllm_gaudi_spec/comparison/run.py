@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
 import importlib.util
 import runpy
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import output_files
-from vllm_gaudi_spec.backends import describe_device, refuse_unknown_device
+from vllm_gaudi_spec.backends import describe_device, host_memory, refuse_unknown_device
 from vllm_gaudi_spec.comparison import options as command_line
 from vllm_gaudi_spec.comparison.console import show, show_several
 from vllm_gaudi_spec.comparison.prompts import prompts_in
@@ -29,8 +29,9 @@ from vllm_gaudi_spec.comparison.tasks import (
     tasks_of,
     uses_demo_drafter,
 )
+from vllm_gaudi_spec.comparison.turns import why_not_together
 from vllm_gaudi_spec.demo_model import demo_model_path
-from vllm_gaudi_spec.environment import keep_engine_in_process
+from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
 from vllm_gaudi_spec.one_line import in_one_line
 from vllm_gaudi_spec.report import page, record
 from vllm_gaudi_spec.terminal import until_nobody_reads
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.comparison.measure import Run, Setup
 
 OTHER_PROMPTS = 8
+ENOUGH_S = 60.0
+"""Of measuring side by side: on a slow machine fewer turns, which are longer."""
+SHARE_FOR_KV = 0.9
+"""Of free memory, as vLLM's --gpu-memory-utilization has it by default."""
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -68,6 +73,8 @@ class Comparison:
         self.environment = record.environment()
         refuse_unknown_device()
         self.device = describe_device()
+        self.failures: dict[str, str] = {}
+        self.apart: str | None = None
 
     def say(self, text: str) -> None:
         print(text, file=self.words, flush=True)
@@ -85,66 +92,117 @@ class Comparison:
             self.several(setup)
 
     def one(self, name: str, setup: Setup) -> None:
-        from vllm_gaudi_spec.comparison.measure import compare, measure
-
-        options, config = self.options, speculative_config(name, self.options)
-        run = measure(name, config, setup, self.say, trace=trace_file(name, options))
-        reports = {name: run.report}
-        if options.run_base and name != BASELINE:
-            run.close()  # two engines at once would compete for the device
-            base = measure(BASELINE, None, setup, self.say)
-            run.report["matches_baseline"] = compare(base, run, options.temperature)
-            reports = {BASELINE: base.report, **reports}
-            base.close()
+        options = self.options
+        names = [BASELINE, name] if options.run_base and name != BASELINE else [name]
+        runs = self.measured(names, setup)
+        if self.failures:
+            raise Missed(self.failures[name] if name in self.failures else self.all_failures())
+        reports = {run.task: run.report for run in runs.values()}
         for report in reports.values():
             show(report, self.device, self.words)
         if options.accuracy_rate is not None:
             from vllm_gaudi_spec.comparison.accuracy import gsm8k_accuracy
 
-            run.close()
-            gc.collect()
-            run.report["accuracy"] = gsm8k_accuracy(setup, config, options.limit)
-            self.say(f"GSM8K accuracy       {run.report['accuracy']:.3f}")
+            reports[name]["accuracy"] = gsm8k_accuracy(setup, speculative_config(name, options), options.limit)
+            self.say(f"GSM8K accuracy       {reports[name]['accuracy']:.3f}")
         self.write(reports, setup)
-        check_what_was_asked(run.report, options)
+        check_what_was_asked(reports[name], options)
 
     def several(self, setup: Setup) -> None:
-        """One after the other, since two engines at once would compete for the device."""
-        from vllm_gaudi_spec.comparison.measure import compare, measure
-
         options = self.options
         if left_out := [name for name in COMPARED if COMPARE in options.task and name not in options.tasks]:
             self.say(f"left out, for want of --draft_model: {', '.join(left_out)}")
-        runs, failures = self.drafting_runs(setup)
-        # The baseline comes last: its engine is asked about ties between candidates.
-        base = measure(BASELINE, None, setup, self.say, trace=trace_file(BASELINE, options))
-        for run in runs:
-            run.report["matches_baseline"] = compare(base, run, options.temperature)
-        base.close()
-        reports = {run.report["task"]: run.report for run in (base, *runs)}
-        show_several(reports, self.device, self.words)
+        runs = self.measured(options.tasks, setup)
+        if BASELINE not in runs:
+            raise Missed(self.all_failures())
+        reports = {name: run.report for name, run in runs.items()}
+        show_several(reports, self.device, self.measurement(reports), self.words)
         self.write(reports, setup)
-        if failures:
-            raise Missed("; ".join(failures))
-        for run in runs:
-            check_what_was_asked(run.report, options)
+        if self.failures:
+            raise Missed(self.all_failures())
+        for name, report in reports.items():
+            if name != BASELINE:
+                check_what_was_asked(report, options)
 
-    def drafting_runs(self, setup: Setup) -> tuple[list[Run], list[str]]:
-        """A task that fails is reported in the end; the others have their line in the table all the same."""
-        from vllm_gaudi_spec.comparison.measure import measure
+    def all_failures(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
 
-        runs, failures = [], []
-        for name in self.options.tasks:
-            if TASKS[name].method is None:
+    def measured(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        """By task, the reports made and the engines closed. A task that fails is missing, and reported in the end."""
+        self.apart = self.why_apart()
+        together = len(names) > 1 and self.apart is None
+        runs = self.side_by_side(names, setup) if together else self.one_by_one(names, setup)
+        if (base := runs.get(BASELINE)) is not None:
+            for run in runs.values():
+                if run is not base:
+                    run.against(base)
+        for run in runs.values():
+            run.close()
+        return {name: runs[name] for name in names if name in runs}
+
+    def why_apart(self) -> str | None:
+        """What keeps engines from living side by side, as far as it is known before one is loaded."""
+        if not computes_on_the_host(self.device["device"]):
+            return "a card belongs to one process"
+        return "the engine is in this process" if keeps_engine_in_process() else None
+
+    def side_by_side(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        from vllm_gaudi_spec.comparison.measure import take_turns
+
+        free = host_memory.free()
+        shared = dataclasses.replace(setup, kv_bytes=host_memory.for_kv(SHARE_FOR_KV) // len(names))
+        runs: dict[str, Run] = {}
+        for name in names:
+            self.load(name, shared, runs)
+            if list(runs) == [names[0]] == [name] and (
+                reason := why_not_together(len(names), free, host_memory.free())
+            ):
+                self.apart = reason
+                self.say(f"the engines run one after the other: {reason}")
+                runs.pop(name).close()
+                return self.one_by_one(names, setup)
+        failed = take_turns(list(runs.values()), shared, self.say, ENOUGH_S)
+        self.fail(runs, failed)
+        for run in runs.values():
+            run.finish()
+        return runs
+
+    def one_by_one(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        """The baseline comes last, and stays open: its engine is asked about ties between candidates."""
+        from vllm_gaudi_spec.comparison.measure import profiled, take_turns
+
+        runs: dict[str, Run] = {}
+        for name in sorted(names, key=lambda name: name == BASELINE):
+            self.load(name, setup, runs)
+            if (run := runs.get(name)) is None:
                 continue
-            config, trace = speculative_config(name, self.options), trace_file(name, self.options)
-            try:
-                runs.append(measure(name, config, setup, self.say, trace=trace))
-                runs[-1].close()
-            except Exception as error:
-                failures.append(f"{name}: {in_one_line(error)}")
-                self.say(f"[{name}] failed: {in_one_line(error)}")
-        return runs, failures
+            trace = trace_file(name, self.options)
+            with profiled(trace, self.say):
+                self.fail(runs, take_turns([run], setup, self.say))
+            if name in runs:
+                run.finish(trace)
+                if name != BASELINE:
+                    run.close()
+        return runs
+
+    def load(self, name: str, setup: Setup, runs: dict[str, Run]) -> None:
+        from vllm_gaudi_spec.comparison.measure import Run
+
+        try:
+            runs[name] = Run(name, speculative_config(name, self.options), setup, self.say)
+        except Exception as error:
+            self.fail(runs, {name: error})
+
+    def fail(self, runs: dict[str, Run], failed: dict[str, Exception]) -> None:
+        for name, error in failed.items():
+            self.failures[name] = in_one_line(error)
+            self.say(f"[{name}] failed: {in_one_line(error)}")
+            if name in runs:
+                runs.pop(name).close()
+
+    def measurement(self, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """How the speeds were measured; `apart`: why not side by side, or None."""
+        return {"turns": max(len(report["seconds"]) for report in reports.values()), "apart": self.apart}
 
     def write(self, reports: dict[str, dict[str, Any]], setup: Setup) -> None:
         options = self.options
@@ -153,6 +211,7 @@ class Comparison:
             environment=self.environment,
             device=self.device,
             settings={name: getattr(setup, name) for name in ("model", "dtype", *setup.OPTIONS)},
+            measurement=self.measurement(reports),
             tasks=reports,
         )
         output_files.write_json(made, options.json)
@@ -169,7 +228,8 @@ def setup_of(options: argparse.Namespace, device: str) -> Setup:
         other_prompts=other_prompts(options),
         prompts=prompts_in(options.prompts) if options.prompts else fixed_prompts(options),
         dtype=options.dtype or ("float32" if computes_on_the_host(device) else "auto"),
-        **{name: getattr(options, name) for name in Setup.OPTIONS},
+        **{name: getattr(options, name) for name in Setup.OPTIONS if name != "turns"},
+        turns=1 if any(TASKS[name].remembers_answers for name in options.tasks) else options.turns,
     )
 
 

@@ -33,6 +33,9 @@ class Task:
     demo_drafts: int | None = None
     """How many drafts the demo's drafter can make at most, where there is an end to it."""
 
+    remembers_answers: bool = False
+    """Whether it drafts from requests that ended, so that a second turn would be another task."""
+
     @property
     def needs_draft_model(self) -> bool:
         return self.demo_drafter is not None
@@ -46,7 +49,7 @@ BASELINE = "baseline"
 TASKS = {
     BASELINE: Task(None),
     "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
-    "suffix": Task("suffix"),
+    "suffix": Task("suffix", remembers_answers=True),
     "draft_model": Task("draft_model", demo_drafter="draft-same-vocab"),
     "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
     "eagle": Task("eagle", demo_drafter="eagle-head"),

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from vllm_gaudi_spec import output_files
+from vllm_gaudi_spec.report.record import how_measured
 
 BASELINE = "baseline"
 # Faster by less than what two measurements differ by is not called faster.
@@ -84,6 +85,7 @@ def _run(run: Run, fastest: float) -> dict[str, Any]:
         "device": device["device"],
         "mode": device["mode"],
         "made": record["made"].replace("+00:00", " UTC").replace("T", " ", 1),
+        "measured": how_measured(record["measurement"]) if len(tasks) > 1 else "",
         "workload": f"{_number(len(answers), 'prompt')} of {_number(settings['osl'], 'token')}, "
         f"{_number(settings['batch_size'], 'request')} at a time, temperature {settings['temperature']:g}",
         "tasks": tasks,
@@ -99,7 +101,7 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
         best = max(tasks, key=lambda task: float(task["tokens_per_s"]))
         return f"{best['name']}: {best['tokens_per_s']:.1f} tokens a second."
     best = max(compared, key=lambda task: float(task["ratio"]))
-    plain = best["tokens_per_s"] / best["ratio"]
+    plain = next(task["tokens_per_s"] for task in tasks if task["name"] == BASELINE)
     if best["ratio"] < _A_GAIN:
         return (
             f"No drafting paid here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens a second, "
@@ -112,7 +114,7 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
 
 
 def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float) -> dict[str, Any]:
-    base, drafted_steps = tasks.get(BASELINE), sum(task["accepted_lengths"])
+    speedup, drafted_steps = task["speedup"], sum(task["accepted_lengths"])
     speed = task["tokens_per_s"]
     verdicts, graphs = task["matches_baseline"], task["graphs"]
     return {
@@ -122,7 +124,8 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
         "drafter": PurePath(task["draft_model"]).name if task["draft_model"] else "",
         "tokens_per_s": speed,
         "bar": _percent(speed, fastest),
-        "ratio": speed / base["tokens_per_s"] if base is not None and base["tokens_per_s"] else None,
+        "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
+        "spread": (speedup["low"], speedup["high"]) if speedup else None,
         "tokens_per_step": task["tokens_per_step"],
         "acc_rate": task["acc_rate"],
         "drafts": (task["num_accepted_tokens"], task["num_draft_tokens"]),

@@ -1,6 +1,7 @@
 """The record of a run: one JSON object, with a version, made here and checked here when it is read again.
 
-{"format", "version", "made", "command", "environment", "versions", "device", "settings", "tasks"}; a task's figures are
+{"format", "version", "made", "command", "environment", "versions", "device", "settings", "measurement",
+"tasks"}; a task's figures are
 those that SHAPE names and more. `answers` has each prompt, the answer in pieces, a piece a token, and for each step of
 the target how many tokens it brought and how many of these were drafts.
 """
@@ -20,7 +21,7 @@ from vllm_gaudi_spec.environment import environment_value
 from vllm_gaudi_spec.variables import VARIABLES
 
 FORMAT = "vllm-gaudi-spec run"
-VERSION = 1
+VERSION = 2
 _PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "habana-torch-plugin", "torch-npu")
 
 
@@ -39,6 +40,7 @@ def make(
     environment: dict[str, str],
     device: dict[str, str],
     settings: dict[str, Any],
+    measurement: dict[str, Any],
     tasks: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     found = {"python": platform.python_version(), "vllm": versions.installed_vllm()}
@@ -52,8 +54,23 @@ def make(
         "versions": {name: version for name, version in found.items() if version is not None},
         "device": device,
         "settings": settings,
+        "measurement": measurement,
         "tasks": tasks,
     }
+
+
+def how_measured(measurement: dict[str, Any]) -> str:
+    """For whoever reads the speeds."""
+    turns, apart = measurement["turns"], measurement["apart"]
+    count = "once" if turns == 1 else f"{turns} times"
+    if apart is not None:
+        return (
+            f"Each prompt was run {count}, one task after the other, because {apart}: a busy machine moves the ratios."
+        )
+    return (
+        f"Each prompt was run {count}, by all tasks in turns within seconds, in alternating order, while the other "
+        "engines waited."
+    )
 
 
 def is_record(path: str | Path) -> bool:
@@ -98,11 +115,14 @@ SHAPE: dict[str, Any] = {
     "versions": {str: str},
     "device": {"device": str, "mode": str},
     "settings": {"model": str, "dtype": str, "osl": int, "batch_size": int, "temperature": _NUMBER},
+    "measurement": {"turns": int, "apart": (str, _MAYBE)},
     "tasks": {
         str: {
             "k": int,
             "tokens_per_s": _NUMBER,
             "latency_s": _NUMBER,
+            "seconds": [[_NUMBER]],
+            "speedup": ({"ratio": _NUMBER, "low": _NUMBER, "high": _NUMBER}, _MAYBE),
             "tokens_per_step": _NUMBER,
             "acc_rate": (*_NUMBER, _MAYBE),
             "acc_counts": [int],
@@ -178,6 +198,8 @@ def _check_answers(found: dict[str, Any]) -> None:
     for name, task in found["tasks"].items():
         if len(task["acc_counts"]) != task["k"] or len(task["accepted_lengths"]) != task["k"] + 1:
             raise _Mismatch(f"tasks.{name} has other numbers of positions than k = {task['k']}")
+        if task["speedup"] is not None and "baseline" not in found["tasks"]:
+            raise _Mismatch(f"tasks.{name}.speedup is over a baseline that is not there")
         for number, answer in enumerate(task["answers"]):
             steps = answer["steps"]
             if any(len(step) != 2 or not 0 <= step[1] <= step[0] for step in steps):

@@ -1,0 +1,60 @@
+"""Speeds that can be compared: for each batch of prompts all engines answer within one short window.
+
+On a machine with other work, speeds that were measured minutes apart differ by more than drafting gains. A turn is one
+pass over all prompts; in it each engine answers a batch while the others wait, in alternating order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+from typing import TypeVar
+
+T = TypeVar("T")
+Seconds = list[list[float]]
+"""Of one engine: by turn, and in it by batch of prompts."""
+
+# Of what is free when one engine is loaded, so much is for the others: one with a drafter takes more than the first.
+_SHARE_OF_FREE_MEMORY = 0.6
+
+
+def batches(num_prompts: int, batch_size: int) -> list[range]:
+    return [range(first, min(first + batch_size, num_prompts)) for first in range(0, num_prompts, batch_size)]
+
+
+def in_order(engines: Sequence[T], window: int) -> list[T]:
+    """Forwards and backwards by turns: none is always the first, nor always next to the same."""
+    return list(engines) if window % 2 == 0 else list(reversed(engines))
+
+
+def typical_seconds(seconds: Seconds) -> float:
+    """For all prompts, each batch as long as in its median turn."""
+    return sum(map(median, zip(*seconds, strict=True)))
+
+
+def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
+    """Over the baseline, from quotients of the same batch and turn: `ratio` is over all prompts, of each batch its
+    median turn; `low` and `high` are the quartiles of all quotients."""
+    quotients = [[other / one for other, one in zip(*turn, strict=True)] for turn in zip(base, seconds, strict=True)]
+    each = list(map(median, zip(*quotients, strict=True)))
+    low, high = quartiles([quotient for turn in quotients for quotient in turn])
+    return {"ratio": len(each) / sum(1 / quotient for quotient in each), "low": low, "high": high}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def why_not_together(num_engines: int, free_before: int, free_now: int) -> str | None:
+    """Asked when the first of the engines is loaded; the others take as much each."""
+    needed = (num_engines - 1) * max(free_before - free_now, 0)
+    if needed <= _SHARE_OF_FREE_MEMORY * free_now:
+        return None
+    return f"{num_engines} engines need about {_gib(needed)} GiB besides, and {_gib(free_now)} GiB are free"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
