@@ -49,7 +49,7 @@ def test_formats_without_a_kernel_are_refused(
         configured(model, dtype=dtype)
         return
     with pytest.raises(
-        UnsupportedConfigError, match="for which vLLM has no kernel on this CPU.*; use a model"
+        UnsupportedConfigError, match=r"for which vLLM has no kernel on this CPU.*; use a model"
     ) as refused:
         configured(model, dtype=dtype)
     assert len(str(refused.value).splitlines()) == 1
