@@ -129,6 +129,10 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, and what it
 verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
+.PHONY: verify-models
+verify-models: $(VENV)/.stamp-dev  ## tiny checkpoints of every architecture and format beside transformers and upstream (ARGS=NAME, --device)
+	@$(BIN)/python -m tests.models $(ARGS)
+
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
 verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)
 

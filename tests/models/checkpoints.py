@@ -1,0 +1,149 @@
+"""Makes the checkpoints of the table, with what transformers answers beside each: `reference.json`.
+
+Seeded, kept in a cache, and written as a whole or not at all. Weights are drawn so that the text is lively (it comes
+round, and deviates: n-grams are accepted in part) and logits are not flat: nearly equal ones would make every
+comparison of tokens a comparison of rounding errors.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.full_tests import tiny_models
+from tests.full_tests.prompts import random_prompts
+from tests.models.architectures import Recipe
+
+transformers.utils.logging.disable_progress_bar()
+
+PROMPT_LENGTHS = (25, 73, 11)
+NUM_TOKENS = 40
+SEED = 1
+UNTIED, TIED = 0.7, 0.08
+_NORM_OR_SCALE = re.compile(r"norm|ln_|layernorm|\bln\b")
+_STATE = ("A_log", "dt_bias", ".D")
+
+
+def folder_of(name: str, recipe: Recipe, cache: Path) -> Path:
+    """One for each way to make it."""
+    digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True, default=str).encode())
+    digest.update(Path(__file__).read_bytes() + transformers.__version__.encode() + torch.__version__.encode())
+    return cache / f"{name}-{digest.hexdigest()[:12]}" / name
+
+
+def make(name: str, recipe: Recipe, cache: Path) -> Path:
+    """Its folder, made unless it is there."""
+    folder = folder_of(name, recipe, cache)
+    if folder.exists():
+        return folder
+    for old in cache.glob(f"{name}-????????????"):
+        shutil.rmtree(old)
+    temporary = folder.parent.with_name(f"{folder.parent.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write(recipe, temporary / name)
+    os.replace(temporary, folder.parent)
+    return folder
+
+
+def write(recipe: Recipe, folder: Path) -> None:
+    model = build(recipe)
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder)
+    tiny_models.byte_tokenizer().save_pretrained(folder)
+    if recipe.published:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
+    if not recipe.pooling:
+        (folder / "reference.json").write_text(json.dumps(reference(model)))
+
+
+# ---- weights ---------------------------------------------------------------------------------------------
+
+
+def build(recipe: Recipe) -> transformers.PreTrainedModel:
+    made_by = getattr(transformers, recipe.architecture)
+    torch.manual_seed(SEED)
+    model = made_by(made_by.config_class(**recipe.config)).float().eval()
+    with torch.no_grad():
+        draw(model, recipe.embedding)
+    model.generation_config.do_sample = False
+    return model
+
+
+def draw(model: transformers.PreTrainedModel, embedding: float | None) -> None:
+    text = model.config.get_text_config()
+    tied = bool(text.tie_word_embeddings)
+    if embedding is None:
+        embedding = TIED if tied else UNTIED
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in embeddings:
+            parameter.normal_(std=embedding)
+        elif parameter.dim() > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        elif name.endswith(_STATE) or parameter.numel() == 1:
+            continue
+        elif name.endswith("weight") or _NORM_OR_SCALE.search(name) and not name.endswith("bias"):
+            parameter.add_(0.1 * torch.randn_like(parameter))  # norms: where they begin, forgetting them would not show
+        else:
+            parameter.normal_(std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    output, read = model.get_output_embeddings(), model.get_input_embeddings()
+    if output is not None and read is not None and not tied:
+        follow(output.weight, read.weight)
+
+
+def follow(output_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
+    """Each token makes the next of its cycle of 3 to 7 likely; the noise leaves the rest of the model a say."""
+    following = cycles(len(embedding_VH))
+    scale = output_VH.shape[1] ** -0.5
+    output_VH.normal_(std=0.9 * scale)
+    if embedding_VH.shape == output_VH.shape:
+        output_VH[following] += 0.38 * scale * embedding_VH / embedding_VH.std()
+
+
+def cycles(size: int) -> torch.Tensor:
+    """A permutation in short cycles: token -> the token after it."""
+    order, following = torch.randperm(size), torch.empty(size, dtype=torch.long)
+    start = 0
+    while start < size:
+        length = int(torch.randint(3, 8, ()))
+        cycle = order[start : start + length]
+        following[cycle] = cycle.roll(-1)
+        start += length
+    return following
+
+
+# ---- reference -------------------------------------------------------------------------------------------
+
+
+def prompts(vocab: int = tiny_models.VOCAB) -> list[list[int]]:
+    return random_prompts(PROMPT_LENGTHS, vocab, seed=SEED)
+
+
+@torch.no_grad()
+def reference(model: nn.Module, asked: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+    """Greedy tokens, each one's log-probability, and how far its logit is above the next best."""
+    found: dict[str, list[Any]] = {"prompts": [], "tokens": [], "logprobs": [], "margins": []}
+    for prompt in asked or prompts():
+        context, logprobs, margins = list(prompt), [], []
+        for _ in range(NUM_TOKENS):
+            logits_V = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float()
+            best = logits_V.topk(2)
+            context.append(int(best.indices[0]))
+            logprobs.append(float(logits_V.log_softmax(-1).max()))
+            margins.append(float(best.values[0] - best.values[1]))
+        for name, value in zip(found, (prompt, context[len(prompt) :], logprobs, margins), strict=True):
+            found[name].append(value)
+    return found

@@ -1,0 +1,222 @@
+"""What the outcomes of a case amount to: equal to its reference or not, whose fault it is, and a line of the table."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.models.probe import CRASH, FAILS, REFUSED, RUNS, TIMEOUT
+
+Result = dict[str, Any]
+
+TIE = 1e-3
+"""Logits that are no further apart may be ordered either way by rounding."""
+LOGPROB = 0.02
+"""How far a token's log-probability may be off: rounding in the worst of the models, and some."""
+EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
+
+KNOWN_UPSTREAM: dict[str, str] = {}
+"""Cases that fail in vLLM itself although the two platforms do not fail alike, each with the reason."""
+
+
+@dataclass(frozen=True)
+class Equality:
+    kind: str
+    text: str
+
+
+@dataclass
+class Row:
+    """A case in the table. `faults` are ours; none of them may be left."""
+
+    case: str
+    ours: str
+    reference: str = ""
+    drafts: str = ""
+    upstream: str = ""
+    doctor: str = ""
+    cause: str = ""
+    faults: list[str] = field(default_factory=list)
+
+
+def first_difference(some: list[int], others: list[int]) -> int | None:
+    """Where two texts part; None if they are the same."""
+    return next((at for at in range(max(len(some), len(others))) if some[at : at + 1] != others[at : at + 1]), None)
+
+
+def equality(found: Result, reference: Result, tolerance: float = LOGPROB) -> Equality:
+    """Of all prompts: tokens, and the log-probabilities of those up to the first that differs."""
+    where: list[str] = []
+    kind, worst = EQUAL, 0.0
+    for prompt, (some, others) in enumerate(zip(found["tokens"], reference["tokens"], strict=True)):
+        at = first_difference(some, others)
+        pairs = list(zip(found["logprobs"][prompt], reference["logprobs"][prompt], strict=True))[:at]
+        worst = max([worst, *(abs(one - other) for one, other in pairs)])
+        if at is None:
+            where.append("-")
+            continue
+        margin = reference["margins"][prompt][at] if "margins" in reference else None
+        where.append(f"{at}" + (f" (margin {margin:.2g})" if margin is not None else ""))
+        is_tie = margin is not None and margin < TIE
+        kind = DIFFERS if not is_tie or kind == DIFFERS else TIED
+    if worst > tolerance or worst != worst:
+        return Equality(DIFFERS, f"log-probabilities differ by {worst:.2g}; tokens at {', '.join(where)}")
+    if kind == EQUAL:
+        return Equality(EQUAL, f"equal ({worst:.0e})")
+    label = "equal but for ties" if kind == TIED else "differs"
+    return Equality(kind, f"{label} at {', '.join(where)}")
+
+
+def same_texts(on: Result, off: Result, reference: Result | None) -> Equality:
+    """Drafts on with off: no token may differ, but where the reference has two of equal logits."""
+    found = [first_difference(some, others) for some, others in zip(on["tokens"], off["tokens"], strict=True)]
+    if all(at is None for at in found):
+        return Equality(EQUAL, "equal")
+    where = ", ".join("-" if at is None else str(at) for at in found)
+    if reference is not None and "margins" in reference:
+        ties = []
+        for prompt, at in enumerate(found):
+            expected = reference["tokens"][prompt]
+            ties.append(
+                at is None or (off["tokens"][prompt][:at] == expected[:at] and reference["margins"][prompt][at] < TIE)
+            )
+        if all(ties):
+            return Equality(TIED, f"equal but for ties at {where}")
+    return Equality(DIFFERS, f"DIFFERS at {where}")
+
+
+def one_line(result: Result | None) -> str:
+    if result is None:
+        return ""
+    if result["outcome"] == RUNS:
+        return RUNS
+    kind = f"{result['type']}: " if result.get("type") and result["outcome"] == CRASH else ""
+    where = f" [{result['where']}]" if result.get("where") and result["outcome"] == CRASH else ""
+    label = "refused late" if result.get("late_refusal") else result["outcome"]
+    return f"{label}: {kind}{result.get('error', '')}{where}"
+
+
+def alike(ours: Result, upstream: Result | None) -> bool:
+    """Whether both end with the same error."""
+    if upstream is None or upstream["outcome"] in (RUNS, TIMEOUT) or ours["outcome"] in (RUNS, REFUSED):
+        return False
+    return (ours.get("type"), _plain(ours)) == (upstream.get("type"), _plain(upstream))
+
+
+def _plain(result: Result) -> str:
+    """An error without what differs from process to process."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", result.get("error", ""))[:160]
+
+
+def row(case: str, results: dict[str, Result], reference: Result | None, tolerance: float = LOGPROB) -> Row:
+    """`results`: plain, drafts, doctor and upstream, as far as they were run."""
+    plain, upstream = results["plain"], results.get("upstream")
+    found = Row(case=case, ours=one_line(plain), upstream=one_line(upstream))
+    upstream_runs = upstream is not None and upstream["outcome"] == RUNS
+    excuse = None
+    if plain["outcome"] == RUNS:
+        found.cause = "runs"
+        if "tokens" in plain:
+            _compare(found, plain, upstream if upstream_runs else None, reference, tolerance)
+    elif alike(plain, upstream):
+        excuse = found.cause = "fails in vLLM, upstream alike"
+    elif plain["outcome"] == FAILS:
+        excuse = found.cause = "vLLM's configuration fails"
+    elif case in KNOWN_UPSTREAM:
+        excuse = found.cause = KNOWN_UPSTREAM[case]
+    elif plain["outcome"] == REFUSED:
+        found.cause = f"refused: {_cause(case, plain)}"
+    else:
+        found.cause = "late refusal" if plain.get("late_refusal") else plain["outcome"]
+        found.faults.append(found.cause)
+    _drafts(found, results.get("drafts"), plain, reference)
+    _doctor(found, results.get("doctor"), plain, excused=excuse is not None and plain["outcome"] != FAILS)
+    for variant in ("plain", "drafts"):
+        if damage := results.get(variant, {}).get("canary"):
+            found.faults.append(f"canary, {variant}: {damage}")
+    return found
+
+
+def _compare(found: Row, plain: Result, upstream: Result | None, reference: Result | None, tolerance: float) -> None:
+    beside = equality(plain, upstream) if upstream is not None else None
+    if beside is not None:
+        found.upstream = f"runs; ours to it: {beside.text}"
+    if reference is None:
+        found.reference = "none" if beside is None else f"upstream: {beside.text}"
+        if beside is not None and beside.kind == DIFFERS:
+            found.faults.append("differs from upstream")
+        return
+    against = equality(plain, reference, tolerance)
+    found.reference = against.text
+    if against.kind != DIFFERS:
+        return
+    if beside is not None and beside.kind != DIFFERS:
+        found.cause = "runs, differs from transformers exactly as upstream"
+    else:
+        found.faults.append("wrong answer")
+
+
+def _drafts(found: Row, drafts: Result | None, plain: Result, reference: Result | None) -> None:
+    if drafts is None:
+        return
+    if drafts["outcome"] != RUNS:
+        found.drafts = one_line(drafts)
+        if drafts["outcome"] != REFUSED:
+            found.faults.append(f"with drafts: {drafts['outcome']}")
+        return
+    same = same_texts(drafts, plain, reference)
+    found.drafts = f"{same.text}, {drafts['accepted']}/{drafts['draft']}"
+    if same.kind == DIFFERS:
+        found.faults.append("drafts change the text")
+
+
+def _doctor(found: Row, doctor: Result | None, plain: Result, excused: bool) -> None:
+    if doctor is None:
+        return
+    found.doctor = doctor["outcome"]
+    fits = (doctor["outcome"] == "fine") == (plain["outcome"] == RUNS)
+    if not fits:
+        found.doctor += " (not so)"
+        if not excused:
+            found.faults.append(f"doctor: {doctor['outcome']}")
+
+
+def _cause(case: str, result: Result) -> str:
+    """A refusal without the name of its model."""
+    return result.get("error", "").replace(case.split("@")[0], "MODEL")[:140]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------
+
+COLUMNS = ("model", "ours", "reference", "drafts", "upstream", "doctor")
+
+
+def cells(one: Row, limit: int | None = None) -> tuple[str, ...]:
+    texts = (one.case, one.ours, one.reference, one.drafts, one.upstream, one.doctor)
+    if one.faults:
+        texts = (f"{one.case} (!)", *texts[1:])
+    return tuple(text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…" for text in texts)
+
+
+def markdown(rows: list[Row], title: str) -> str:
+    lines = [f"# {title}", "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    for one in rows:
+        lines.append("| " + " | ".join(text.replace("|", "\\|") for text in cells(one)) + " |")
+    lines += ["", *summary(rows), ""]
+    return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> Iterator[str]:
+    """Counts by cause, what upstream runs and we do not, and every fault."""
+    yield f"{len(rows)} cases:"
+    yield from (f"- {count} {cause}" for cause, count in Counter(one.cause for one in rows).most_common())
+    more = Counter(one.cause for one in rows if one.upstream.startswith(RUNS) and not one.ours.startswith(RUNS))
+    if more:
+        yield ""
+        yield f"{more.total()} of them run on upstream's CPU platform and not on ours:"
+        yield from (f"- {count} {cause}" for cause, count in more.most_common())
+    faulty = [one for one in rows if one.faults]
+    yield ""
+    yield f"{len(faulty)} with faults" + (":" if faulty else ".")
+    yield from (f"- {one.case}: {'; '.join(one.faults)}" for one in faulty)

@@ -1,0 +1,225 @@
+"""Runs cases on one platform: `python -m tests.models.probe JOBS RESULTS`, both files of JSON, a line a case.
+
+vLLM is imported once and each case is a fork, so a crash or a patched torch is over with its case. Which platform it is
+is decided by VGS_DEVICE and VLLM_PLUGINS, before this starts.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+RUNS, REFUSED, FAILS, CRASH, TIMEOUT = "runs", "refused", "fails", "crash", "timeout"
+SECONDS = 240
+# Small, so that a request's blocks soon are where a write past the cache would end.
+NUM_BLOCKS = 40
+KV_BYTES = 48 << 20
+MAX_LEN, MAX_SEQS = 128, 4
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
+
+
+# ---- in a fork -------------------------------------------------------------------------------------------
+
+
+def engine_arguments(job: dict[str, Any], ours: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = dict(
+        model=job["folder"],
+        dtype="float32",
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        kv_cache_memory_bytes=KV_BYTES,
+        enforce_eager=not ours,  # ours in its default mode
+        disable_log_stats=False,
+        seed=0,
+    )
+    if ours:
+        arguments["num_gpu_blocks_override"] = NUM_BLOCKS
+    if job["variant"] == "drafts":
+        arguments["speculative_config"] = NGRAM
+    return arguments | job["engine"]
+
+
+def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams
+
+    from tests.models.canaries import Canaries
+
+    canaries = Canaries()
+    if ours:
+        from vllm_gaudi_spec.backends import load_backend
+
+        backend = load_backend()
+        backend.allocate_kv = canaries.watching(backend.allocate_kv)
+    llm = LLM(**engine_arguments(job, ours))
+    if job["pooling"]:
+        llm.encode([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)
+        result["outcome"] = RUNS
+        return
+    params = SamplingParams(temperature=0.0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
+    texts = [output.outputs[0] for output in outputs]
+    result |= {
+        "tokens": [list(text.token_ids) for text in texts],
+        "logprobs": [
+            [at[token].logprob for token, at in zip(text.token_ids, text.logprobs, strict=True)] for text in texts
+        ],
+        "canary": canaries.damage(),
+        "guarded": len(canaries.buffers),
+    }
+    if job["variant"] == "drafts":
+        counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        for name in ("accepted", "draft"):
+            result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))
+    result["outcome"] = RUNS
+
+
+def doctor(job: dict[str, Any]) -> dict[str, Any]:
+    """What `gaudi-spec doctor --model` answers."""
+    from vllm_gaudi_spec.doctor.findings import PROBLEM, verdict
+    from vllm_gaudi_spec.doctor.pair import examine
+
+    findings = list(examine(engine_arguments(job, ours=True)))
+    return {
+        "outcome": "problem" if any(one.severity == PROBLEM for one in findings) else "fine",
+        "error": verdict(findings),
+    }
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    from vllm_gaudi_spec.one_line import in_one_line
+
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages/torch/" not in frame.filename
+    ]
+    where = ""
+    if frames:
+        file = frames[-1].filename.split("site-packages/")[-1]
+        root = str(Path(__file__).parents[2]) + "/"
+        where = f"{file.removeprefix(root)}:{frames[-1].lineno} {frames[-1].name}"
+    return {"type": type(error).__name__, "error": in_one_line(error)[:400], "where": where}
+
+
+def run(job: dict[str, Any], ours: bool) -> dict[str, Any]:
+    if job["variant"] == "doctor":
+        return doctor(job)
+    from vllm.engine.arg_utils import EngineArgs
+
+    configured = []
+    configure = EngineArgs.create_engine_config
+
+    def noted(*args: Any, **named: Any) -> Any:
+        answer = configure(*args, **named)
+        configured.append(True)
+        return answer
+
+    EngineArgs.create_engine_config = noted
+    result: dict[str, Any] = {}
+    try:
+        generate(job, ours, result)
+    except Exception as error:
+        traceback.print_exc()
+        result = described(error)
+        ours_refused = result["type"] == "UnsupportedConfigError" or "UnsupportedConfigError" in result["error"]
+        if configured:
+            result["outcome"] = CRASH
+            result["late_refusal"] = ours_refused
+        else:
+            result["outcome"] = REFUSED if ours_refused else FAILS
+    return result
+
+
+# ---- around the forks ------------------------------------------------------------------------------------
+
+
+def forked(function: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
+    """What the function returns in a process of its own, whose output goes to a file."""
+    started = time.monotonic()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            with redirect_stdout(sys.stderr):
+                answer = json.dumps(function()).encode()
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(answer)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(writer)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.alarm(SECONDS)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    left = signal.alarm(0)
+    seconds = round(time.monotonic() - started, 2)
+    if answer:
+        return json.loads(answer) | {"seconds": seconds}
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and left == 0:
+        return {"outcome": TIMEOUT, "error": f"no end in {SECONDS} s", "seconds": seconds}
+    last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+    error = f"ended by signal {-code}" if code < 0 else f"ended with status {code}: {last}"
+    return {"outcome": CRASH, "type": "", "error": error, "where": "", "seconds": seconds}
+
+
+def import_vllm() -> bool:
+    """Everything that cases share; whether the platform is ours."""
+    import vllm.model_executor.models.registry as registry
+    import vllm.v1.engine.core
+    from vllm import LLM  # noqa: F401
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    # vLLM looks at a model's class in a process of its own, which would import everything anew for each.
+    registry._run_in_subprocess = lambda function: function()
+    return type(current_platform).__module__.startswith("vllm_gaudi_spec")
+
+
+def main() -> int:
+    jobs = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    results = Path(sys.argv[2])
+    side = jobs[0]["side"] if jobs else ""
+    print(f"{side}: importing vLLM", flush=True)
+    ours = import_vllm()
+    assert ours == (side != "upstream"), f"the platform of {side} is not the one that was asked for"
+    logs = results.parent / "logs"
+    logs.mkdir(exist_ok=True)
+    gc.collect()
+    gc.freeze()
+    runs = set()
+    with results.open("a") as file:
+        for number, job in enumerate(jobs, 1):
+            if job["variant"] == "drafts" and job["case"] not in runs:
+                continue  # it has no text to compare with
+            log = logs / f"{side}-{job['case'].replace('/', '_')}-{job['variant']}.log"
+            result = forked(lambda job=job: run(job, ours), log)
+            result |= {name: job[name] for name in ("case", "variant", "side")}
+            if result["outcome"] == RUNS and "tokens" in result:
+                runs.add(job["case"])
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            error = f": {result['error'][:90]}" if result.get("error") else ""
+            name = f"{job['case']} {job['variant']}"
+            print(f"{side} {number}/{len(jobs)} {name}: {result['outcome']}{error} ({result['seconds']} s)", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
