@@ -1,1 +1,1 @@
-"""Tiny seeded checkpoints of many architectures and formats, each compared with what it should answer: `make verify-models`."""
+"""Tiny seeded checkpoints of many architectures and formats, each compared with what it should answer."""

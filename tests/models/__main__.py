@@ -22,11 +22,13 @@ from typing import Any
 
 from tests.models import checkpoints, comparison
 from tests.models.architectures import ARCHITECTURES, Recipe
+from tests.models.formats import FORMAT_CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".verify" / "models"
 DEVICES = ("cpu", "hpu-emulated", "ascend-emulated")
 UPSTREAM = "upstream"
+CASES = ARCHITECTURES | FORMAT_CASES
 VARIANTS = ("plain", "drafts", "doctor")
 
 
@@ -44,10 +46,10 @@ def parse_options() -> argparse.Namespace:
 
 def chosen(names: list[str]) -> dict[str, Recipe]:
     if not names:
-        return ARCHITECTURES
+        return CASES
     found = {
         case: recipe
-        for case, recipe in ARCHITECTURES.items()
+        for case, recipe in CASES.items()
         if any(case == name or (name.endswith("*") and case.startswith(name[:-1])) for name in names)
     }
     if missing := [name for name in names if name not in found and not name.endswith("*")]:
@@ -133,7 +135,7 @@ def collect(device: str, cases: dict[str, Recipe], with_upstream: bool) -> list[
     if with_upstream:
         for case, result in upstream(cases, folders).items():
             results[case][UPSTREAM] = result
-    rows = [comparison.row(case, results[case], reference(folders[case])) for case in cases]
+    rows = [comparison.row(case, results[case], reference(folders[case]), cases[case].tolerance) for case in cases]
     everything = {row.case: asdict(row) | {"results": results[row.case]} for row in rows}
     (STATE / f"{device}.json").write_text(json.dumps(everything, indent=1))
     return rows

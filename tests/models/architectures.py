@@ -1,10 +1,9 @@
 """The architectures: NAME -> class of transformers, configuration, and what a published checkpoint has besides."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.full_tests import tiny_models
-from tests.full_tests.tiny_models import MAX_LEN
 
 WINDOW = 16
 
@@ -23,7 +22,13 @@ class Recipe:
     """Arguments of `LLM`."""
     embedding: float | None = None
     """Standard deviation of the embedding; it decides how much of the next token follows from the last one alone."""
+    final_norm: float = 0.0
+    """Added to the weight of the last norm: logits spread where a tied embedding is small."""
     pooling: bool = False
+    format: str | None = None
+    """Of formats.py: what its weights are rounded to."""
+    tolerance: float = 0.02
+    """How far a token's log-probability may be off: rounding in the worst of the models, and some."""
 
 
 def shape(**overrides: Any) -> dict[str, Any]:
@@ -33,28 +38,933 @@ def shape(**overrides: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-ARCHITECTURES: dict[str, Recipe] = {
+# ---- parts that several have -----------------------------------------------------------------------------
+
+# Of models that scale up what they read from a tied embedding, which would drown everything else.
+SMALL_EMBEDDING: dict[str, Any] = dict(embedding=0.02, final_norm=3.0)
+ALTERNATING = ["sliding_attention", "full_attention"]
+THREE_TO_ONE = ["sliding_attention"] * 3 + ["full_attention"]
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+ROUTED = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+)
+ONE_GROUP = dict(n_group=1, topk_group=1)
+# Every size another, so that one taken for another shows.
+LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    head_dim=None,
+    q_lora_rank=48,
+    kv_lora_rank=40,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=16,
+    v_head_dim=20,
+)
+SPARSE = dict(index_topk=32, index_head_dim=32, index_n_heads=2)
+# Multipliers of Granite and its kin, each away from one.
+SCALES = dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=0.5, attention_multiplier=0.1)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10_000.0,
+    factor=4.0,
+    original_max_position_embeddings=1024,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+QWEN_YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=1024)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+MAMBA = dict(mamba_n_heads=8, mamba_d_state=16, mamba_d_head=32, mamba_n_groups=1, mamba_chunk_size=16)
+LINEAR = dict(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    layer_types=["linear_attention", "full_attention"],
+)
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+TEXT_ONLY = dict(language_model_only=True)
+
+
+def text(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """The text part of a configuration with several."""
+    return dict(model_type=model_type, **shape(**overrides))
+
+
+def gemma3n(**overrides: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict(
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=ALTERNATING * 2,
+        sliding_window=WINDOW,
+        vocab_size_per_layer_input=tiny_models.VOCAB,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+        intermediate_size=[256] * 4,
+        tie_word_embeddings=True,
+    )
+    return shape(**found | overrides)
+
+
+def gemma4(**overrides: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict(
+        num_hidden_layers=4,
+        layer_types=ALTERNATING * 2,
+        sliding_window=WINDOW,
+        global_head_dim=64,
+        vocab_size_per_layer_input=tiny_models.VOCAB,
+        hidden_size_per_layer_input=0,
+        tie_word_embeddings=True,
+    )
+    return shape(**found | overrides)
+
+
+def llama4(**overrides: Any) -> dict[str, Any]:
+    # A chunk is a multiple of upstream's block size, and smaller than the longest text.
+    found: dict[str, Any] = dict(
+        num_hidden_layers=4,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=64,
+        floor_scale=16,
+    )
+    return shape(**found | overrides)
+
+
+# ---- text ------------------------------------------------------------------------------------------------
+
+TEXT: dict[str, Recipe] = {
     "llama": Recipe(architecture="LlamaForCausalLM", config=shape()),
     "llama-tied": Recipe(architecture="LlamaForCausalLM", config=shape(tie_word_embeddings=True)),
+    "llama31-rope": Recipe(architecture="LlamaForCausalLM", config=shape(rope_parameters=LLAMA3)),
+    "llama-bias": Recipe(architecture="LlamaForCausalLM", config=shape(attention_bias=True, mlp_bias=True)),
+    "llama-hd24": Recipe(architecture="LlamaForCausalLM", config=shape(hidden_size=96, head_dim=24)),
+    "qwen2": Recipe(architecture="Qwen2ForCausalLM", config=shape()),
+    "qwen2-tied": Recipe(architecture="Qwen2ForCausalLM", config=shape(tie_word_embeddings=True)),
+    "qwen2-yarn": Recipe(architecture="Qwen2ForCausalLM", config=shape(rope_parameters=QWEN_YARN)),
     "qwen3": Recipe(architecture="Qwen3ForCausalLM", config=shape()),
-    "qwen3-moe": Recipe(
-        architecture="Qwen3MoeForCausalLM",
-        config=shape(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
+    "qwen3-tied": Recipe(architecture="Qwen3ForCausalLM", config=shape(tie_word_embeddings=True)),
+    "qwen2-moe": Recipe(
+        architecture="Qwen2MoeForCausalLM", config=shape(**EXPERTS, shared_expert_intermediate_size=64)
     ),
-    "gemma3n": Recipe(
-        architecture="Gemma3nForCausalLM",
+    "qwen3-moe": Recipe(architecture="Qwen3MoeForCausalLM", config=shape(**EXPERTS, norm_topk_prob=True)),
+    "mistral": Recipe(architecture="MistralForCausalLM", config=shape(sliding_window=WINDOW)),
+    "ministral3": Recipe(
+        architecture="Ministral3ForCausalLM",
+        config=shape(rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
+    ),
+    "mixtral": Recipe(architecture="MixtralForCausalLM", config=shape(**LOCAL_EXPERTS)),
+    "gemma": Recipe(architecture="GemmaForCausalLM", **SMALL_EMBEDDING, config=shape(tie_word_embeddings=True)),
+    "gemma2": Recipe(
+        architecture="Gemma2ForCausalLM",
+        **SMALL_EMBEDDING,
         config=shape(
             num_hidden_layers=4,
-            num_kv_shared_layers=2,
-            layer_types=["sliding_attention", "full_attention"] * 2,
+            layer_types=ALTERNATING * 2,
             sliding_window=WINDOW,
-            vocab_size_per_layer_input=400,
-            hidden_size_per_layer_input=16,
-            laurel_rank=8,
-            altup_num_inputs=2,
-            activation_sparsity_pattern=[0.0] * 4,
-            intermediate_size=[256] * 4,
+            query_pre_attn_scalar=32,
             tie_word_embeddings=True,
         ),
     ),
+    "gemma3": Recipe(
+        architecture="Gemma3ForCausalLM",
+        **SMALL_EMBEDDING,
+        config=shape(
+            num_hidden_layers=4,
+            layer_types=THREE_TO_ONE,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=32,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "gemma3n": Recipe(architecture="Gemma3nForCausalLM", **SMALL_EMBEDDING, config=gemma3n()),
+    "gemma3n-unshared": Recipe(
+        architecture="Gemma3nForCausalLM", **SMALL_EMBEDDING, config=gemma3n(num_kv_shared_layers=0)
+    ),
+    "gemma4-dense": Recipe(architecture="Gemma4ForCausalLM", **SMALL_EMBEDDING, config=gemma4()),
+    "gemma4-k-eq-v": Recipe(
+        architecture="Gemma4ForCausalLM",
+        **SMALL_EMBEDDING,
+        config=gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+    ),
+    "gemma4-shared-kv": Recipe(
+        architecture="Gemma4ForCausalLM",
+        **SMALL_EMBEDDING,
+        config=gemma4(num_kv_shared_layers=2, hidden_size_per_layer_input=16, use_double_wide_mlp=True),
+    ),
+    "gemma4-moe": Recipe(
+        architecture="Gemma4ForCausalLM",
+        **SMALL_EMBEDDING,
+        config=gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64),
+    ),
+    "phi": Recipe(architecture="PhiForCausalLM", config=shape(num_key_value_heads=4, head_dim=None)),
+    "phi3": Recipe(architecture="Phi3ForCausalLM", config=shape()),
+    "phi4-mini": Recipe(
+        architecture="Phi3ForCausalLM",
+        config=shape(
+            original_max_position_embeddings=1024,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10_000.0,
+                short_factor=[1.0 + 0.05 * at for at in range(12)],
+                long_factor=[2.0 + 0.1 * at for at in range(12)],
+                partial_rotary_factor=0.75,
+                original_max_position_embeddings=1024,
+            ),
+        ),
+    ),
+    "phimoe": Recipe(
+        architecture="PhimoeForCausalLM",
+        config=shape(
+            **LOCAL_EXPERTS,
+            attention_bias=True,
+            lm_head_bias=True,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+        ),
+        published=dict(architectures=["PhiMoEForCausalLM"]),
+    ),
+    "olmo": Recipe(architecture="OlmoForCausalLM", config=shape(clip_qkv=8.0)),
+    "olmo2": Recipe(architecture="Olmo2ForCausalLM", config=shape()),
+    "olmo3": Recipe(
+        architecture="Olmo3ForCausalLM",
+        config=shape(num_hidden_layers=4, layer_types=THREE_TO_ONE, sliding_window=WINDOW),
+    ),
+    "olmoe": Recipe(
+        architecture="OlmoeForCausalLM", config=shape(num_experts=8, num_experts_per_tok=2, intermediate_size=64)
+    ),
+    "flex-olmo": Recipe(
+        architecture="FlexOlmoForCausalLM", config=shape(num_experts=4, num_experts_per_tok=2, intermediate_size=64)
+    ),
+    "glm": Recipe(architecture="GlmForCausalLM", config=shape()),
+    "glm4": Recipe(architecture="Glm4ForCausalLM", config=shape()),
+    "glm4-moe": Recipe(
+        architecture="Glm4MoeForCausalLM", config=shape(num_hidden_layers=3, **ROUTED, use_qk_norm=True)
+    ),
+    "glm4-moe-lite": Recipe(
+        architecture="Glm4MoeLiteForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP),
+        published=dict(first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "deepseek-v2-lite": Recipe(
+        architecture="DeepseekV2ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT | dict(q_lora_rank=None), **ROUTED | ONE_GROUP),
+        published=dict(scoring_func="softmax", q_lora_rank=None),
+    ),
+    "deepseek-v2": Recipe(
+        architecture="DeepseekV2ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, topk_method="group_limited_greedy", rope_parameters=YARN),
+        published=dict(scoring_func="softmax"),
+    ),
+    "deepseek-v3": Recipe(
+        architecture="DeepseekV3ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, norm_topk_prob=True, rope_parameters=YARN),
+        published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "deepseek-v32": Recipe(
+        architecture="DeepseekV32ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED, **SPARSE, rope_parameters=YARN),
+        published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "glm-moe-dsa": Recipe(
+        architecture="GlmMoeDsaForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP, **SPARSE),
+        published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "mistral4": Recipe(
+        architecture="Mistral4ForCausalLM",
+        config=shape(
+            num_hidden_layers=3,
+            **LATENT,
+            **ROUTED | ONE_GROUP,
+            rope_parameters=YARN | dict(llama_4_scaling_beta=0.1),
+        ),
+    ),
+    "axk1": Recipe(
+        architecture="AXK1ForCausalLM",
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED),
+        published=dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    ),
+    "youtu": Recipe(architecture="YoutuForCausalLM", config=shape(**LATENT)),
+    "longcat-flash": Recipe(
+        architecture="LongcatFlashForCausalLM",
+        config=shape(
+            **LATENT | dict(head_dim=16),
+            num_layers=2,
+            num_hidden_layers=None,
+            ffn_hidden_size=128,
+            expert_ffn_hidden_size=32,
+            moe_topk=2,
+            n_routed_experts=8,
+            zero_expert_num=2,
+        ),
+    ),
+    "minicpm3": Recipe(
+        architecture="MiniCPM3ForCausalLM",
+        config=shape(**LATENT | dict(qk_nope_head_dim=24, v_head_dim=32), dim_model_base=64),
+    ),
+    "dots1": Recipe(
+        architecture="Dots1ForCausalLM",
+        config=shape(num_hidden_layers=3, **ROUTED | ONE_GROUP, norm_topk_prob=True),
+        published=dict(scoring_func="sigmoid", topk_method="noaux_tc"),
+    ),
+    "gpt-oss": Recipe(
+        architecture="GptOssForCausalLM",
+        config=shape(**LOCAL_EXPERTS, intermediate_size=64, sliding_window=WINDOW, layer_types=ALTERNATING),
+    ),
+    "llama4": Recipe(architecture="Llama4ForCausalLM", config=llama4()),
+    "granite": Recipe(architecture="GraniteForCausalLM", embedding=0.15, config=shape(**SCALES)),
+    "granitemoe": Recipe(
+        architecture="GraniteMoeForCausalLM",
+        embedding=0.15,
+        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64),
+    ),
+    "granitemoeshared": Recipe(
+        architecture="GraniteMoeSharedForCausalLM",
+        embedding=0.15,
+        config=shape(**SCALES, **LOCAL_EXPERTS, intermediate_size=64, shared_intermediate_size=64),
+    ),
+    "granite-swa": Recipe(
+        architecture="GraniteSWAForCausalLM",
+        embedding=0.15,
+        config=shape(**SCALES, sliding_window=WINDOW, layer_types=ALTERNATING),
+    ),
+    "granite4-attention": Recipe(
+        architecture="GraniteMoeHybridForCausalLM",
+        embedding=0.15,
+        config=shape(
+            **SCALES,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=256,
+            position_embedding_type="rope",
+            layer_types=["attention"] * 2,
+            **MAMBA,
+        ),
+    ),
+    "granite4-hybrid": Recipe(
+        architecture="GraniteMoeHybridForCausalLM",
+        embedding=0.15,
+        config=shape(
+            **SCALES,
+            **LOCAL_EXPERTS,
+            intermediate_size=64,
+            shared_intermediate_size=64,
+            layer_types=["mamba", "attention"],
+            **MAMBA,
+        ),
+    ),
+    "nemotron": Recipe(
+        architecture="NemotronForCausalLM",
+        config=shape(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)),
+    ),
+    "ernie4.5": Recipe(architecture="Ernie4_5ForCausalLM", config=shape()),
+    "ernie4.5-moe": Recipe(
+        architecture="Ernie4_5_MoeForCausalLM",
+        config=shape(moe_num_experts=8, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=1),
+    ),
+    "hunyuan-dense": Recipe(architecture="HunYuanDenseV1ForCausalLM", config=shape()),
+    "hunyuan-moe": Recipe(
+        architecture="HunYuanMoEV1ForCausalLM",
+        config=shape(num_experts=4, moe_topk=[2, 2], intermediate_size=64),
+        published=dict(
+            use_qk_norm=True,
+            use_cla=False,
+            num_shared_expert=[1, 1],
+            moe_intermediate_size=[64, 64],
+            use_mixed_mlp_moe=True,
+        ),
+    ),
+    "hy-v3": Recipe(
+        architecture="HYV3ForCausalLM",
+        config=shape(**EXPERTS, num_shared_experts=1, mlp_layer_types=["dense", "sparse"]),
+        published=dict(first_k_dense_replace=1, route_norm=True, expert_hidden_dim=64, qk_norm=True),
+    ),
+    "seed-oss": Recipe(architecture="SeedOssForCausalLM", config=shape(attention_bias=True)),
+    "smollm3": Recipe(
+        architecture="SmolLM3ForCausalLM", config=shape(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0])
+    ),
+    "exaone4": Recipe(
+        architecture="Exaone4ForCausalLM",
+        config=shape(num_hidden_layers=4, layer_types=THREE_TO_ONE, sliding_window=WINDOW),
+    ),
+    "exaone-moe": Recipe(
+        architecture="ExaoneMoeForCausalLM",
+        config=shape(
+            num_hidden_layers=4,
+            layer_types=THREE_TO_ONE,
+            sliding_window=WINDOW,
+            **EXPERTS,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        ),
+    ),
+    "starcoder2": Recipe(
+        architecture="Starcoder2ForCausalLM", config=shape(sliding_window=WINDOW, tie_word_embeddings=True)
+    ),
+    "gpt-neox": Recipe(
+        architecture="GPTNeoXForCausalLM",
+        config=shape(
+            num_key_value_heads=None,
+            head_dim=None,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
+        ),
+    ),
+    "gpt2": Recipe(
+        architecture="GPT2LMHeadModel",
+        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1),
+    ),
+    "gpt-bigcode": Recipe(
+        architecture="GPTBigCodeForCausalLM",
+        config=dict(vocab_size=400, n_positions=512, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1),
+    ),
+    "gptj": Recipe(
+        architecture="GPTJForCausalLM",
+        config=dict(
+            vocab_size=400,
+            n_positions=512,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=16,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "opt": Recipe(
+        architecture="OPTForCausalLM",
+        config=shape(ffn_dim=256, word_embed_proj_dim=128, intermediate_size=None, tie_word_embeddings=True),
+    ),
+    "bloom": Recipe(
+        architecture="BloomForCausalLM",
+        config=dict(
+            vocab_size=400, hidden_size=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
+        ),
+    ),
+    "falcon": Recipe(
+        architecture="FalconForCausalLM",
+        config=shape(
+            head_dim=None,
+            num_kv_heads=2,
+            new_decoder_architecture=True,
+            intermediate_size=None,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "falcon-alibi": Recipe(
+        architecture="FalconForCausalLM",
+        config=shape(
+            head_dim=None,
+            alibi=True,
+            intermediate_size=None,
+            multi_query=False,
+            num_kv_heads=4,
+            tie_word_embeddings=True,
+            parallel_attn=False,
+            bias=True,
+        ),
+    ),
+    "cohere": Recipe(
+        architecture="CohereForCausalLM", config=shape(logit_scale=0.5, use_qk_norm=True, tie_word_embeddings=True)
+    ),
+    "cohere2": Recipe(
+        architecture="Cohere2ForCausalLM",
+        config=shape(
+            num_hidden_layers=4,
+            layer_types=THREE_TO_ONE,
+            sliding_window=WINDOW,
+            logit_scale=0.5,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "cohere2-moe": Recipe(
+        architecture="Cohere2MoeForCausalLM",
+        config=shape(
+            num_hidden_layers=4,
+            layer_types=THREE_TO_ONE,
+            sliding_window=WINDOW,
+            logit_scale=0.5,
+            tie_word_embeddings=True,
+            num_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=64,
+            prefix_dense_intermediate_size=128,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        ),
+        published=dict(first_k_dense_replace=1),
+    ),
+    "stablelm": Recipe(
+        architecture="StableLmForCausalLM",
+        config=shape(
+            use_qkv_bias=True,
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
+        ),
+    ),
+    "apertus": Recipe(architecture="ApertusForCausalLM", config=shape()),
+    "arcee": Recipe(architecture="ArceeForCausalLM", config=shape()),
+    "afmoe": Recipe(
+        architecture="AfmoeForCausalLM",
+        config=shape(
+            num_hidden_layers=4,
+            layer_types=THREE_TO_ONE,
+            sliding_window=WINDOW,
+            **EXPERTS,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            route_scale=1.5,
+            mup_enabled=True,
+        ),
+        published=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
+    ),
+    "hyperclovax": Recipe(architecture="HyperCLOVAXForCausalLM", config=shape(**SCALES)),
+    "jais2": Recipe(architecture="Jais2ForCausalLM", config=shape()),
+    "helium": Recipe(architecture="HeliumForCausalLM", config=shape()),
+    "vaultgemma": Recipe(
+        architecture="VaultGemmaForCausalLM",
+        **SMALL_EMBEDDING,
+        config=shape(
+            layer_types=ALTERNATING, sliding_window=WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True
+        ),
+    ),
+    "cwm": Recipe(architecture="CwmForCausalLM", config=shape(layer_types=ALTERNATING, sliding_window=WINDOW)),
+    "ministral": Recipe(
+        architecture="MinistralForCausalLM", config=shape(layer_types=ALTERNATING, sliding_window=WINDOW)
+    ),
+    "nanochat": Recipe(architecture="NanoChatForCausalLM", config=shape()),
+    "solar-open": Recipe(architecture="SolarOpenForCausalLM", config=shape(**ROUTED | ONE_GROUP)),
+    "mellum": Recipe(
+        architecture="MellumForCausalLM",
+        config=shape(**EXPERTS, layer_types=ALTERNATING, sliding_window=WINDOW, norm_topk_prob=True),
+    ),
+    "dbrx": Recipe(
+        architecture="DbrxForCausalLM",
+        config=dict(
+            d_model=128,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=512,
+            vocab_size=400,
+            attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=10_000.0),
+            ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, ffn_act_fn=dict(name="silu")),
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+    ),
+    "mimo-v2-flash": Recipe(
+        architecture="MiMoV2FlashForCausalLM",
+        config=shape(
+            **ROUTED | ONE_GROUP,
+            v_head_dim=16,
+            layer_types=ALTERNATING,
+            sliding_window=WINDOW,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
+    "minimax-m2": Recipe(
+        architecture="MiniMaxM2ForCausalLM",
+        config=shape(**LOCAL_EXPERTS, intermediate_size=64, use_qk_norm=True),
+        published=dict(rotary_dim=16, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
+    ),
+    "laguna": Recipe(
+        architecture="LagunaForCausalLM",
+        config=shape(
+            **EXPERTS,
+            shared_expert_intermediate_size=64,
+            layer_types=ALTERNATING,
+            sliding_window=WINDOW,
+            num_attention_heads_per_layer=[4, 4],
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
+    "deepseek-v4": Recipe(
+        architecture="DeepseekV4ForCausalLM",
+        config=shape(
+            num_hidden_layers=3,
+            num_key_value_heads=1,
+            q_lora_rank=48,
+            o_lora_rank=16,
+            o_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            sliding_window=WINDOW,
+            **SPARSE,
+        ),
+    ),
+    "hrm-text": Recipe(architecture="HrmTextForCausalLM", config=shape(num_key_value_heads=None)),
 }
+
+# ---- with layers that keep a state -----------------------------------------------------------------------
+
+STATEFUL: dict[str, Recipe] = {
+    "qwen3-next": Recipe(
+        architecture="Qwen3NextForCausalLM", config=shape(**EXPERTS, **LINEAR, shared_expert_intermediate_size=64)
+    ),
+    "qwen3.5-text": Recipe(
+        architecture="Qwen3_5ForCausalLM",
+        config=shape(
+            **LINEAR,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10_000.0,
+                partial_rotary_factor=0.5,
+                mrope_section=[3, 3, 2],
+                mrope_interleaved=True,
+            ),
+        ),
+    ),
+    "qwen3.5-moe-text": Recipe(
+        architecture="Qwen3_5MoeForCausalLM",
+        config=shape(
+            **EXPERTS,
+            **LINEAR,
+            shared_expert_intermediate_size=64,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10_000.0,
+                partial_rotary_factor=0.5,
+                mrope_section=[3, 3, 2],
+                mrope_interleaved=True,
+            ),
+        ),
+    ),
+    "nemotron-h": Recipe(
+        architecture="NemotronHForCausalLM",
+        config=shape(
+            num_hidden_layers=None,
+            layers_block_type=["mamba", "attention", "mlp"],
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=2,
+            chunk_size=16,
+        ),
+        published=dict(hybrid_override_pattern="M*-", num_hidden_layers=3),
+    ),
+    "falcon-h1": Recipe(
+        architecture="FalconH1ForCausalLM",
+        config=shape(**MAMBA, mamba_d_ssm=256, mamba_rms_norm=False),
+    ),
+    "jamba": Recipe(
+        architecture="JambaForCausalLM",
+        config=shape(
+            num_experts=4,
+            num_experts_per_tok=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            use_mamba_kernels=False,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_dt_rank=8,
+            head_dim=None,
+        ),
+    ),
+    "mamba": Recipe(
+        architecture="MambaForCausalLM",
+        config=dict(
+            vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1
+        ),
+    ),
+    "falcon-mamba": Recipe(
+        architecture="FalconMambaForCausalLM",
+        config=dict(
+            vocab_size=400, hidden_size=128, num_hidden_layers=2, state_size=16, bos_token_id=0, eos_token_id=1
+        ),
+    ),
+    "mamba2": Recipe(
+        architecture="Mamba2ForCausalLM",
+        config=dict(
+            vocab_size=400,
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=32,
+            state_size=16,
+            n_groups=1,
+            chunk_size=16,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "zamba2": Recipe(
+        architecture="Zamba2ForCausalLM",
+        config=shape(
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            n_mamba_heads=8,
+            mamba_d_state=16,
+            chunk_size=16,
+            num_key_value_heads=4,
+            use_mamba_kernels=False,
+            use_mem_rope=True,
+            head_dim=None,
+        ),
+    ),
+    "lfm2": Recipe(
+        architecture="Lfm2ForCausalLM",
+        config=shape(layer_types=["conv", "full_attention"], head_dim=None, block_multiple_of=64),
+        published=dict(conv_dim=128, conv_dim_out=128),
+    ),
+    "lfm2-moe": Recipe(
+        architecture="Lfm2MoeForCausalLM",
+        config=shape(**EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1, head_dim=None),
+        published=dict(conv_dim=128),
+    ),
+    "olmo-hybrid": Recipe(
+        architecture="OlmoHybridForCausalLM",
+        config=shape(**LINEAR | dict(linear_num_value_heads=4)),
+    ),
+    "kimi-linear": Recipe(
+        architecture="KimiLinearForCausalLM",
+        config=shape(
+            **LATENT | dict(q_lora_rank=None),
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            layer_types=["linear_attention", "full_attention"],
+            linear_head_dim=16,
+            linear_num_heads=4,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
+}
+
+# ---- with images or sound --------------------------------------------------------------------------------
+
+QWEN_VISION = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, patch_size=14, spatial_merge_size=2)
+MROPE = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[4, 6, 6])
+QWEN_IDS = dict(image_token_id=300, video_token_id=301, vision_start_token_id=302, vision_end_token_id=303)
+
+
+MULTIMODAL: dict[str, Recipe] = {
+    "qwen2-vl": Recipe(
+        architecture="Qwen2VLForConditionalGeneration",
+        config=dict(
+            text_config=text("qwen2_vl_text", rope_parameters=MROPE),
+            vision_config=dict(depth=1, embed_dim=32, hidden_size=128, num_heads=2),
+            **QWEN_IDS,
+        ),
+    ),
+    "qwen2.5-vl": Recipe(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        config=dict(
+            text_config=text("qwen2_5_vl_text", rope_parameters=MROPE),
+            vision_config=dict(
+                depth=1,
+                hidden_size=32,
+                intermediate_size=64,
+                num_heads=2,
+                out_hidden_size=128,
+                fullatt_block_indexes=[0],
+            ),
+            **QWEN_IDS,
+        ),
+    ),
+    "qwen3-vl": Recipe(
+        architecture="Qwen3VLForConditionalGeneration",
+        config=dict(
+            text_config=text("qwen3_vl_text", rope_parameters=MROPE | dict(mrope_interleaved=True)),
+            vision_config=dict(
+                depth=1,
+                hidden_size=32,
+                intermediate_size=64,
+                num_heads=2,
+                out_hidden_size=128,
+                deepstack_visual_indexes=[0],
+                num_position_embeddings=16,
+            ),
+            **QWEN_IDS,
+        ),
+    ),
+    "gemma3-mm": Recipe(
+        architecture="Gemma3ForConditionalGeneration",
+        **SMALL_EMBEDDING,
+        config=dict(
+            text_config=text(
+                "gemma3_text",
+                num_hidden_layers=4,
+                layer_types=THREE_TO_ONE,
+                sliding_window=WINDOW,
+                query_pre_attn_scalar=32,
+                tie_word_embeddings=True,
+            ),
+            vision_config=dict(**VISION, model_type="siglip_vision_model", image_size=28, patch_size=14),
+            mm_tokens_per_image=4,
+            image_token_index=300,
+            boi_token_index=301,
+            eoi_token_index=302,
+        ),
+    ),
+    "gemma3n-mm": Recipe(
+        architecture="Gemma3nForConditionalGeneration",
+        **SMALL_EMBEDDING,
+        config=dict(text_config=dict(model_type="gemma3n_text", **gemma3n()), image_token_id=300, audio_token_id=301),
+    ),
+    "gemma4-mm": Recipe(
+        architecture="Gemma4ForConditionalGeneration",
+        **SMALL_EMBEDDING,
+        config=dict(
+            text_config=dict(model_type="gemma4_text", **gemma4()),
+            vision_config=dict(
+                **VISION, num_key_value_heads=2, head_dim=16, model_type="gemma4_vision", position_embedding_size=16
+            ),
+            audio_config=None,
+            image_token_id=300,
+            boi_token_id=301,
+            eoi_token_id=302,
+        ),
+    ),
+    "llava": Recipe(
+        architecture="LlavaForConditionalGeneration",
+        config=dict(
+            text_config=text("llama"),
+            vision_config=dict(
+                **VISION, model_type="clip_vision_model", image_size=28, patch_size=14, projection_dim=32
+            ),
+            image_token_index=300,
+            image_token_id=300,
+            vision_feature_layer=-1,
+        ),
+    ),
+    "mistral3": Recipe(
+        architecture="Mistral3ForConditionalGeneration",
+        config=dict(
+            text_config=text("mistral"),
+            vision_config=dict(**VISION, head_dim=16, model_type="pixtral", image_size=28, patch_size=14),
+            image_token_index=300,
+            image_token_id=300,
+        ),
+    ),
+    "internvl": Recipe(
+        architecture="InternVLForConditionalGeneration",
+        config=dict(
+            text_config=text("qwen2"),
+            vision_config=dict(**VISION, image_size=[28, 28], patch_size=[14, 14]),
+            image_token_id=300,
+        ),
+    ),
+    "llama4-mm": Recipe(
+        architecture="Llama4ForConditionalGeneration",
+        config=dict(
+            text_config=dict(model_type="llama4_text", **llama4()),
+            vision_config=dict(
+                **VISION,
+                image_size=28,
+                patch_size=14,
+                vision_output_dim=32,
+                projector_input_dim=32,
+                projector_output_dim=32,
+            ),
+            image_token_index=300,
+            boi_token_index=301,
+            eoi_token_index=302,
+        ),
+    ),
+    "smolvlm": Recipe(
+        architecture="SmolVLMForConditionalGeneration",
+        config=dict(
+            text_config=text("llama"), vision_config=dict(**VISION, image_size=28, patch_size=14), image_token_id=300
+        ),
+    ),
+    "qwen3.5-mm": Recipe(
+        architecture="Qwen3_5ForConditionalGeneration",
+        config=dict(
+            text_config=dict(model_type="qwen3_5_text", **STATEFUL["qwen3.5-text"].config),
+            vision_config=dict(
+                depth=1,
+                hidden_size=32,
+                intermediate_size=64,
+                num_heads=2,
+                out_hidden_size=128,
+                num_position_embeddings=16,
+            ),
+            **QWEN_IDS,
+        ),
+    ),
+    "qwen2-audio": Recipe(
+        architecture="Qwen2AudioForConditionalGeneration",
+        config=dict(
+            text_config=text("qwen2"),
+            audio_config=dict(
+                d_model=32,
+                encoder_layers=1,
+                encoder_attention_heads=2,
+                encoder_ffn_dim=64,
+                max_source_positions=16,
+                num_mel_bins=16,
+            ),
+            audio_token_index=300,
+        ),
+    ),
+}
+# The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
+MULTIMODAL |= {f"{name}@text": replace(recipe, engine=TEXT_ONLY) for name, recipe in MULTIMODAL.items()} | {
+    f"{name}@limits": replace(MULTIMODAL[name], engine=dict(limit_mm_per_prompt=limits))
+    for name, limits in {
+        "qwen2.5-vl": dict(image=0, video=0),
+        "gemma3-mm": dict(image=0),
+        "mistral3": dict(image=0),
+    }.items()
+}
+
+# ---- pooling ---------------------------------------------------------------------------------------------
+
+POOLING: dict[str, Recipe] = {
+    "qwen3-embedding": Recipe(architecture="Qwen3Model", config=shape(), pooling=True),
+    "qwen3-generate-as-pooling": Recipe(
+        architecture="Qwen3ForCausalLM", config=shape(), pooling=True, engine=dict(runner="pooling")
+    ),
+    "qwen3-classify": Recipe(architecture="Qwen3ForSequenceClassification", config=shape(num_labels=3), pooling=True),
+    "bert": Recipe(
+        architecture="BertModel",
+        config=dict(
+            vocab_size=400,
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            pad_token_id=1,
+        ),
+        pooling=True,
+    ),
+    "modernbert": Recipe(
+        architecture="ModernBertModel",
+        config=dict(
+            vocab_size=400,
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=1,
+            cls_token_id=0,
+            sep_token_id=1,
+        ),
+        pooling=True,
+    ),
+}
+
+ARCHITECTURES: dict[str, Recipe] = TEXT | STATEFUL | MULTIMODAL | POOLING

@@ -21,6 +21,7 @@ from torch import nn
 
 from tests.full_tests import tiny_models
 from tests.full_tests.prompts import random_prompts
+from tests.models import formats
 from tests.models.architectures import Recipe
 
 transformers.utils.logging.disable_progress_bar()
@@ -36,12 +37,16 @@ _STATE = ("A_log", "dt_bias", ".D")
 def folder_of(name: str, recipe: Recipe, cache: Path) -> Path:
     """One for each way to make it."""
     digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True, default=str).encode())
-    digest.update(Path(__file__).read_bytes() + transformers.__version__.encode() + torch.__version__.encode())
+    made_by = [Path(__file__)] + [Path(formats.__file__)] * (recipe.format is not None)
+    for path in made_by:
+        digest.update(path.read_bytes())
+    digest.update(transformers.__version__.encode() + torch.__version__.encode())
     return cache / f"{name}-{digest.hexdigest()[:12]}" / name
 
 
 def make(name: str, recipe: Recipe, cache: Path) -> Path:
     """Its folder, made unless it is there."""
+    torch.set_num_threads(1)  # the models are too small for more
     folder = folder_of(name, recipe, cache)
     if folder.exists():
         return folder
@@ -59,6 +64,11 @@ def write(recipe: Recipe, folder: Path) -> None:
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tiny_models.byte_tokenizer().save_pretrained(folder)
+    if recipe.format is not None:
+        plain = folder.parent / "plain"
+        formats.rewrite(folder, recipe.format, plain)
+        model = type(model).from_pretrained(plain, dtype=torch.float32).eval()
+        formats.round_activations(model, recipe.format)
     if recipe.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
@@ -75,7 +85,15 @@ def build(recipe: Recipe) -> transformers.PreTrainedModel:
     model = made_by(made_by.config_class(**recipe.config)).float().eval()
     with torch.no_grad():
         draw(model, recipe.embedding)
-    model.generation_config.do_sample = False
+        for name, parameter in model.named_parameters():
+            if (
+                recipe.final_norm
+                and name.endswith((".norm.weight", "final_layernorm.weight"))
+                and ".layers." not in name
+            ):
+                parameter.add_(recipe.final_norm)
+    if model.can_generate():
+        model.generation_config.do_sample = False
     return model
 
 
@@ -92,7 +110,7 @@ def draw(model: transformers.PreTrainedModel, embedding: float | None) -> None:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
         elif name.endswith(_STATE) or parameter.numel() == 1:
             continue
-        elif name.endswith("weight") or _NORM_OR_SCALE.search(name) and not name.endswith("bias"):
+        elif name.endswith("weight") or (_NORM_OR_SCALE.search(name) and not name.endswith("bias")):
             parameter.add_(0.1 * torch.randn_like(parameter))  # norms: where they begin, forgetting them would not show
         else:
             parameter.normal_(std=0.2)

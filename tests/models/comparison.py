@@ -12,8 +12,8 @@ Result = dict[str, Any]
 
 TIE = 1e-3
 """Logits that are no further apart may be ordered either way by rounding."""
-LOGPROB = 0.02
-"""How far a token's log-probability may be off: rounding in the worst of the models, and some."""
+ROUGH = 0.3
+"""From this tolerance on, a reference rounds otherwise than the kernels do, so that many more may be ordered so."""
 EQUAL, TIED, DIFFERS = "equal", "tied", "differs"
 
 KNOWN_UPSTREAM: dict[str, str] = {}
@@ -45,10 +45,11 @@ def first_difference(some: list[int], others: list[int]) -> int | None:
     return next((at for at in range(max(len(some), len(others))) if some[at : at + 1] != others[at : at + 1]), None)
 
 
-def equality(found: Result, reference: Result, tolerance: float = LOGPROB) -> Equality:
+def equality(found: Result, reference: Result, tolerance: float) -> Equality:
     """Of all prompts: tokens, and the log-probabilities of those up to the first that differs."""
     where: list[str] = []
     kind, worst = EQUAL, 0.0
+    tie = tolerance if tolerance >= ROUGH else TIE
     for prompt, (some, others) in enumerate(zip(found["tokens"], reference["tokens"], strict=True)):
         at = first_difference(some, others)
         pairs = list(zip(found["logprobs"][prompt], reference["logprobs"][prompt], strict=True))[:at]
@@ -58,7 +59,7 @@ def equality(found: Result, reference: Result, tolerance: float = LOGPROB) -> Eq
             continue
         margin = reference["margins"][prompt][at] if "margins" in reference else None
         where.append(f"{at}" + (f" (margin {margin:.2g})" if margin is not None else ""))
-        is_tie = margin is not None and margin < TIE
+        is_tie = margin is not None and margin < tie
         kind = DIFFERS if not is_tie or kind == DIFFERS else TIED
     if worst > tolerance or worst != worst:
         return Equality(DIFFERS, f"log-probabilities differ by {worst:.2g}; tokens at {', '.join(where)}")
@@ -109,7 +110,7 @@ def _plain(result: Result) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "#", result.get("error", ""))[:160]
 
 
-def row(case: str, results: dict[str, Result], reference: Result | None, tolerance: float = LOGPROB) -> Row:
+def row(case: str, results: dict[str, Result], reference: Result | None, tolerance: float) -> Row:
     """`results`: plain, drafts, doctor and upstream, as far as they were run."""
     plain, upstream = results["plain"], results.get("upstream")
     found = Row(case=case, ours=one_line(plain), upstream=one_line(upstream))
@@ -139,7 +140,7 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
 
 
 def _compare(found: Row, plain: Result, upstream: Result | None, reference: Result | None, tolerance: float) -> None:
-    beside = equality(plain, upstream) if upstream is not None else None
+    beside = equality(plain, upstream, tolerance) if upstream is not None else None
     if beside is not None:
         found.upstream = f"runs; ours to it: {beside.text}"
     if reference is None:

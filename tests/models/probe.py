@@ -181,7 +181,7 @@ def forked(function: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
 def import_vllm() -> bool:
     """Everything that cases share; whether the platform is ours."""
     import vllm.model_executor.models.registry as registry
-    import vllm.v1.engine.core
+    import vllm.v1.engine.core  # noqa: F401
     from vllm import LLM  # noqa: F401
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
