@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.models import checkpoints, comparison
+from tests.models import checkpoints, comparison, vision
 from tests.models.architectures import ARCHITECTURES, Recipe
 from tests.models.formats import FORMAT_CASES
 
@@ -96,6 +96,7 @@ def jobs(side: str, cases: dict[str, Recipe], folders: dict[str, Path]) -> list[
             "pooling": recipe.pooling,
             "prompts": prompts,
             "num_tokens": checkpoints.NUM_TOKENS,
+            "torchvision": str(STATE / "torchvision") if recipe.vision else None,
         }
         for case, recipe in cases.items()
         for variant in (VARIANTS if side != UPSTREAM else VARIANTS[:1])
@@ -103,9 +104,12 @@ def jobs(side: str, cases: dict[str, Recipe], folders: dict[str, Path]) -> list[
 
 
 def probe(side: str, todo: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each job of one platform ended with."""
-    if not todo:
-        return []
+    """What each job of one platform ended with. Those that need torchvision have a process without the others."""
+    apart = [[job for job in todo if bool(job["torchvision"]) == needed] for needed in (False, True)]
+    return [result for part in apart if part for result in probe_alike(side, part)]
+
+
+def probe_alike(side: str, todo: list[dict[str, Any]]) -> list[dict[str, Any]]:
     question, answer = STATE / f"{side}.jobs", STATE / f"{side}.results"
     question.write_text("".join(json.dumps(job) + "\n" for job in todo))
     answer.unlink(missing_ok=True)
@@ -128,6 +132,8 @@ def upstream(cases: dict[str, Recipe], folders: dict[str, Path]) -> dict[str, di
 
 
 def collect(device: str, cases: dict[str, Recipe], with_upstream: bool) -> list[comparison.Row]:
+    if any(recipe.vision for recipe in cases.values()):
+        vision.install(STATE / "torchvision")
     folders = made(cases)
     results: dict[str, dict[str, Any]] = {case: {} for case in cases}
     for result in probe(device, jobs(device, cases, folders)):

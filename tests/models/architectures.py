@@ -25,6 +25,8 @@ class Recipe:
     final_norm: float = 0.0
     """Added to the weight of the last norm: logits spread where a tied embedding is small."""
     pooling: bool = False
+    vision: bool = False
+    """Whether its class cannot be imported without torchvision."""
     format: str | None = None
     """Of formats.py: what its weights are rounded to."""
     tolerance: float = 0.02
@@ -138,7 +140,7 @@ def gemma4(**overrides: Any) -> dict[str, Any]:
 
 
 def llama4(**overrides: Any) -> dict[str, Any]:
-    # A chunk is a multiple of upstream's block size, and smaller than the longest text.
+    # A chunk is smaller than the longest text; blocks have to fit into it.
     found: dict[str, Any] = dict(
         num_hidden_layers=4,
         intermediate_size=64,
@@ -332,7 +334,7 @@ TEXT: dict[str, Recipe] = {
         architecture="GptOssForCausalLM",
         config=shape(**LOCAL_EXPERTS, intermediate_size=64, sliding_window=WINDOW, layer_types=ALTERNATING),
     ),
-    "llama4": Recipe(architecture="Llama4ForCausalLM", config=llama4()),
+    "llama4": Recipe(architecture="Llama4ForCausalLM", config=llama4(), engine=dict(block_size=32)),
     "granite": Recipe(architecture="GraniteForCausalLM", embedding=0.15, config=shape(**SCALES)),
     "granitemoe": Recipe(
         architecture="GraniteMoeForCausalLM",
@@ -623,6 +625,7 @@ STATEFUL: dict[str, Recipe] = {
     ),
     "qwen3.5-text": Recipe(
         architecture="Qwen3_5ForCausalLM",
+        vision=True,
         config=shape(
             **LINEAR,
             rope_parameters=dict(
@@ -636,6 +639,7 @@ STATEFUL: dict[str, Recipe] = {
     ),
     "qwen3.5-moe-text": Recipe(
         architecture="Qwen3_5MoeForCausalLM",
+        vision=True,
         config=shape(
             **EXPERTS,
             **LINEAR,
@@ -817,11 +821,6 @@ MULTIMODAL: dict[str, Recipe] = {
             eoi_token_index=302,
         ),
     ),
-    "gemma3n-mm": Recipe(
-        architecture="Gemma3nForConditionalGeneration",
-        **SMALL_EMBEDDING,
-        config=dict(text_config=dict(model_type="gemma3n_text", **gemma3n()), image_token_id=300, audio_token_id=301),
-    ),
     "gemma4-mm": Recipe(
         architecture="Gemma4ForConditionalGeneration",
         **SMALL_EMBEDDING,
@@ -919,6 +918,7 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
 }
+MULTIMODAL = {name: replace(recipe, vision=True) for name, recipe in MULTIMODAL.items()}
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
 MULTIMODAL |= {f"{name}@text": replace(recipe, engine=TEXT_ONLY) for name, recipe in MULTIMODAL.items()} | {
     f"{name}@limits": replace(MULTIMODAL[name], engine=dict(limit_mm_per_prompt=limits))

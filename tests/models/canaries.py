@@ -1,7 +1,6 @@
 """Memory around the raw buffers of the KV cache, filled with a pattern that nothing may change."""
 
 import functools
-import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ class Guarded:
         self.whole[: self.begin] = PATTERN
         self.whole[self.end :] = PATTERN
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Zero, as an anonymous mapping is."""
         return torch.frombuffer(self.whole[self.begin : self.end], dtype=dtype).view(shape)
 
@@ -51,17 +50,16 @@ class Canaries:
         self.buffers: list[Guarded] = []
 
     def watching(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        """`allocate`, in which each tensor that `torch.zeros` makes on the host has canaries around it."""
+        """`allocate`, in which each tensor that `torch.zeros` makes has canaries around its values."""
         zeros = torch.zeros
 
-        def guarded_zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
-            shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-            dtype = dtype or torch.get_default_dtype()
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if torch.device(device or "cpu").type != "cpu" or not num_bytes:
-                return zeros(*size, dtype=dtype, device=device, **options)
-            self.buffers.append(Guarded(num_bytes))
-            return self.buffers[-1].tensor(shape, dtype)
+        def guarded_zeros(*size: Any, **options: Any) -> Any:
+            made = zeros(*size, **options)
+            values = vars(made).get("inner", made)  # of an emulated card's tensor
+            if values.device.type == "cpu" and values.nbytes:
+                self.buffers.append(Guarded(values.nbytes))
+                values.set_(self.buffers[-1].tensor(values.shape, values.dtype))
+            return made
 
         @functools.wraps(allocate)
         def run(*args: Any, **named: Any) -> Any:

@@ -34,28 +34,34 @@ _NORM_OR_SCALE = re.compile(r"norm|ln_|layernorm|\bln\b")
 _STATE = ("A_log", "dt_bias", ".D")
 
 
-def folder_of(name: str, recipe: Recipe, cache: Path) -> Path:
-    """One for each way to make it."""
-    digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True, default=str).encode())
-    made_by = [Path(__file__)] + [Path(formats.__file__)] * (recipe.format is not None)
-    for path in made_by:
-        digest.update(path.read_bytes())
-    digest.update(transformers.__version__.encode() + torch.__version__.encode())
-    return cache / f"{name}-{digest.hexdigest()[:12]}" / name
+# What decides how it is made, as it was when this process began.
+_MADE_BY = b"".join(Path(name).read_bytes() for name in (__file__, formats.__file__))
+_MADE_BY += f"{transformers.__version__} {torch.__version__}".encode()
+_NOT_MADE_BY = ("engine", "vision", "tolerance")
 
 
-def make(name: str, recipe: Recipe, cache: Path) -> Path:
+def folder_of(case: str, recipe: Recipe, cache: Path) -> Path:
+    """One for each way to make it. Cases that differ after an @ are one checkpoint, run in different ways."""
+    name = case.split("@")[0]
+    parts = {key: value for key, value in asdict(recipe).items() if key not in _NOT_MADE_BY}
+    digest = hashlib.sha256(_MADE_BY + json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    return cache / f"{name}-{digest}" / name
+
+
+def make(case: str, recipe: Recipe, cache: Path) -> Path:
     """Its folder, made unless it is there."""
-    torch.set_num_threads(1)  # the models are too small for more
-    folder = folder_of(name, recipe, cache)
+    folder = folder_of(case, recipe, cache)
     if folder.exists():
         return folder
-    for old in cache.glob(f"{name}-????????????"):
-        shutil.rmtree(old)
+    torch.set_num_threads(1)  # the models are too small for more
     temporary = folder.parent.with_name(f"{folder.parent.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    write(recipe, temporary / name)
-    os.replace(temporary, folder.parent)
+    try:
+        write(recipe, temporary / folder.name)
+        for old in cache.glob(f"{folder.name}-????????????"):
+            shutil.rmtree(old)
+        os.replace(temporary, folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -86,11 +92,7 @@ def build(recipe: Recipe) -> transformers.PreTrainedModel:
     with torch.no_grad():
         draw(model, recipe.embedding)
         for name, parameter in model.named_parameters():
-            if (
-                recipe.final_norm
-                and name.endswith((".norm.weight", "final_layernorm.weight"))
-                and ".layers." not in name
-            ):
+            if name.endswith(".norm.weight") and ".layers." not in name:
                 parameter.add_(recipe.final_norm)
     if model.can_generate():
         model.generation_config.do_sample = False
