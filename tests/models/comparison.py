@@ -1,5 +1,6 @@
 """What the outcomes of a case amount to: equal to its reference or not, whose fault it is, and a line of the table."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ def equality(found: Result, reference: Result, tolerance: float) -> Equality:
     for prompt, (some, others) in enumerate(zip(found["tokens"], reference["tokens"], strict=True)):
         at = first_difference(some, others)
         pairs = list(zip(found["logprobs"][prompt], reference["logprobs"][prompt], strict=True))[:at]
-        worst = max([worst, *(abs(one - other) for one, other in pairs)])
+        off = [abs(one - other) for one, other in pairs]
+        worst = max([worst, *(math.inf if math.isnan(value) else value for value in off)])
         if at is None:
             where.append("-")
             continue
@@ -61,7 +63,7 @@ def equality(found: Result, reference: Result, tolerance: float) -> Equality:
         where.append(f"{at}" + (f" (margin {margin:.2g})" if margin is not None else ""))
         is_tie = margin is not None and margin < tie
         kind = DIFFERS if not is_tie or kind == DIFFERS else TIED
-    if worst > tolerance or worst != worst:
+    if worst > tolerance:
         return Equality(DIFFERS, f"log-probabilities differ by {worst:.2g}; tokens at {', '.join(where)}")
     if kind == EQUAL:
         return Equality(EQUAL, f"equal ({worst:.0e})")

