@@ -26,9 +26,9 @@ def install(folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     print(f"{folder}: torchvision, once; needs a package index", flush=True)
-    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--require-hashes"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), "-r", str(_REQUIREMENT)]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = ["install", "--no-deps", "--require-hashes", "--target", str(folder), "-r", str(_REQUIREMENT)]
+    subprocess.run([*pip, *command], check=True)
     stamp.write_text(wanted)
 
 
