@@ -117,19 +117,15 @@ def test_a_table_in_a_pipe_is_plain() -> None:
 def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
     """Two prompts and three turns, the last of which found the machine four times as slow."""
     base = [[1.0, 2.0], [1.0, 2.0], [4.0, 8.0]]
-    assert turns.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]]) == {
-        "ratio": pytest.approx(2 / (1 / 2 + 1 / 1)),
-        "low": 1.0,
-        "high": 2.0,
-    }
+    found = turns.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
+    assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
     assert turns.typical_seconds(base) == 3.0
 
 
 def test_one_window_that_other_work_disturbed_does_not_either() -> None:
-    steady = turns.speedup([[1.0, 1.0]] * 3, [[0.5, 0.8]] * 3)
-    disturbed = turns.speedup([[1.0, 1.0]] * 3, [[0.5, 0.8], [9.0, 0.8], [0.5, 0.8]])
-    assert disturbed["ratio"] == pytest.approx(steady["ratio"]) == pytest.approx(2 / (0.5 + 0.8))
-    assert disturbed["high"] < steady["high"], "but it is seen"
+    found = turns.speedup([[1.0]] * 5, [[0.5], [0.5], [9.0], [0.5], [0.4]])
+    assert found["ratio"] == found["low"] == found["high"] == 2.0
+    assert turns.typical_seconds([[0.5], [9.0], [0.5]]) == 0.5
 
 
 def test_a_single_window_has_no_spread() -> None:

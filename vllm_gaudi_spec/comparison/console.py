@@ -68,8 +68,8 @@ def show_several(
     say(f"k {k}, {len(base['answers'])} prompts, {base['batch_size']} at a time\n")
     show_table(COLUMNS, [row_of(report) for report in reports.values()], file)
     say(f"\n{record.how_measured(measurement)}")
-    say("ratio: seconds without speculation over the task's, of each prompt its median turn, over all prompts.")
-    say("middle half: the quartiles of all turns of all prompts.")
+    say("ratio: seconds without speculation over the task's, for the same prompt in the same turn: the median of all,")
+    say("and their middle half, from the lower quartile to the upper; prompts differ, and a busy machine widens it.")
     say("tokens/step: what a request gains per step of the target, whatever the machine.")
     if device["device"] == "cpu":
         say("On a CPU drafting gains most with one request at a time; with eight it often costs more than it saves.")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.config import get_config
 
 from vllm_gaudi_spec.comparison.answers import Answer, ask
 from vllm_gaudi_spec.comparison.turns import Seconds, batches, in_order, speedup, typical_seconds
@@ -27,6 +29,9 @@ OTHER_TOKENS = 128
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
 MOST_POSITIONS = 64
+# A drafter has a cache of its own, and blocks are not filled to the end.
+_SPARE_KV = 3
+_LEAST_KV = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,12 @@ class Setup:
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )
 
+    def sharing(self, num_engines: int, bytes_for_kv: int) -> Setup:
+        """For engines that live side by side: no KV cache is larger than what they need, so that more of them fit."""
+        needed = self.batch_size * self.engine_options(None)["max_model_len"] * kv_bytes_per_token(self.model)
+        kv_bytes = min(max(_SPARE_KV * needed, _LEAST_KV), bytes_for_kv // num_engines)
+        return replace(self, kv_bytes=kv_bytes)
+
     def generate(
         self,
         llm: LLM,
@@ -82,6 +93,14 @@ class Setup:
             for i in range(first, first + len(prompts))
         ]
         return ask(llm, prompts, sampling, more)
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """In float32, of a model with full attention; of others it is less."""
+    config = get_config(model, trust_remote_code=False).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * 4 * int(config.num_hidden_layers * heads * head_size)
 
 
 class Run:
@@ -99,12 +118,13 @@ class Run:
         for _ in range(setup.num_warmups):
             say(f"[{task}] warm-up run")
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
-        self._counts_before = self._counts = draft_counts(self.llm)
+        self._counts: Counter[str] = Counter()
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
         """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
         assert self.llm is not None, "it was closed"
         prompts = [self.setup.prompts[place] for place in batch]
+        before = draft_counts(self.llm)  # those of the other engines of this process are in it
         started = time.perf_counter()
         answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
         if turn == len(self.seconds):
@@ -112,13 +132,13 @@ class Run:
         self.seconds[turn].append(time.perf_counter() - started)
         if turn == 0:
             self.answers += answers
-            self._counts = draft_counts(self.llm)
+            self._counts.update(drafted_since(before, self.llm))
 
     def finish(self, trace: Path | None = None) -> None:
         """Make the report, when all turns were taken."""
         assert self.llm is not None, "it was closed"
         setup, llm, config = self.setup, self.llm, self._config
-        counts = drafted_since(self._counts_before, self._counts)
+        counts = self._counts
         num_tokens = sum(len(answer.token_ids) for answer in self.answers)
         latency = typical_seconds(self.seconds)
         steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
@@ -190,12 +210,12 @@ def rate_elsewhere(setup: Setup, llm: LLM, say: Say) -> float | None:
     say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
     before = draft_counts(llm)
     setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
-    rate: float | None = acceptance(drafted_since(before, draft_counts(llm)), 0)["acc_rate"]
+    rate: float | None = acceptance(drafted_since(before, llm), 0)["acc_rate"]
     return rate
 
 
-def drafted_since(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in now.items()}
+def drafted_since(before: dict[str, int], llm: LLM) -> dict[str, int]:
+    return {name: count - before[name] for name, count in draft_counts(llm).items()}
 
 
 def draft_counts(llm: LLM) -> dict[str, int]:
@@ -213,7 +233,7 @@ def draft_counts(llm: LLM) -> dict[str, int]:
     return counts
 
 
-def acceptance(counts: dict[str, int], k: int) -> dict[str, Any]:
+def acceptance(counts: Mapping[str, int], k: int) -> dict[str, Any]:
     drafts, drafted, accepted = (counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
     return {
         "num_drafts": drafts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import runpy
 import sys
@@ -150,7 +149,7 @@ class Comparison:
         from vllm_gaudi_spec.comparison.measure import take_turns
 
         free = host_memory.free()
-        shared = dataclasses.replace(setup, kv_bytes=host_memory.for_kv(SHARE_FOR_KV) // len(names))
+        shared = setup.sharing(len(names), host_memory.for_kv(SHARE_FOR_KV))
         runs: dict[str, Run] = {}
         for name in names:
             self.load(name, shared, runs)
