@@ -18,7 +18,7 @@ SERVED = (
     "qwen3-moe",
     "mistral",
     "gemma3",
-    "gemma3n",
+    "gemma4-shared-kv",
     "deepseek-v3",
     "glm4-moe",
     "phi3",

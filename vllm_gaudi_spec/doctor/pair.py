@@ -53,6 +53,8 @@ def _configure(task: dict[str, Any]) -> VllmConfig:
 def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
     model = vllm_config.model_config
     told = f"{model.architectures[0]} in {str(model.dtype).removeprefix('torch.')}"
+    if model.quantization is not None:
+        told += f" with weights in {model.quantization}"
     if speculation is None:
         return f"{told}, without speculation, is accepted"
     method = "universal_draft" if speculation.universal else speculation.method
