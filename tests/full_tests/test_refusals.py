@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
+    BloomConfig,
     DeepseekV3Config,
+    GptOssConfig,
     JambaConfig,
     MambaConfig,
     PreTrainedConfig,
@@ -71,6 +73,8 @@ MODELS = [
     ),
     ("JambaForCausalLM", lambda: JambaConfig(**common()), "attention only"),
     ("DeepseekV3ForCausalLM", deepseek, "sparse MLA"),
+    ("BloomForCausalLM", lambda: BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=400), "ALiBi"),
+    ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4)), "sinks"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
     ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
 ]

@@ -31,10 +31,27 @@ def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if model.is_hybrid or model.is_attention_free:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
+    if model.uses_alibi:
+        yield f"{model.model} attends with ALiBi, which is not supported yet; use a model with rotary embeddings."
+    if _has_sinks(model):
+        yield f"{model.model} attends with sinks, which are not supported yet; use a model without them."
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+
+
+# Classes of vLLM whose layers have sinks, and how configurations of others ask for them.
+_SINK_ARCHITECTURES = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
+_SINK_FIELDS = (
+    *("attention_sinks", "swa_attention_sink_enabled"),
+    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
+)
+
+
+def _has_sinks(model: ModelConfig) -> bool:
+    asked = any(getattr(model.hf_text_config, name, False) for name in _SINK_FIELDS)
+    return asked or any(name in _SINK_ARCHITECTURES for name in model.architectures)
 
 
 def expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
