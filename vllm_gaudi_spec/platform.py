@@ -165,6 +165,7 @@ class CapturingPlatform(SpecPlatform):
         if any(given is not None and given.enforce_eager for given in wishes):
             device = load_backend().name
             logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
+        _keep_kv_of_each_kind_apart(vllm_config)
         # A process that was forked from one with an open card has none, or hangs when it ends.
         choose_start_method(lambda: "spawn")
 
@@ -217,6 +218,21 @@ def _say_what_has_no_effect(vllm_config: VllmConfig) -> None:
             logger.warning_once("Attention backend %s has no effect: the platform brings its own.", backend.name)
     if speculation is not None and (unused := installed_logits_processors()):
         logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
+
+
+def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
+    """vLLM lets groups of layers share memory, which these devices can for layers of one shape only: their KV is a
+    tensor of its own, not bytes. Without groups each layer has its memory, and windows save none."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    if model is None or scheduler.disable_hybrid_kv_cache_manager:
+        return
+    layers = model.model_arch_config
+    shapes = {
+        (layers[index].head_size, layers[index].total_num_kv_heads) for index in range(layers.total_num_hidden_layers)
+    }
+    if len(shapes) > 1:
+        logger.info("Layers have KV of %d shapes: the hybrid KV cache manager is off.", len(shapes))
+        scheduler.disable_hybrid_kv_cache_manager = True
 
 
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:

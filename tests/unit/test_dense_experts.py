@@ -61,8 +61,18 @@ def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, 
         torch.testing.assert_close(weights[token], expected)
 
 
+def best_by_sigmoid(
+    hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's own way to choose, as Llama 4 has one."""
+    scores, ids = gating_output.topk(topk, dim=-1)
+    return scores.sigmoid(), ids.int()
+
+
+@pytest.mark.parametrize("routes_itself", [False, True])
+@pytest.mark.parametrize("weighted_inputs", [False, True])
 @pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
-def test_experts(own: tuple[int, int] | None) -> None:
+def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itself: bool) -> None:
     """All of them; or under expert parallelism a part, whose sum over ranks is what all say."""
     from vllm_gaudi_spec.backends.dense_experts import DenseExperts, route
 
@@ -70,6 +80,8 @@ def test_experts(own: tuple[int, int] | None) -> None:
     experts, hidden, inner = 6, 8, 5
     layer: Any = SimpleNamespace(
         top_k=2,
+        custom_routing_function=best_by_sigmoid if routes_itself else None,
+        apply_router_weight_on_input=weighted_inputs,
         scoring_func="softmax",
         renormalize=True,
         e_score_correction_bias=None,
@@ -83,6 +95,8 @@ def test_experts(own: tuple[int, int] | None) -> None:
     )
     x, logits = torch.randn(7, hidden), torch.randn(7, experts)
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
+    if routes_itself:
+        weights = torch.where(logits >= logits.topk(2).values[:, 1:], logits.sigmoid(), 0.0) * 1.5
     here: Any = SimpleNamespace(own=own)
     mine = range(experts) if own is None else range(own[0], sum(own))
     all_w13, all_w2 = layer.w13_weight, layer.w2_weight
@@ -91,9 +105,10 @@ def test_experts(own: tuple[int, int] | None) -> None:
     for token in range(7):
         expected = torch.zeros(hidden)
         for expert in set(weights[token].nonzero()[:, 0].tolist()) & set(mine):
-            gate, up = (all_w13[expert] @ x[token]).chunk(2)
-            said = all_w2[expert] @ (torch.nn.functional.silu(gate) * up)
-            expected += weights[token, expert] * said
+            weight = weights[token, expert]
+            gate, up = (all_w13[expert] @ (x[token] * (weight if weighted_inputs else 1))).chunk(2)
+            result = all_w2[expert] @ (torch.nn.functional.silu(gate) * up)
+            expected += result if weighted_inputs else weight * result
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
 
 

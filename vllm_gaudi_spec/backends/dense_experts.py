@@ -8,6 +8,7 @@ experts a token chooses decides no shape.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 _ACTIVATIONS = {
     MoEActivation.SILU: torch.nn.functional.silu,
     MoEActivation.GELU: torch.nn.functional.gelu,
+    MoEActivation.GELU_TANH: partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 
 
@@ -49,8 +51,6 @@ class DenseExperts(UnquantizedFusedMoEMethod):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         for given, what in (
             (self.moe.has_bias, "biases"),
-            (layer.custom_routing_function is not None, "routing of its own"),
-            (layer.apply_router_weight_on_input, "weighted inputs"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
         ):
             if given:
@@ -61,7 +61,24 @@ class DenseExperts(UnquantizedFusedMoEMethod):
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weights_TE = route(
+        weights_TE = _weights(layer, x, router_logits)
+        if self.own is not None:
+            weights_TE = weights_TE.narrow(1, *self.own)
+        weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
+        gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
+        weights_ET1 = weights_TE.T.unsqueeze(-1)
+        if layer.apply_router_weight_on_input:
+            # As if the inputs were: the products are linear, and an input of zero comes out zero.
+            inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI * weights_ET1) * (up_ETI * weights_ET1)
+        else:
+            inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI) * up_ETI * weights_ET1
+        return torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+
+
+def _weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    """float32 [T, E], by the model's own function where it has one."""
+    if layer.custom_routing_function is None:
+        return route(
             router_logits,
             top_k=layer.top_k,
             scoring=layer.scoring_func,
@@ -70,12 +87,11 @@ class DenseExperts(UnquantizedFusedMoEMethod):
             num_groups=layer.num_expert_group if layer.use_grouped_topk else 1,
             top_groups=layer.topk_group if layer.use_grouped_topk else 1,
         )
-        if self.own is not None:
-            weights_TE = weights_TE.narrow(1, *self.own)
-        weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
-        gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
-        inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI) * up_ETI * weights_TE.T.unsqueeze(-1)
-        return torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+    chosen_TK, ids_TK = layer.custom_routing_function(
+        hidden_states=x, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
+    )
+    weights_TE = torch.zeros(router_logits.shape, dtype=torch.float32, device=router_logits.device)
+    return weights_TE.scatter(-1, ids_TK.long(), chosen_TK.float())
 
 
 def _own_experts(map_of_all: torch.Tensor | None) -> tuple[int, int] | None:
