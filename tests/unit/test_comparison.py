@@ -179,7 +179,10 @@ def test_the_others_go_on_without_an_engine_that_failed(monkeypatch: pytest.Monk
 def test_a_slow_machine_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[str, int, range]] = []
     taken(monkeypatch, Engine("base", log), turns=5, enough_s=1.5)
-    assert {turn for _, turn, _ in log} == {0, 1}, "the clock stood at 1 and at 2 seconds"
+    assert {turn for _, turn, _ in log} == {0, 1, 2}, "asked before the third and the fourth, at 1 and at 2 seconds"
+    log.clear()
+    taken(monkeypatch, Engine("base", log), turns=5, enough_s=0.0)
+    assert {turn for _, turn, _ in log} == {0, 1}
 
 
 def test_one_task_in_full() -> None:

@@ -32,6 +32,8 @@ MOST_POSITIONS = 64
 # A drafter has a cache of its own, and blocks are not filled to the end.
 _SPARE_KV = 3
 _LEAST_KV = 256 << 20
+# In a single one, other work on the machine decided ratios by a factor of two.
+_LEAST_TURNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +182,12 @@ class Run:
 
 
 def take_turns(runs: Sequence[Run], setup: Setup, say: Say, enough_s: float = math.inf) -> dict[str, Exception]:
-    """All turns of these engines, batch by batch; none is begun that many seconds after the first. Hands back what
-    ended a task early; the others go on."""
+    """All turns of these engines, batch by batch; but for the first two, none is begun that many seconds after the
+    first. Hands back what ended a task early; the others go on."""
     names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
     started, window = time.perf_counter(), 0
     for turn in range(setup.turns):
-        if turn and time.perf_counter() - started >= enough_s:
+        if turn >= _LEAST_TURNS and time.perf_counter() - started >= enough_s:
             say(f"[{names}] {turn} of {setup.turns} turns took more than {enough_s:.0f} s: that is enough")
             break
         say(f"[{names}] measured turn {turn + 1} of {setup.turns}: {len(setup.prompts)} x {setup.osl} tokens each")

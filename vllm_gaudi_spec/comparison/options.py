@@ -64,7 +64,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="measured runs of each prompt at most; side by side none is begun after a minute",
+        help="measured runs of each prompt at most; side by side no third one is begun after a minute",
     )
     add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
     output_files.add_json(add, "the record of the run")
