@@ -1,4 +1,4 @@
-"""On emulated cards: layers that share KV, of two head sizes, answer as transformers does and write in their KV alone."""
+"""On emulated cards: layers that share KV, of two head sizes, answer as transformers does and write in it alone."""
 
 import os
 
