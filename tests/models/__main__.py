@@ -3,7 +3,8 @@
 python -m tests.models [NAME ...]
 
 A name is one of the table, or begins some. The table goes to .verify/models/DEVICE.md, all that was found to
-DEVICE.json, what each case printed to logs/. Exit status: 1 when a case of ours has a fault: a wrong answer, an error
+DEVICE.json, what each case printed to logs/. An interrupted run goes on where it was as long as the checkout is the
+same; what upstream answers is kept. Exit status: 1 when a case of ours has a fault: a wrong answer, an error
 after configuration that upstream does not end with, drafts that change the text, a finding of `gaudi-spec doctor` that
 does not fit what happens, or memory written outside of the KV cache.
 """
@@ -26,7 +27,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="ours (default: %(default)s)")
     parser.add_argument("--no-upstream", action="store_true", help="leave out upstream's CPU platform")
-    parser.add_argument("--fresh", action="store_true", help="make every checkpoint anew, and ask upstream again")
+    parser.add_argument("--fresh", action="store_true", help="make every checkpoint anew, and run everything again")
     parser.add_argument("--list", action="store_true", help="only print the names")
     return parser.parse_args()
 

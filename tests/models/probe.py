@@ -214,6 +214,8 @@ def main() -> int:
             continue  # there is nothing to compare with
         log = logs / f"{side}-{job['case']}-{job['variant']}.log"
         result = forked(partial(run, job, ours), log)
+        if "error" in result:
+            result["error"] = result["error"].replace(job["folder"], Path(job["folder"]).name)
         result |= {name: job[name] for name in ("case", "variant")}
         if "tokens" in result:
             has_text.add(job["case"])

