@@ -1,5 +1,6 @@
 """The script that users run: its report, its exit status, and what it says when it can not do what was asked."""
 
+import os
 import re
 import subprocess
 import sys
@@ -36,7 +37,11 @@ REPORTED = {
 def script(*options: str) -> tuple[int, str]:
     """Exit status, and all that was printed."""
     command = [sys.executable, str(SCRIPT), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
+    # The engine in its own process, as users have it.
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
+    )
     return done.returncode, done.stdout
 
 

@@ -22,7 +22,7 @@ def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
     answer = Answer("prompt", [1], params=None)  # type: ignore[arg-type]
     for place, tokens in enumerate(steps):
         last = place == len(steps) - 1 and histogram is not None
-        metrics = SimpleNamespace(histogram=histogram) if last else None
+        metrics = SimpleNamespace(histogram=histogram, num_draft_tokens=2 * sum(histogram)) if last else None
         step: Any = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics)
         assert answer.take(step) == len(tokens)
     return answer
@@ -55,6 +55,16 @@ def test_counts_that_contradict_each_other_are_an_error() -> None:
 def test_lengths_of_all_answers() -> None:
     answers = [arriving([5], [6, 7], histogram=[3, 1, 0]), arriving([5]), arriving([5], [6], histogram=[1, 0, 2])]
     assert accepted_lengths(answers, 2) == [4, 1, 2]
+    assert measure.acceptance(answers, 2) == {
+        "num_drafts": 7,
+        "num_draft_tokens": 14,
+        "num_accepted_tokens": 5,
+        "accepted_lengths": [4, 1, 2],
+        "acc_counts": [3, 2],
+        "acc_rate": 5 / 14,
+        "mean_accepted_length": 1 + 5 / 7,
+    }
+    assert measure.acceptance([arriving([5], [6])], 0)["acc_rate"] is None
 
 
 def test_pieces_are_what_vllm_writes() -> None:
@@ -134,9 +144,10 @@ def test_a_single_window_has_no_spread() -> None:
 
 def test_engines_that_would_not_fit_run_apart() -> None:
     gib = 1 << 30
-    assert turns.why_not_together(4, 20 * gib, 17 * gib) is None
-    reason = turns.why_not_together(4, 20 * gib, 12 * gib)
-    assert reason == "4 engines need about 24.0 GiB besides, and 12.0 GiB are free"
+    assert turns.why_not_together(4, 3 * gib, 17 * gib) is None
+    assert (
+        turns.why_not_together(4, 8 * gib, 12 * gib) == "the other engines need about 24.0 GiB, and 12.0 GiB are free"
+    )
 
 
 class Engine:

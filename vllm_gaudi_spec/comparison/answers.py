@@ -21,6 +21,7 @@ class Answer:
     """How many tokens each step of the target brought; the first is the prompt's."""
     histogram: list[int] = field(default_factory=list)
     """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
+    num_draft_tokens: int = 0
 
     def take(self, completion: CompletionOutput) -> int:
         """What a step brought of it."""
@@ -30,6 +31,7 @@ class Answer:
             self.sizes.append(len(new))
         if completion.spec_decode_metrics is not None:
             self.histogram = list(completion.spec_decode_metrics.histogram)
+            self.num_draft_tokens = completion.spec_decode_metrics.num_draft_tokens
         return len(new)
 
     def steps(self) -> list[tuple[int, int]]:

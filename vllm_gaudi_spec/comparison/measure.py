@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,6 @@ WARMUP_TOKENS = 16
 OTHER_TOKENS = 128
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
-MOST_POSITIONS = 64
 # A drafter has a cache of its own, and blocks are not filled to the end.
 _SPARE_KV = 3
 _LEAST_KV = 256 << 20
@@ -69,7 +67,6 @@ class Setup:
             max_num_seqs=self.batch_size,
             enforce_eager=self.enforce_eager,
             speculative_config=config,
-            disable_log_stats=False,  # the draft counters are metrics
             enable_prefix_caching=False,  # each turn computes the prompts anew
             **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
@@ -120,13 +117,11 @@ class Run:
         for _ in range(setup.num_warmups):
             say(f"[{task}] warm-up run")
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
-        self._counts: Counter[str] = Counter()
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
         """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
         assert self.llm is not None, "it was closed"
         prompts = [self.setup.prompts[place] for place in batch]
-        before = draft_counts(self.llm)  # those of the other engines of this process are in it
         started = time.perf_counter()
         answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
         if turn == len(self.seconds):
@@ -134,13 +129,11 @@ class Run:
         self.seconds[turn].append(time.perf_counter() - started)
         if turn == 0:
             self.answers += answers
-            self._counts.update(drafted_since(before, self.llm))
 
     def finish(self, trace: Path | None = None) -> None:
         """Make the report, when all turns were taken."""
         assert self.llm is not None, "it was closed"
         setup, llm, config = self.setup, self.llm, self._config
-        counts = self._counts
         num_tokens = sum(len(answer.token_ids) for answer in self.answers)
         latency = typical_seconds(self.seconds)
         steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
@@ -155,14 +148,13 @@ class Run:
             "tokens_per_s": num_tokens / latency,
             "seconds": self.seconds,
             "speedup": None,
-            **acceptance(counts, k),
-            "accepted_lengths": accepted_lengths(self.answers, k),
-            "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), counts["num_accepted_tokens"]),
+            **(drafted := acceptance(self.answers, k)),
+            "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), drafted["num_accepted_tokens"]),
             "graphs": steps["graphs"],
             "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
             "steps": steps["steps"],
             "host_syncs_per_step": steps["host_syncs_per_step"],
-            "acc_rate_elsewhere": rate_elsewhere(setup, llm, self._say) if k and setup.other_prompts else None,
+            "acc_rate_elsewhere": rate_elsewhere(setup, llm, k, self._say) if k and setup.other_prompts else None,
             "matches_baseline": None,
             "trace": str(trace) if trace else None,
             "answers": [
@@ -208,40 +200,24 @@ def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
     return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
 
 
-def rate_elsewhere(setup: Setup, llm: LLM, say: Say) -> float | None:
+def rate_elsewhere(setup: Setup, llm: LLM, k: int, say: Say) -> float | None:
     say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
-    before = draft_counts(llm)
-    setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
-    rate: float | None = acceptance(drafted_since(before, llm), 0)["acc_rate"]
+    answers = setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
+    rate: float | None = acceptance(answers, k)["acc_rate"]
     return rate
 
 
-def drafted_since(before: dict[str, int], llm: LLM) -> dict[str, int]:
-    return {name: count - before[name] for name, count in draft_counts(llm).items()}
-
-
-def draft_counts(llm: LLM) -> dict[str, int]:
-    """vLLM's speculative counters so far, without their prefix; the accepted ones by position as well."""
-    prefix = "vllm:spec_decode_"
-    counts = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
-    counts |= {f"accepted_at_{i}": 0 for i in range(MOST_POSITIONS)}
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix(prefix)
-        if name == "num_accepted_tokens_per_pos":
-            for i, value in enumerate(metric.values):
-                counts[f"accepted_at_{i}"] += value
-        elif name in counts:
-            counts[name] += int(metric.value)
-    return counts
-
-
-def acceptance(counts: Mapping[str, int], k: int) -> dict[str, Any]:
-    drafts, drafted, accepted = (counts[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
+    """From the requests themselves: vLLM's counters have the engine alone that was made last in a process."""
+    lengths = accepted_lengths(answers, k)
+    drafts, drafted = sum(lengths), sum(answer.num_draft_tokens for answer in answers)
+    accepted = sum(length * steps for length, steps in enumerate(lengths))
     return {
         "num_drafts": drafts,
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
-        "acc_counts": [counts[f"accepted_at_{i}"] for i in range(k)],
+        "accepted_lengths": lengths,
+        "acc_counts": [sum(lengths[position:]) for position in range(1, k + 1)],
         "acc_rate": accepted / drafted if drafted else None,
         "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
     }

@@ -148,13 +148,12 @@ class Comparison:
     def side_by_side(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
         from vllm_gaudi_spec.comparison.measure import take_turns
 
-        free = host_memory.free()
         shared = setup.sharing(len(names), host_memory.for_kv(SHARE_FOR_KV))
         runs: dict[str, Run] = {}
         for name in names:
             self.load(name, shared, runs)
             if list(runs) == [names[0]] == [name] and (
-                reason := why_not_together(len(names), free, host_memory.free())
+                reason := why_not_together(len(names), host_memory.of_children(), host_memory.free())
             ):
                 self.apart = reason
                 self.say(f"the engines run one after the other: {reason}")

@@ -41,12 +41,12 @@ def speedup(base: Seconds, seconds: Seconds) -> dict[str, float]:
     return {"ratio": middle, "low": low, "high": high}
 
 
-def why_not_together(num_engines: int, free_before: int, free_now: int) -> str | None:
-    """Asked when the first of the engines is loaded; the others take as much each."""
-    needed = (num_engines - 1) * max(free_before - free_now, 0)
-    if needed <= _SHARE_OF_FREE_MEMORY * free_now:
+def why_not_together(num_engines: int, first: int, free: int) -> str | None:
+    """`first`: what the first engine takes, which is loaded already; the others take about as much each."""
+    needed = (num_engines - 1) * first
+    if needed <= _SHARE_OF_FREE_MEMORY * free:
         return None
-    return f"{num_engines} engines need about {_gib(needed)} GiB besides, and {_gib(free_now)} GiB are free"
+    return f"the other engines need about {_gib(needed)} GiB, and {_gib(free)} GiB are free"
 
 
 def _gib(size: int) -> str:
