@@ -13,7 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
-from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation
+from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method, kv_cache_space_gib, leave_threads_unbound
 from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
@@ -66,7 +66,7 @@ class SpecPlatform(Platform):
             for model, _ in models_of(vllm_config):
                 set_aside_kv_scheme(vllm_config, model)
         refuse_unsupported(vllm_config, load_backend())
-        _say_what_has_no_effect(vllm_config)
+        _warn_of_unused_options(vllm_config)
         options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
@@ -210,12 +210,16 @@ class CapturingPlatform(SpecPlatform):
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
 
-def _say_what_has_no_effect(vllm_config: VllmConfig) -> None:
-    """Options that change nothing here and spoil nothing. vLLM itself sets a backend for some models (Gemma 4)."""
+def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
+    """Options that change nothing here and spoil nothing. vLLM names a backend for some models (Gemma 4)."""
     speculation = vllm_config.speculative_config
     for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
         if backend is not None:
-            logger.warning_once("Attention backend %s has no effect: the platform brings its own.", backend.name)
+            logger.warning_once(
+                "Attention backend %s, named by the user or by vLLM for this model, has no effect: the platform brings "
+                "its own.",
+                backend.name,
+            )
     if speculation is not None and (unused := installed_logits_processors()):
         logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
 
@@ -224,15 +228,20 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
     """vLLM lets groups of layers share memory, which these devices can for layers of one shape only: their KV is a
     tensor of its own, not bytes. Without groups each layer has its memory, and windows save none."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    if model is None or scheduler.disable_hybrid_kv_cache_manager:
+    if model is None or model is not target_of(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
+        return  # a drafter's copy of the configuration has the target's scheduler
+    every = [one.model_arch_config for one, _ in models_of(vllm_config)]
+    layers = [config[index] for config in every for index in range(config.total_num_hidden_layers)]
+    shapes = {(layer.head_size, layer.total_num_kv_heads) for layer in layers}
+    if len(shapes) == 1:
         return
-    layers = model.model_arch_config
-    shapes = {
-        (layers[index].head_size, layers[index].total_num_kv_heads) for index in range(layers.total_num_hidden_layers)
-    }
-    if len(shapes) > 1:
-        logger.info("Layers have KV of %d shapes: the hybrid KV cache manager is off.", len(shapes))
-        scheduler.disable_hybrid_kv_cache_manager = True
+    if scheduler.disable_hybrid_kv_cache_manager is False:
+        raise UnsupportedConfigError(
+            f"Layers have KV of {len(shapes)} shapes, between which groups cannot share memory on this device; leave "
+            "out --no-disable-hybrid-kv-cache-manager."
+        )
+    logger.info("Layers have KV of %d shapes: the hybrid KV cache manager is off.", len(shapes))
+    scheduler.disable_hybrid_kv_cache_manager = True
 
 
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:

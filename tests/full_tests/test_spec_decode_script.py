@@ -96,7 +96,7 @@ def test_report(task: str, tiny_llama: str, tmp_path: Path) -> None:
     assert tasks["baseline"]["k"] == 0
     assert all(step == [1, 0] for answer in tasks["baseline"]["answers"] for step in answer["steps"])
     # A trace needs the engine in this process, where there is room for one.
-    assert record.read(file)["measurement"] == {"turns": 1, "apart": "the engine is in this process"}
+    assert record.read(file)["measurement"] == {"turns": 1, "why_one_by_one": "the engine is in this process"}
     texts = [["".join(answer["pieces"]) for answer in one["answers"]] for one in tasks.values()]
     assert texts[0] == texts[1]
     assert all(prompt in said for prompt in ("Hello, my name is", "The capital of France is"))
@@ -120,7 +120,7 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     table = table_in(said)
     assert table["baseline"] == ["1.00", "-", "1.00", "-", "-"]
     assert "Each prompt was run 2 times, by all tasks in turns" in said
-    assert record.read(file)["measurement"] == {"turns": 2, "apart": None}
+    assert record.read(file)["measurement"] == {"turns": 2, "why_one_by_one": None}
     assert [len(turn) for turn in base["seconds"]] == [1, 1], "both prompts at once, twice"
     for name, report in reports.items():
         check_report(report, 3)

@@ -152,18 +152,24 @@ def prompts(vocab: int = tiny_models.VOCAB) -> list[list[int]]:
     return random_prompts(PROMPT_LENGTHS, vocab, seed=SEED)
 
 
+NUM_NEXT = 8
+"""Candidates that the reference keeps at each position: one of them may win a tie, no other token may."""
+
+
 @torch.no_grad()
 def reference(model: nn.Module, asked: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
-    """Greedy tokens, each one's log-probability, and how far its logit is above the next best."""
-    found: dict[str, list[Any]] = {"prompts": [], "tokens": [], "logprobs": [], "margins": []}
+    """Greedy tokens, each one's log-probability, how far its logit is above the next best, and which are next: their
+    log-probabilities by token."""
+    found: dict[str, list[Any]] = {"prompts": [], "tokens": [], "logprobs": [], "margins": [], "next": []}
     for prompt in asked or prompts():
-        context, logprobs, margins = list(prompt), [], []
+        context, logprobs, margins, next_best = list(prompt), [], [], []
         for _ in range(NUM_TOKENS):
             logits_V = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].float()
-            best = logits_V.topk(2)
+            best = logits_V.log_softmax(-1).topk(NUM_NEXT)
             context.append(int(best.indices[0]))
-            logprobs.append(float(logits_V.log_softmax(-1).max()))
+            logprobs.append(float(best.values[0]))
             margins.append(float(best.values[0] - best.values[1]))
-        for name, value in zip(found, (prompt, context[len(prompt) :], logprobs, margins), strict=True):
+            next_best.append(dict(zip(best.indices.tolist()[1:], best.values.tolist()[1:], strict=True)))
+        for name, value in zip(found, (prompt, context[len(prompt) :], logprobs, margins, next_best), strict=True):
             found[name].append(value)
     return found

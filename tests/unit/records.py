@@ -72,6 +72,6 @@ def run(*tasks: dict[str, Any], device: str = "cpu", model: str = "/models/targe
         environment=record.environment(),
         device={"device": device, "mode": "eager"},
         settings={"model": model, "dtype": "float32", "osl": 4, "batch_size": 1, "temperature": 0.0, "seed": 0},
-        measurement={"turns": 2, "apart": None},
+        measurement={"turns": 2, "why_one_by_one": None},
         tasks=by_name,
     )

@@ -60,8 +60,8 @@ def test_the_scheme_is_set_aside_with_what_it_costs(tmp_path: Path, warnings: li
     assert replace(made, quant_config=None).quant_config.kv_cache_scheme is None
     assert len(set(warnings)) == 1
     assert warnings[0] == (
-        f"{tmp_path} asks for an FP8 KV cache, which is not supported yet: KV is kept in float32, which takes 4 times "
-        "the memory of FP8, and its scales are not used."
+        f"{tmp_path} asks for a quantised KV cache, which is not supported yet: KV is kept in float32, which takes 4 "
+        "times the memory of 8 bits, and its scales are not used."
     )
 
 
@@ -94,4 +94,4 @@ def test_a_drafters_scheme_too(tmp_path: Path, warnings: list[str]) -> None:
     made = configured(str(target), speculative_config=speculation)
     described = made.speculative_config.draft_model_config
     assert described.hf_config.quantization_config["kv_cache_scheme"] is None
-    assert f"{drafter} asks for an FP8 KV cache" in warnings[0]
+    assert f"{drafter} asks for a quantised KV cache" in warnings[0]

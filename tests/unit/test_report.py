@@ -149,7 +149,7 @@ def test_what_does_not_pay_is_said() -> None:
 
 def test_tasks_that_did_not_take_turns_are_said_to_have_run_apart() -> None:
     made = run()
-    made["measurement"] = {"turns": 1, "apart": "a card belongs to one process"}
+    made["measurement"] = {"turns": 1, "why_one_by_one": "a card belongs to one process"}
     text = rendered(made).text
     assert "was run once, one task after the other, because a card belongs to one process: a busy machine moves" in text
     assert "alternating" not in text

@@ -6,35 +6,66 @@ with AVX-512 has more than the one for AVX2, and no table says which.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from vllm.logger import init_logger
 
 from vllm_gaudi_spec.compat import tensor_parallel_group
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+logger = init_logger(__name__)
+
 # There are no groups of ranks yet, and vLLM's parameters ask for their place in one.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
 # Every format's groups and blocks divide it.
 _SIZE = 256
-# Layers that nearly every model has: the checkpoint may leave some of them as they are.
+# Layers that nearly every model has, for checkpoints that are not here.
 _LAYERS = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
+# What a layer's names end with, where its weight is in a format.
+_QUANTISED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
     """As `DeviceBackend.missing_kernel`."""
-    if model.is_moe:
-        return "for whose experts vLLM has no kernel on a CPU"
-    for name in _LAYERS:
+    if model.is_moe and not _has_kernels_for_experts():
+        return "for whose experts vLLM has no kernel on this CPU"
+    for name in _quantised_layers(Path(model.model)) or _LAYERS:
         try:
             _compute(vllm_config, model, name)
         except Exception as error:  # whatever a kernel, or the lack of one, comes to
+            logger.debug("Layer %s of %s was tried:", name, model.model, exc_info=True)
             reason = str(error).strip().splitlines()
             return f"for which vLLM has no kernel on this CPU ({reason[0] if reason else type(error).__name__})"
     return None
+
+
+def _quantised_layers(folder: Path) -> tuple[str, ...]:
+    """Of a folder's first file that has some, the first layer of attention and the first of the rest."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as opened:
+                names = sorted(opened.keys())
+        except (OSError, SafetensorError):
+            continue  # refused for itself
+        layers = [name.rpartition(".")[0] for name in names if name.endswith(_QUANTISED)]
+        kinds = {"attn" in layer: layer for layer in reversed(layers) if ".experts." not in layer}
+        if kinds:
+            return tuple(kinds.values())
+    return ()
+
+
+def _has_kernels_for_experts() -> bool:
+    """Of any format: which of them a model needs, vLLM finds out while it loads."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    kernels: list[Any] = [made for name, made in vars(cpu_moe).items() if "CPUExperts" in name]
+    return any(experts._supports_current_device() for experts in kernels)
 
 
 @torch.inference_mode()

@@ -240,7 +240,7 @@ _UNIT_ROWS = 256
 
 
 def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A unit matrix times the weight: one product and zeros are exact in any order."""
+    """A unit matrix times the weight: one product and zeros are exact in any order, but for the sign of a zero."""
     num_outputs, num_inputs = shape
     weight_NK = dropped.new_empty(num_outputs, num_inputs)
     for begin in range(0, num_inputs, _UNIT_ROWS):
@@ -248,6 +248,8 @@ def _read_back(linear: Linear, dropped: torch.Tensor, shape: torch.Size) -> torc
         unit = dropped.new_zeros(end - begin, num_inputs)
         unit[:, begin:end].fill_diagonal_(1)
         weight_NK[:, begin:end] = linear(unit, dropped, None).t()
+    if not weight_NK.isfinite().all():
+        raise UnsupportedConfigError("A weight has numbers that are not finite, which a packed one cannot be read for.")
     return weight_NK
 
 

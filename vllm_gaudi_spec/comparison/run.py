@@ -199,8 +199,8 @@ class Comparison:
                 runs.pop(name).close()
 
     def measurement(self, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """How the speeds were measured; `apart`: why not side by side, or None."""
-        return {"turns": max(len(report["seconds"]) for report in reports.values()), "apart": self.apart}
+        """How the speeds were measured; `why_one_by_one`: why not side by side, or None."""
+        return {"turns": max(len(report["seconds"]) for report in reports.values()), "why_one_by_one": self.apart}
 
     def write(self, reports: dict[str, dict[str, Any]], setup: Setup) -> None:
         options = self.options

@@ -1,4 +1,4 @@
-"""FP8 KV that a checkpoint asks for, which is not served yet: KV is kept in the model's dtype instead.
+"""Quantised KV that a checkpoint asks for, which is not served yet: KV is kept in the model's dtype instead.
 
 vLLM follows such a scheme while it makes the layers, long after configurations were looked at.
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
+from vllm_gaudi_spec.config import target_of
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -19,10 +21,11 @@ logger = init_logger(__name__)
 
 def set_aside_kv_scheme(vllm_config: VllmConfig, model: ModelConfig) -> None:
     """Before anything is loaded. `model`: the target, or a drafter beside it."""
-    cache = vllm_config.cache_config
+    cache, is_target = vllm_config.cache_config, model is target_of(vllm_config)
     for written in _quantization_configs(model):
-        # Of modelopt's formats vLLM has taken the dtype already; of compressed-tensors' it takes it from the scheme.
-        if cache.cache_dtype != "auto" and cache.cache_dtype == get_kv_cache_quant_algo_string(written):
+        # Of modelopt's formats vLLM has taken the dtype already, and whether the user named it too is lost; of
+        # compressed-tensors' it takes it from the scheme.
+        if is_target and cache.cache_dtype != "auto" and cache.cache_dtype == get_kv_cache_quant_algo_string(written):
             cache.cache_dtype = "auto"
         elif cache.cache_dtype == "auto" and written.get("kv_cache_scheme"):
             written["kv_cache_scheme"] = None
@@ -31,8 +34,8 @@ def set_aside_kv_scheme(vllm_config: VllmConfig, model: ModelConfig) -> None:
         else:
             continue
         logger.warning_once(
-            "%s asks for an FP8 KV cache, which is not supported yet: KV is kept in %s, which takes %d times "
-            "the memory of FP8, and its scales are not used.",
+            "%s asks for a quantised KV cache, which is not supported yet: KV is kept in %s, which takes %d times the "
+            "memory of 8 bits, and its scales are not used.",
             model.model,
             str(model.dtype).removeprefix("torch."),
             model.dtype.itemsize,

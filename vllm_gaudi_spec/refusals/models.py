@@ -21,17 +21,20 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 
 
 def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    model = vllm_config.model_config
+    for model, _ in models_of(vllm_config):
+        yield from _refusals_of(model)
+
+
+def _refusals_of(model: ModelConfig) -> Iterator[str]:
+    """`model`: a target, or a drafter, to which vLLM hands on none of the options about modalities."""
     if model.runner_type not in ("generate", "draft"):
         yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
     if model.supports_multimodal_inputs:
-        yield (
-            f"{model.model} takes images, audio or video; add --language-model-only to serve its text alone, or use a "
-            "text-only model."
-        )
+        way_out = "" if model.runner_type == "draft" else "add --language-model-only to serve its text alone, or "
+        yield f"{model.model} takes images, audio or video; {way_out}use a text-only model."
     if model.is_hybrid or model.is_attention_free:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
-    if model.uses_alibi:
+    if model.uses_alibi or any(name in _ALIBI_ARCHITECTURES for name in model.architectures):
         yield f"{model.model} attends with ALiBi, which is not supported yet; use a model with rotary embeddings."
     if _has_sinks(model):
         yield f"{model.model} attends with sinks, which are not supported yet; use a model without them."
@@ -41,8 +44,13 @@ def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
+# What `uses_alibi` does not know.
+_ALIBI_ARCHITECTURES = ("Step1ForCausalLM",)
 # Classes of vLLM whose layers have sinks, and how configurations of others ask for them.
-_SINK_ARCHITECTURES = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
+_SINK_ARCHITECTURES = (
+    *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+    *("PanguProMoEV2ForCausalLM",),
+)
 _SINK_FIELDS = (
     *("attention_sinks", "swa_attention_sink_enabled"),
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),

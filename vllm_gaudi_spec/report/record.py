@@ -61,7 +61,7 @@ def make(
 
 def how_measured(measurement: dict[str, Any]) -> str:
     """For whoever reads the speeds."""
-    turns, apart = measurement["turns"], measurement["apart"]
+    turns, apart = measurement["turns"], measurement["why_one_by_one"]
     count = "once" if turns == 1 else f"{turns} times"
     if apart is not None:
         return (
@@ -115,7 +115,7 @@ SHAPE: dict[str, Any] = {
     "versions": {str: str},
     "device": {"device": str, "mode": str},
     "settings": {"model": str, "dtype": str, "osl": int, "batch_size": int, "temperature": _NUMBER},
-    "measurement": {"turns": int, "apart": (str, _MAYBE)},
+    "measurement": {"turns": int, "why_one_by_one": (str, _MAYBE)},
     "tasks": {
         str: {
             "k": int,

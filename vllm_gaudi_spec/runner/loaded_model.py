@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec,
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent, packing
+from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.proposers.base import Hidden
 
@@ -42,6 +43,11 @@ def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
         return spec
     common = {field.name for field in fields(FullAttentionSpec) if field.init} - {"sliding_window"}
     return FullAttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in common})
+
+
+def _reach(layer: Any) -> tuple[int | None, int | None]:
+    """How far back a layer looks: its window, and its chunk."""
+    return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
 
 def _logits_only(output: torch.Tensor, inputs: Inputs) -> Hidden:
@@ -120,6 +126,10 @@ class LoadedModel:
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if not isinstance(spec, AttentionSpec):
                 raise UnsupportedConfigError(f"{name} keeps no KV of attention; use a model whose layers all do.")
+            if not isinstance(layer.impl, RectangleAttentionImpl):
+                raise UnsupportedConfigError(f"{name} brings its own attention kernel; use a model that names none.")
+            if layer.impl.value_size is None and spec.head_size_v != spec.head_size:
+                raise UnsupportedConfigError(f"{name} has values of another size than keys; use a model without.")
             if (kv_dtype := getattr(layer.impl, "kv_dtype", None)) is not None:
                 spec = replace(spec, dtype=kv_dtype)
             specs[name] = layer.get_attn_backend().customize_spec(spec)
@@ -142,7 +152,7 @@ class LoadedModel:
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
         for name, owner in self._kv_owners.items():
             layer = self._layers[name]
-            if layer.impl.sliding_window != self._layers[owner].impl.sliding_window:
+            if _reach(layer) != _reach(self._layers[owner]):
                 raise RuntimeError(f"{name} reads the KV of {owner}, which keeps it for another window.")
             layer.bind_kv_cache(caches[owner])
             layer.impl.bind(layer, caches[owner])

@@ -80,6 +80,8 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
         for loaded in (runner.target, runner.drafter):
             if loaded is not None:
                 loaded.check_kv_is_written()
+    else:
+        logger.info("Warm-up ran no forward, so that nobody has looked whether all KV is written.")
     _done(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",

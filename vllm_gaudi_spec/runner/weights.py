@@ -67,8 +67,15 @@ class ModelWeights:
         model_config = self._vllm_config.model_config
         try:
             reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
-        except Exception as error:
+        except (
+            ValueError,
+            KeyError,
+            AssertionError,
+            RuntimeError,
+        ) as error:  # names and shapes that are not the model's
             finalize_layerwise_reload(self._model, model_config)  # or layers would be left without storage
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise ValueError(
                 f"The weights of {source} do not fit {model_config.architecture}: {_in_one_line(error)}. Some of them "
                 "are in the model now: call reload_weights with weights that fit, or restart the engine."
@@ -86,6 +93,8 @@ class ModelWeights:
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each weight of this rank by name."""
+        for reason in self._refusals("compute_weight_checksums"):
+            raise UnsupportedConfigError(reason)
         stand_in: Any = self
         return compute_tensor_digests(stand_in)
 
