@@ -247,6 +247,7 @@ def here(speculative: dict[str, Any], folder: Path) -> dict[str, Any]:
         dict(model="ngram"),
         dict(model="[ngram]"),
         dict(method="ngram_gpu"),
+        dict(method="ngram_gpu", model="ngram"),
         SUFFIX,
         CUSTOM,
         dict(model="package.Class"),

@@ -50,7 +50,8 @@ def weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
         )
     useless = list(set_options(given, _DRAFTER_MODEL_OPTIONS))
     useless += set_options(given, _NGRAM_OPTIONS) if method == "suffix" else _changed_suffix_options(given)
-    if method != "custom_class" and given.model not in (None, method, f"[{method}]"):
+    names = (method, f"[{method}]", *(("ngram", "[ngram]") if method == "ngram_gpu" else ()))
+    if method != "custom_class" and given.model not in (None, *names):
         useless.append("model")
     yield from _refuse_useless(given, useless)
 
