@@ -25,7 +25,11 @@ from tests.full_tests.tiny_models import common
 
 
 def refusal(model: str, **options: Any) -> str:
-    with pytest.raises(ValueError) as refused, engine(model, skip_tokenizer_init=True, **options):
+    # Ours, or vLLM's own, which has another for methods that a model has no layers for.
+    with (
+        pytest.raises((ValueError, NotImplementedError)) as refused,
+        engine(model, skip_tokenizer_init=True, **options),
+    ):
         pass
     # An engine that got as far as its model left groups behind in this process.
     cleanup_dist_env_and_memory()

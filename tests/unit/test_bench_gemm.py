@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.backends.cpu_linear import has_int8_kernel
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "gemm.py"
 
 
@@ -30,4 +32,6 @@ def test_candidates_and_their_errors(tmp_path: Path) -> None:
             assert row["over_bound"] > 0
     narrow, wide = rows["float16 weights, FBGEMM", 1], rows["F.linear", 1]
     assert narrow["bound_ms"] * 2 == wide["bound_ms"]
-    assert all(row["error"] < 0.05 for name, row in rows.items() if "int4" not in name[0])
+    # Without VNNI the sums of int8 products saturate, and nothing of ours uses them.
+    rough = ("int4",) if has_int8_kernel() else ("int4", "int8")
+    assert all(row["error"] < 0.05 for name, row in rows.items() if not any(word in name[0] for word in rough))

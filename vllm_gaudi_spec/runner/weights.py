@@ -67,12 +67,7 @@ class ModelWeights:
         model_config = self._vllm_config.model_config
         try:
             reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
-        except (
-            ValueError,
-            KeyError,
-            AssertionError,
-            RuntimeError,
-        ) as error:  # names and shapes that are not the model's
+        except Exception as error:  # each model's loader has its own for names and shapes that are not the model's
             finalize_layerwise_reload(self._model, model_config)  # or layers would be left without storage
             if isinstance(error, torch.OutOfMemoryError):
                 raise
