@@ -11,6 +11,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.model_loader import ShardedStateLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -20,7 +21,6 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization.config import target_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from vllm.config import VllmConfig
 
