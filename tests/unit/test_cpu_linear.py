@@ -183,3 +183,28 @@ def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
     cpu_linear.report(model)
     ((_, copies, matrices, size, _),) = said
     assert (copies, matrices, size) == (1, 2, 96 * 64 * 2 / 2**30)
+
+
+def test_weights_of_one_shape_are_packed_alike(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """oneDNN packs by the number of threads, and vLLM keeps its primitives by shape: one of them would read noise.
+
+    An engine with several ranks lowers the number in the process that makes it, where another engine may follow.
+    """
+    monkeypatch.setattr(cpu_linear._State, "num_threads", None)
+    before = torch.get_num_threads()
+    errors = []
+    try:
+        for num_threads in (2, 1):
+            torch.set_num_threads(num_threads)
+            torch.manual_seed(num_threads)
+            weight = torch.randn(160, 48)  # two layouts, of those that were tried
+            layer = layer_of(weight, "float32")
+            for rows in (1, 8, 33, 64):
+                x = torch.randn(rows, 48)
+                errors.append(float((apply(layer, x) - F.linear(x, weight)).abs().max()))
+    finally:
+        torch.set_num_threads(before)
+    assert max(errors) < 1e-4, errors
+    assert "torch has 1 threads and had 2" in caplog.text

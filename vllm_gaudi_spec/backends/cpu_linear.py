@@ -167,6 +167,28 @@ class OnFirstCall:
 
 class _State:
     keeps_weights = False
+    num_threads: int | None = None
+    """Of torch, when this process packed its first weight."""
+
+
+def _keep_num_threads() -> None:
+    """Pack each weight under the number of threads of the first one.
+
+    oneDNN chooses a packed layout by it, and vLLM's wrapper keeps what it has compiled by the weight's shape alone, for
+    the whole process: a second weight of a shape, in another layout, would be read as noise. An engine with several
+    ranks sets the number to one in the process that makes it, and another engine may follow there.
+    """
+    found = torch.get_num_threads()
+    if _State.num_threads is None:
+        _State.num_threads = found
+    elif found != _State.num_threads:
+        logger.warning(
+            "torch has %d threads and had %d when this process loaded its first model: set back, as weights of one "
+            "shape have to be packed alike. Use a process for each number of threads.",
+            found,
+            _State.num_threads,
+        )
+        torch.set_num_threads(_State.num_threads)
 
 
 @contextmanager
@@ -189,6 +211,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
     if _State.keeps_weights:
         layer.cpu_linear = torch.nn.functional.linear
         return
+    _keep_num_threads()
     wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or wanted == FLOAT32:
         original(layer, remove_weight)
