@@ -256,6 +256,19 @@ def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
     assert not outgrown()
 
 
+def test_requests_that_outgrew_the_drafter_are_those_of_the_step_that_asks() -> None:
+    """The runner asks before it proposes for the next step, and reports after."""
+    rows = Rows(num_drafts=4, length=40)
+    rows.start(prompts(rows))
+    rows.sample({"c": [7]})
+    asked = rows.drafting.outgrown()
+    assert list(asked) == ["c"]
+    rows.start({"c": [5]}, preempted={"c"})
+    rows.sample({"c": [7]})
+    assert not rows.drafting.outgrown()
+    assert list(asked) == ["c"]
+
+
 def test_only_rewriting_reads_the_device() -> None:
     """Drafts of tokens that both know stay there: the host needs their number alone."""
     for match, num_reads in (("tli", 0), ("slem", 1)):

@@ -137,7 +137,7 @@ class TextDrafting:
         return self._guard.take()
 
     def outgrown(self) -> Collection[str]:
-        return self._outgrown.values()
+        return tuple(self._outgrown.values())  # as they are now: proposing changes them
 
     def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         return np.array(num_scheduled)
