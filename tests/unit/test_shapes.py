@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,14 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
     for num in range(1, 18):
         for queries in chosen.decode_queries:
             assert chosen.decode(queries, [200] * num) in listed
+
+
+def test_the_strategy_reaches_contexts() -> None:
+    chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
+    steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
+    assert steps == {1024, 512}
+    assert chosen.of_length(4096, SimpleNamespace(exact_context_width=False)).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
+    assert shapes(max_len=8192, exact=False).contexts[:4] == (512, 1024, 2048, 4096)
 
 
 def test_padding_is_bounded() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError, ranks_in_step
-from vllm_gaudi_spec.runner.buckets import Buckets, geometric, round_up
+from vllm_gaudi_spec.runner.buckets import Buckets, round_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +48,8 @@ class Shapes:
     """Tokens that a row can have."""
     block_size: int
     """Tokens of a block."""
+    buckets: Buckets
+    """How the lists were made."""
 
     @classmethod
     def from_config(
@@ -87,17 +89,18 @@ class Shapes:
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
             prefill_rows=rows,
             prefill_queries=prefill,
-            contexts=_contexts(max_len, max(prefill[-1], 1 + num_drafts), backend),
+            contexts=_contexts(buckets, max_len, max(prefill[-1], 1 + num_drafts), backend),
             entries=_entries(buckets, decode[-1] * -(-max_len // size)) if backend.flat_decode else (),
             max_len=max_len,
             block_size=size,
+            buckets=buckets,
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
         """The same batches, of rows that are as long as that and have their blocks in tables."""
         # A drafter's round may read one token more than a verify step has.
         widest = max(self.prefill_queries[-1], self.decode_queries[-1] + 1)
-        return replace(self, contexts=_contexts(max_len, widest, backend), entries=(), max_len=max_len)
+        return replace(self, contexts=_contexts(self.buckets, max_len, widest, backend), entries=(), max_len=max_len)
 
     @property
     def max_context(self) -> int:
@@ -173,10 +176,10 @@ class Shapes:
         return sorted([*self.prefills(), *decodes], key=lambda shape: (shape.tokens, shape.context), reverse=True)
 
 
-def _contexts(max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
+def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
     # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
     reach = round_up(max_len + widest, 128)
-    return (reach,) if backend.exact_context_width else geometric(512, reach, 2.0)
+    return (reach,) if backend.exact_context_width else buckets.growing(512, reach, 2.0)
 
 
 def _entries(buckets: Buckets, most: int) -> tuple[int, ...]:
