@@ -297,6 +297,19 @@ def test_verbose_shows_who_wants_what_is_missing(monkeypatch: pytest.MonkeyPatch
         check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "--verbose"]))
 
 
+def test_verbose_shows_where_an_engine_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ValueError("deep inside")
+
+    monkeypatch.setattr("vllm.LLM", refuse)
+    monkeypatch.setattr("vllm_gaudi_spec.platform.is_active", lambda: True)
+    with pytest.raises(check_engine.WrongOptions, match=r"^deep inside$"):
+        check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "some/model"]))
+    with pytest.raises(ValueError, match=r"^deep inside$") as raised:
+        check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "some/model", "--verbose"]))
+    assert raised.traceback[-1].name == "refuse"
+
+
 def test_what_pip_is_named_for_is_required() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert sorted(cli.output._REQUIRED) == required

@@ -113,6 +113,8 @@ def open_engine(options: argparse.Namespace) -> LLM:
         )
     except (DemoModelError, ValueError, OSError) as error:
         # What vLLM and we refuse at start-up, and models that are not there.
+        if options.verbose:
+            raise
         raise WrongOptions(in_one_line(error)) from error
 
 
