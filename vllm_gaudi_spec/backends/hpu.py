@@ -241,8 +241,8 @@ class Backend:
         torch.hpu.synchronize()
 
     def describe_warm_up(self, num_programs: int) -> str:
-        cold, cached = (cost.warmup_seconds(num_programs, "gaudi2", recipe_cache=cache) / 60 for cache in (False, True))
-        return f"about {cold:.0f} min on either Gaudi, {cached:.0f} with a recipe cache (estimate)"
+        cold, cached = (cost.warmup_seconds(num_programs, recipe_cache=cache) / 60 for cache in (False, True))
+        return f"about {cold:.0f} min, {cached:.0f} with a recipe cache (estimate from figures for Gaudi 2)"
 
     def warmed_up(self) -> None:
         self._compiled_in_warmup = self._num_compiled()

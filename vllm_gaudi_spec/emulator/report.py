@@ -43,7 +43,7 @@ def _estimate(generation: str, steps: list[Tally], total: Tally) -> dict[str, An
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        "warmup_seconds": cost.warmup_seconds(total.compiles, generation),
+        "warmup_seconds": cost.warmup_seconds(total.compiles),
     }
 
 
