@@ -241,6 +241,10 @@ IS_UNIVERSAL = "gaudi_spec_universal_draft"
 """How compat/ marks vLLM's configuration when it was asked for."""
 
 
+ACCEPTANCE_RULES = {"strict": False, "standard": True, "block": True, "synthetic": False}
+"""By name (`rejection_sample_method`): whether it looks at the probabilities that drafts were drawn from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """What vLLM's `speculative_config` says, as far as the runner needs it."""
@@ -249,7 +253,7 @@ class Speculation:
     num_drafts: int
     """k: the most tokens drafted for a row in a step."""
     rule: str
-    """`rejection_sample_method`: strict, standard, block, synthetic."""
+    """`rejection_sample_method`, one of ACCEPTANCE_RULES."""
     drafting: str
     """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
     drafter_max_len: int | None
@@ -301,7 +305,7 @@ class Speculation:
     @property
     def keeps_laws(self) -> bool:
         """Whether the rule looks at the laws that drafts were drawn from."""
-        return self.drafting == "probabilistic" and self.rule in ("standard", "block")
+        return self.drafting == "probabilistic" and ACCEPTANCE_RULES[self.rule]
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:

@@ -75,8 +75,8 @@ MAY_IMPORT = {
     "demo_model": {"cached_files", "environment"},
     "report": {"report", "environment", "output_files", "variables", "versions"},
     "comparison": {
-        *("comparison", "argument_types", "backends", "demo_model", "environment", "one_line", "report", "terminal"),
-        *("output_files", "platform"),
+        *("comparison", "argument_types", "backends", "config", "demo_model", "environment", "one_line", "report"),
+        *("output_files", "platform", "terminal"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "doctor": {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.fakes import HostBackend
-from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import Proposed, Rule, choose_rule
 from vllm_gaudi_spec.sample import block, standard
@@ -25,6 +25,12 @@ def rule(name: str, drafting: str) -> Rule:
         method="draft_model", num_drafts=K, rule=name, drafting=drafting, drafter_max_len=100, synthetic_rates=(1, 1, 1)
     )
     return choose_rule(speculation, HostBackend())
+
+
+def test_a_rule_that_is_not_known_is_refused() -> None:
+    """It must not run as another one."""
+    with pytest.raises(UnsupportedConfigError, match="method typical is not known here; use one of strict"):
+        rule("typical", "greedy")
 
 
 def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Proposed, Any]:

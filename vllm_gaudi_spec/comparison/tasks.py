@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.config import ACCEPTANCE_RULES
+
 PROMPTS = [
     "Hello, my name is",
     "The president of the United States is",
@@ -62,7 +64,7 @@ COMPARED = (BASELINE, "ngram", "draft_model", "universal")
 DEMO = Path(__file__).parents[2] / "demo"
 """Drafters of the demo model, beside the package where that is a checkout."""
 
-RULES = ("strict", "standard", "block", "synthetic")
+RULES = tuple(ACCEPTANCE_RULES)
 DRAFTING = ("greedy", "probabilistic", "coupled")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from vllm_gaudi_spec.config import ACCEPTANCE_RULES, UnsupportedConfigError
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
 from vllm_gaudi_spec.sample import logits as edit
 from vllm_gaudi_spec.sample import synthetic
@@ -61,12 +62,17 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     strict = partial(_strict, rules)
     if speculation is None:
         return strict
+    if speculation.rule not in ACCEPTANCE_RULES:  # a new value of vLLM's, or a row that is missing
+        raise UnsupportedConfigError(
+            f"rejection_sample_method {speculation.rule} is not known here; use one of {', '.join(ACCEPTANCE_RULES)} "
+            "in --speculative-config."
+        )
     if speculation.rule == "synthetic":
         with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
         return partial(_synthetic, rules, rates_K=rates_K)
     if speculation.keeps_laws:
-        return partial(_by_law, rules, {"standard": rules.standard, "block": rules.block}[speculation.rule])
+        return partial(_by_law, rules, getattr(rules, speculation.rule))
     return strict
 
 
