@@ -74,7 +74,7 @@ clean:  ## remove .venv and what the tools left; the demo model stays in the cac
 
 # The path of the model to run: MODEL, or the demo model, prepared on first use
 define choose_model
-model='$(MODEL)'; [ -n "$$model" ] || model=$$($(BIN)/python -m vllm_gaudi_spec.demo_model)
+model='$(MODEL)'; [ -n "$$model" ] || model=$$($(BIN)/python -m vllm_gaudi_spec.tools.demo_model)
 endef
 
 # Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over

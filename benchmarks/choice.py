@@ -78,7 +78,7 @@ def row_of(batch: int, k: int, turns: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    from vllm_gaudi_spec.demo_model import demo_model_path
+    from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
     common.warn_if_busy()
     model = options.model or str(demo_model_path())

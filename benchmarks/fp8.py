@@ -153,7 +153,7 @@ def run(options: argparse.Namespace, name: str, environment: dict[str, str] | No
 
 
 def whole(options: argparse.Namespace) -> None:
-    from vllm_gaudi_spec.demo_model import demo_model_path
+    from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
     options.model = options.model or demo_model_path()
     targets = {method: quant_config(options, "target", method) for method in options.methods}

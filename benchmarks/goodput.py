@@ -75,7 +75,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    from vllm_gaudi_spec.demo_model import demo_model_path
+    from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
     common.warn_if_busy()
     model = options.model or demo_model_path()

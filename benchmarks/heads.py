@@ -35,7 +35,7 @@ import speculation_common as shared
 from common import PLATFORMS, QUIET, check_platform
 from speculation_common import Estimate
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 QUESTIONS, HELD_OUT = "out of template", "held out"
 # Tokens per step, then the share of steps with at least 1, 2, ... accepted drafts.

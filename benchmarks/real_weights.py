@@ -17,7 +17,7 @@ import common
 import dummy
 import speculation_common as shared
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 METHODS = {
     "draft_model": shared.SAME_VOCAB,

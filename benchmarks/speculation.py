@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import common
 import speculation_common as shared
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 NUM_DRAFTS = 3
 TEMPERATURES = (0.0, 0.7, 1.0)

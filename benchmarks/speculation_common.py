@@ -91,7 +91,7 @@ def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
     sys.path.append(str(TESTS))
     from repetitive import repetitive_prompts
 
-    from vllm_gaudi_spec.comparison.tasks import PROMPTS
+    from vllm_gaudi_spec.tools.compare.tasks import PROMPTS
 
     return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
 
@@ -120,7 +120,7 @@ def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
 
 
 def engine(model: str, speculative_config: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[Any]:
-    from vllm_gaudi_spec.tuning import case
+    from vllm_gaudi_spec.tools.tune import case
 
     return case.engine(model, speculative_config=speculative_config, **(ENGINE | options))
 

@@ -24,7 +24,7 @@ import common
 import numpy as np
 import speculation_common as shared
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 METHODS = {"draft_model": shared.SAME_VOCAB, "universal": shared.OTHER_VOCAB}
 WARMUP_TOKENS = 16

@@ -22,7 +22,7 @@ import common
 import speculation_common as shared
 from speculation_common import Rates
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 BASE = "bytes"
 GEMMA = "gemma"

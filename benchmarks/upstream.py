@@ -120,7 +120,7 @@ def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    from vllm_gaudi_spec.demo_model import demo_model_path
+    from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
     common.warn_if_busy()
     model = options.model or demo_model_path()

@@ -5,7 +5,7 @@ python calibration/choose_speculation.py MODEL --draft draft_model=DRAFTER --dra
 
 import sys
 
-from vllm_gaudi_spec.cli import main
+from vllm_gaudi_spec.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["tune", *sys.argv[1:]]))

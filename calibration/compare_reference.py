@@ -19,15 +19,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.argument_types import json_object, positive
 from vllm_gaudi_spec.quantization.files import replace
-from vllm_gaudi_spec.tuning.beside_reference import Comparison, compare
-from vllm_gaudi_spec.tuning.child import run_module
-from vllm_gaudi_spec.tuning.prompts import load_prompts
-from vllm_gaudi_spec.tuning.steps import exit_status
+from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.tune.beside_reference import Comparison, compare
+from vllm_gaudi_spec.tools.tune.child import run_module
+from vllm_gaudi_spec.tools.tune.prompts import load_prompts
+from vllm_gaudi_spec.tools.tune.steps import exit_status
 
-REFERENCE = "vllm_gaudi_spec.tuning.reference"
-OURS = "vllm_gaudi_spec.tuning.beside_reference"
+REFERENCE = "vllm_gaudi_spec.tools.tune.reference"
+OURS = "vllm_gaudi_spec.tools.tune.beside_reference"
 
 
 def parse_options() -> argparse.Namespace:

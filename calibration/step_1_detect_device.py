@@ -8,9 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tuning.folder import Folder
-from vllm_gaudi_spec.tuning.scales import CARDS
-from vllm_gaudi_spec.tuning.steps import detect_device, exit_status
+from vllm_gaudi_spec.tools.tune.folder import Folder
+from vllm_gaudi_spec.tools.tune.scales import CARDS
+from vllm_gaudi_spec.tools.tune.steps import detect_device, exit_status
 
 
 def main() -> int:

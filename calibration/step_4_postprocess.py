@@ -8,8 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tuning.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tuning.steps import exit_status, postprocess_measurements
+from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
+from vllm_gaudi_spec.tools.tune.steps import exit_status, postprocess_measurements
 
 
 def main() -> int:

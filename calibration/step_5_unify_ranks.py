@@ -8,9 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.argument_types import positive
-from vllm_gaudi_spec.tuning.folder import Folder
-from vllm_gaudi_spec.tuning.steps import exit_status, unify_ranks
+from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.tune.folder import Folder
+from vllm_gaudi_spec.tools.tune.steps import exit_status, unify_ranks
 
 
 def main() -> int:

@@ -7,9 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.tuning.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tuning.scales import CARDS, METHODS
-from vllm_gaudi_spec.tuning.steps import exit_status, make_scale_files
+from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
+from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS
+from vllm_gaudi_spec.tools.tune.steps import exit_status, make_scale_files
 
 
 def main() -> int:

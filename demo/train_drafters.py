@@ -4,7 +4,7 @@ No data set is needed: the text is sampled from the target. Needs torch, numpy, 
 GPU: with the default sizes sampling holds 55 GB of KV cache (--batch lowers that), training 38 GB of hidden states. The
 defaults are the values used.
 
-    target=$(python -m vllm_gaudi_spec.demo_model)
+    target=$(python -m vllm_gaudi_spec.tools.demo_model)
     python demo/train_drafters.py sample    --target $target
     python demo/train_drafters.py tokenizer --target $target
     python demo/train_drafters.py train     --target $target

@@ -120,7 +120,9 @@ class Replay:
 
     def serve(self, container: str) -> None:
         configuration, port = self.configuration(), free_port()
-        model = self.read(*self.run_arguments(container, "python", "-m", "vllm_gaudi_spec.demo_model")).splitlines()[-1]
+        model = self.read(
+            *self.run_arguments(container, "python", "-m", "vllm_gaudi_spec.tools.demo_model")
+        ).splitlines()[-1]
         entry = [*configuration["Entrypoint"], model, "--port", str(port), "--served-model-name", "demo"]
         say(f"the entry point: {' '.join(entry)}")
         where = {"HEALTH_URL": f"http://127.0.0.1:{port}/health"}

@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 openmp=$root/.venv/lib/libiomp5.so  # as in `make serve`
 [ ! -e "$openmp" ] || export LD_PRELOAD=$openmp KMP_BLOCKTIME=1
-model=${MODEL:-$(python -m vllm_gaudi_spec.demo_model)}
+model=${MODEL:-$(python -m vllm_gaudi_spec.tools.demo_model)}
 ngram='{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
 url=http://127.0.0.1:${PORT:-8123}
 work=${WORK:-$root/.bench/example}
@@ -41,7 +41,7 @@ measure() {  # a name, and options of the server
 ! curl -s -o /dev/null "$url" || fail "something answers at $url already; set PORT to another"
 python - "${PROMPTS:-$root/tests/full_tests/prompts}" > "$work/prompts.json" << 'END'
 import json, pathlib, sys
-from vllm_gaudi_spec.comparison.prompts import prompts_in  # as those of `gaudi-spec demo --prompts`
+from vllm_gaudi_spec.tools.compare.prompts import prompts_in  # as those of `gaudi-spec demo --prompts`
 texts = prompts_in(pathlib.Path(sys.argv[1]))
 print(json.dumps([{"conversations": [{"value": text}, {"value": ""}]} for text in texts]))
 END

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 PROMPTS = ["The capital of France is", "The future of AI is", "Python 3.11 brings improvements to its"]
 # Any model may draft for any other, whatever their tokens are: this one has 29 % of the demo model's tokens.

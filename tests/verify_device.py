@@ -272,7 +272,13 @@ def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem
     """What it counted, or why it counted nothing."""
     file, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "vllm_gaudi_spec.cli", "graph-check", *([options.model] if options.model else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_gaudi_spec.tools.cli",
+        "graph-check",
+        *([options.model] if options.model else []),
+    ]
     command += ["--device", device, "--requests", str(options.requests), "--seed", str(options.seed)]
     command += ["--dtype", options.dtype, "--json", str(file), *check.options]
     with log.open("w") as stream:

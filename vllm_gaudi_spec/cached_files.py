@@ -8,6 +8,7 @@ kept where everybody may write. What a file says is checked by who reads it, and
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -75,3 +76,20 @@ def write(path: Path, content: bytes) -> None:
 def stays_inside(path: Path) -> bool:
     """Whether a file that a user named lies in its own folder, or is a link to one there."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
+
+
+def replace(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Writes a file beside its name and renames it, so that nobody ever sees half of it. Whatever has the name, a link
+    too, makes room. `mode`: its rights; those that the umask leaves if there is none."""
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with scratch.open("xb") as file:
+            file.write(content)
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise

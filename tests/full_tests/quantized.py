@@ -12,8 +12,8 @@ from vllm import LLM, SamplingParams
 from tests.full_tests.engines import engine, generate
 from tests.full_tests.prompts import random_prompts
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.tuning import quant_configs
-from vllm_gaudi_spec.tuning.scales import make_scales
+from vllm_gaudi_spec.tools.tune import quant_configs
+from vllm_gaudi_spec.tools.tune.scales import make_scales
 
 METHODS = ("maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "maxabs_arbitrary")
 VOCAB = 256

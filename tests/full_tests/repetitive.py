@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vllm_gaudi_spec.comparison.prompts import prompts_in
+from vllm_gaudi_spec.tools.compare.prompts import prompts_in
 
 FOLDER = Path(__file__).parent / "prompts"
 

@@ -8,7 +8,7 @@ PT_HPU_LAZY_MODE=1 python tests/full_tests/spec_decode.py --task compare --osl 6
 
 import sys
 
-from vllm_gaudi_spec.comparison.run import main
+from vllm_gaudi_spec.tools.compare.run import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], command=("python", sys.argv[0])))

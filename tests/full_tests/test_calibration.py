@@ -16,11 +16,11 @@ import pytest
 
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Record
-from vllm_gaudi_spec.tuning import measure
-from vllm_gaudi_spec.tuning.folder import DRAFT, ROLES, TARGET, Folder
-from vllm_gaudi_spec.tuning.ranks import unify
-from vllm_gaudi_spec.tuning.scales import METHODS, make_scales
-from vllm_gaudi_spec.tuning.steps import prepare_prompts
+from vllm_gaudi_spec.tools.tune import measure
+from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder
+from vllm_gaudi_spec.tools.tune.ranks import unify
+from vllm_gaudi_spec.tools.tune.scales import METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.steps import prepare_prompts
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(dtype="float32", kv_cache_memory_bytes=64 << 20, enforce_eager=True, seed=0)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.full_tests.test_spec_decode_script import check_report, script, tasks_in
-from vllm_gaudi_spec.comparison.tasks import TASKS
 from vllm_gaudi_spec.environment import requested_device
-from vllm_gaudi_spec.report import record
+from vllm_gaudi_spec.tools.compare.tasks import TASKS
+from vllm_gaudi_spec.tools.report import record
 
 pytestmark = pytest.mark.emulated
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.cli import graph_check, make_parser
+from vllm_gaudi_spec.tools.cli import graph_check, make_parser
 
 ROOT = Path(__file__).parents[2]
 THIS_FILE = Path(__file__).name
@@ -113,7 +113,7 @@ def test_what_the_engine_refuses_is_a_wrong_option(tiny_llama: str) -> None:
 def run(*arguments: str, speculation: dict[str, Any], before: str = "") -> tuple[int, str]:
     """Exit status, and all that was said, of the command or, with `before`, of its engine part behind that code."""
     words = ["graph-check", *arguments, "--speculative-config", json.dumps(speculation)]
-    command = [sys.executable, "-m", "vllm_gaudi_spec.cli", *words]
+    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", *words]
     if before:
         command = in_one_process(words, before)
     # As a user does whose drafter is a class of his own.
@@ -127,7 +127,7 @@ def run(*arguments: str, speculation: dict[str, Any], before: str = "") -> tuple
 def in_one_process(words: Sequence[str], before: str) -> list[str]:
     command = graph_check.command(make_parser().parse_args(words), words)
     module = command.index("-m")
-    code = f"{before}; import sys; from vllm_gaudi_spec.cli.check_engine import main; sys.exit(main())"
+    code = f"{before}; import sys; from vllm_gaudi_spec.tools.cli.check_engine import main; sys.exit(main())"
     return [*command[:module], "-c", code, *words]
 
 

@@ -11,7 +11,7 @@ from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import Answer, Request, differences, run_together
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.doctor import pair
+from vllm_gaudi_spec.tools.doctor import pair
 
 OTHER_VOCAB = str(Path(__file__).parents[2] / "demo" / "draft-other-vocab")
 GREEDY = dict(rejection_sample_method="strict")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec.comparison.turns import speedup
-from vllm_gaudi_spec.report import record
+from vllm_gaudi_spec.tools.compare.turns import speedup
+from vllm_gaudi_spec.tools.report import record
 
 SCRIPT = Path(__file__).with_name("spec_decode.py")
 REPORTED = {

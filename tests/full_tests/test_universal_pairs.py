@@ -22,7 +22,7 @@ from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.reference import Reference
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_draft_model import COUPLED, STRICT, drafting
-from vllm_gaudi_spec.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 DRAFTERS = Path(__file__).parents[2] / "demo"
 MODELS: dict[str, Callable[[], str]] = {

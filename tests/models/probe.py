@@ -84,8 +84,8 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
 
 def doctor(job: dict[str, Any]) -> dict[str, Any]:
     """What `gaudi-spec doctor --model` answers."""
-    from vllm_gaudi_spec.doctor.findings import PROBLEM, verdict
-    from vllm_gaudi_spec.doctor.pair import examine
+    from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, verdict
+    from vllm_gaudi_spec.tools.doctor.pair import examine
 
     findings = list(examine(engine_arguments(job, ours=True)))
     return {
@@ -95,7 +95,7 @@ def doctor(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    from vllm_gaudi_spec.one_line import in_one_line
+    from vllm_gaudi_spec.tools.io.one_line import in_one_line
 
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages/torch/" not in frame.filename

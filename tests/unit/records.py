@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_gaudi_spec.report import record
+from vllm_gaudi_spec.tools.report import record
 
 
 def answer(prompt: str, *steps: tuple[str, int]) -> dict[str, Any]:

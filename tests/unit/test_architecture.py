@@ -59,50 +59,41 @@ MAY_IMPORT = {
     "drafter_health": {"draft_counts", "series"},
     "series": set(),
     "patching": set(),
-    "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations", "output_files"},
-    "argument_types": set(),
-    # What a user asked to be written.
-    "output_files": set(),
-    "one_line": set(),
-    "terminal": set(),
+    "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations"},
     "variables": set(),
     "versions": set(),
     "wrong_vllm": {"config", "versions"},
-    "tuning": {
-        *("tuning", "quantization", "backends", "config", "demo_model", "output_files", "terminal"),
-        *("emulator.cost", "emulator.counters", "environment"),
+    # Nothing of the engine imports these.
+    "tools": set(),
+    "tools.io": {"cached_files", "tools.io"},
+    "tools.demo_model": {"cached_files", "environment"},
+    "tools.tune": {
+        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "backends", "config", "environment"),
+        *("emulator.cost", "emulator.counters"),
     },
-    "demo_model": {"cached_files", "environment"},
-    "report": {"report", "environment", "output_files", "variables", "versions"},
-    "comparison": {
-        *("comparison", "argument_types", "backends", "config", "demo_model", "environment", "one_line", "report"),
-        *("output_files", "platform", "terminal"),
+    "tools.report": {"tools.report", "tools.io", "environment", "variables", "versions"},
+    "tools.compare": {
+        *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
+        *("backends", "config", "environment", "platform"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
-    "doctor": {
-        *(
-            "doctor",
-            "backends",
-            "config",
-            "environment",
-            "one_line",
-            "platform",
-            "proposers.universal",
-            "quantization.fingerprint",
-        ),
-        *("integrations", "refusals", "runner.drafting_memory", "tuning.builtin_prompts", "tuning.estimates"),
-        *("variables", "versions"),
+    "tools.doctor": {
+        *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
+        *("backends", "config", "environment", "integrations", "platform", "proposers.universal"),
+        *("quantization.fingerprint", "refusals", "runner.drafting_memory", "variables", "versions"),
     },
-    "cli": {
-        *("__version__", "cli", "argument_types", "backends", "config", "demo_model", "emulator", "platform"),
-        "environment",
-        *("comparison", "doctor", "one_line", "output_files", "report", "terminal", "tuning", "versions"),
+    "tools.cli": {
+        *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
+        *("__version__", "backends", "config", "emulator", "environment", "platform", "versions"),
     },
 }
 
 
 def part_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """A folder or a loose module; of tools, one of these."""
+    folder, *rest = path.relative_to(PACKAGE).parts
+    name = f"tools.{rest[0]}" if folder == "tools" and rest[0] != "__init__.py" else folder
+    return name.removesuffix(".py")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -128,7 +119,7 @@ def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
     if part_of(path) != "backends":
         assert not {name for name in names if name.split(".")[0] in ("habana_frameworks", "torch_npu")}
     source = path.read_text()
-    if part_of(path) not in ("environment", "demo_model"):
+    if part_of(path) not in ("environment", "tools.demo_model"):
         assert "os.environ" not in source
         assert "getenv" not in source
 

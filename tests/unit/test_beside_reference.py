@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gaudi_spec.tuning.beside_reference import Difference, compare
+from vllm_gaudi_spec.tools.tune.beside_reference import Difference, compare
 
 
 def side(*answers: tuple[list[int], list[float]], margins: float = 1.0) -> dict[str, object]:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec import cached_files, demo_model, environment
+from vllm_gaudi_spec import cached_files, environment
 from vllm_gaudi_spec.cached_files import UntrustedCacheError
 from vllm_gaudi_spec.proposers.universal import vocab_map
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.runner import warmup
+from vllm_gaudi_spec.tools import demo_model
 
 PAIRS = np.array([[0, 1], [2, 0]], dtype=np.int32)
 

@@ -17,10 +17,10 @@ from tests.unit.measurements import measured, same
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.tuning import measure
-from vllm_gaudi_spec.tuning.folder import DRAFT, ROLES, TARGET, Folder, write_json
-from vllm_gaudi_spec.tuning.ranks import expand
-from vllm_gaudi_spec.tuning.scales import METHODS
+from vllm_gaudi_spec.tools.tune import measure
+from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder, write_json
+from vllm_gaudi_spec.tools.tune.ranks import expand
+from vllm_gaudi_spec.tools.tune.scales import METHODS
 
 SCRIPTS = Path(__file__).parents[2] / "calibration"
 Run = Callable[..., tuple[int, str, str]]

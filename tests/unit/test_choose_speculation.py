@@ -12,15 +12,15 @@ from xml.etree import ElementTree
 import pytest
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_gaudi_spec import cli
-from vllm_gaudi_spec.tuning import chart, choice
-from vllm_gaudi_spec.tuning import choose as choose_command
-from vllm_gaudi_spec.tuning.acceptance import Acceptance, Counts
-from vllm_gaudi_spec.tuning.cases import Cases
-from vllm_gaudi_spec.tuning.child import run_module
-from vllm_gaudi_spec.tuning.choice import Candidate, choose, ranges
-from vllm_gaudi_spec.tuning.costs import Clock, StepCost, cost_at, cost_of, steady
-from vllm_gaudi_spec.tuning.drafters import Drafter
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.tune import chart, choice
+from vllm_gaudi_spec.tools.tune import choose as choose_command
+from vllm_gaudi_spec.tools.tune.acceptance import Acceptance, Counts
+from vllm_gaudi_spec.tools.tune.cases import Cases
+from vllm_gaudi_spec.tools.tune.child import run_module
+from vllm_gaudi_spec.tools.tune.choice import Candidate, choose, ranges
+from vllm_gaudi_spec.tools.tune.costs import Clock, StepCost, cost_at, cost_of, steady
+from vllm_gaudi_spec.tools.tune.drafters import Drafter
 
 SCRIPT = Path(__file__).parents[2] / "calibration" / "choose_speculation.py"
 
@@ -131,7 +131,7 @@ class _Runner:
 def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """From one step's beginning to the next one's, the drafter apart, and only between steps of the same batch."""
     now = [0.0]
-    monkeypatch.setattr("vllm_gaudi_spec.tuning.costs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("vllm_gaudi_spec.tools.tune.costs.time.perf_counter", lambda: now[0])
     runner = _Runner(now)
     clock = Clock(runner)
     clock.take()
@@ -251,7 +251,7 @@ def test_an_answer_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: py
         cost = {"batch": 1, "plain_s": 1.0, "verify_s": 2.0, "draft_s": 0.5}
         return {"context": 7, "acceptance": {"2": [counts]}, "costs": [cost]}
 
-    monkeypatch.setattr("vllm_gaudi_spec.tuning.cases.run_module", run)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.tune.cases.run_module", run)
     answered: list[int] = []
     cases = Cases(tmp_path / "kept", said := [].append, answered.append)
     first = cases.answer("eagle-2", {"model": "m"})
@@ -266,7 +266,7 @@ def test_an_answer_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: py
 
 def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"its process ended with 1 \(log: .*case.log\)"):
-        run_module("vllm_gaudi_spec.tuning.no_such_module", {}, tmp_path / "case.log")
+        run_module("vllm_gaudi_spec.tools.tune.no_such_module", {}, tmp_path / "case.log")
     assert "no_such_module" in (tmp_path / "case.log").read_text()
 
 
@@ -275,7 +275,7 @@ def test_another_python_sees_the_package_alone(tmp_path: Path) -> None:
     there = tmp_path / "python"
     there.write_text(
         '#!/bin/sh\ntest "$(ls $PYTHONPATH)" = vllm_gaudi_spec || exit 9\n'
-        'test -e $PYTHONPATH/vllm_gaudi_spec/tuning/reference.py || exit 8\necho "{}" > $4\n'
+        'test -e $PYTHONPATH/vllm_gaudi_spec/tools/tune/reference.py || exit 8\necho "{}" > $4\n'
     )
     there.chmod(0o755)
     assert run_module("some.module", {}, tmp_path / "log", str(there)) == {}

@@ -19,8 +19,9 @@ import pytest
 from tests import verify_device
 from tests.unit import records
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import backends, cli, versions
-from vllm_gaudi_spec.cli import check_engine, completion, counting, demo, graph_check, summary, workload
+from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli import check_engine, completion, counting, demo, graph_check, summary, workload
 
 LIMITS = workload.Limits(vocab=300, max_model_len=512, max_num_seqs=4)
 WORDS = tuple(range(3, 200))
@@ -114,7 +115,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
     assert settings["PT_HPU_LAZY_MODE"] == "1"
     assert settings["VGS_SKIP_WARMUP"] == "0"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.cli.check_engine", *arguments]
+    assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.tools.cli.check_engine", *arguments]
 
 
 # ---- output ----------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
 def test_a_reader_that_goes_away(options: list[str]) -> None:
     """As behind `| head`: no word on stderr, and status 1."""
     code = (
-        "import sys\nfrom vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.doctor import examine\n"
+        "import sys\nfrom vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.exit(cli.main(sys.argv[1:]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -139,7 +140,7 @@ def test_a_reader_that_goes_away(options: list[str]) -> None:
 
 def test_a_file_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """/dev/full is a full disk."""
-    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: [])
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: [])
     assert cli.main(["doctor", "--json", "/dev/full"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "gaudi-spec doctor: error: --json /dev/full can not be written: No space left on device"
@@ -173,7 +174,7 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     settings = dict(word.split("=", 1) for word in command[1:python])
     assert settings["LD_PRELOAD"] == str(tmp_path)
     assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
-    assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.comparison"]
+    assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.tools.compare"]
     given = command[python + 4 :]
     assert given[-2:] == ["--osl", "7"]  # the user's words come last
     assert given.count("--osl") == 1
@@ -248,7 +249,7 @@ def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list
     (tmp_path / "run.json").write_text(json.dumps(records.run()))
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
-        "from vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.doctor import examine\n"
+        "from vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.stdout.isatty = lambda: True\nsys.exit(cli.main(sys.argv[1:]))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.unit.records import run, task
-from vllm_gaudi_spec import terminal
-from vllm_gaudi_spec.comparison import measure, turns
-from vllm_gaudi_spec.comparison.answers import Answer
-from vllm_gaudi_spec.comparison.console import show, show_several
-from vllm_gaudi_spec.comparison.measure import accepted_lengths
-from vllm_gaudi_spec.comparison.run import main
+from vllm_gaudi_spec.tools.compare import measure, turns
+from vllm_gaudi_spec.tools.compare.answers import Answer
+from vllm_gaudi_spec.tools.compare.console import show, show_several
+from vllm_gaudi_spec.tools.compare.measure import accepted_lengths
+from vllm_gaudi_spec.tools.compare.run import main
+from vllm_gaudi_spec.tools.io import terminal
 
 
 def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
@@ -247,7 +247,7 @@ def test_another_platform_is_one_line_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("vllm_gaudi_spec.platform.is_active", lambda: False)
-    monkeypatch.setattr("vllm_gaudi_spec.comparison.run.setup_of", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr("vllm_gaudi_spec.tools.compare.run.setup_of", lambda *_: pytest.fail("it went on"))
     assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
     said = capsys.readouterr()
     assert "error" not in said.out

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_gaudi_spec.emulator.cost import CARDS, EFFICIENCY, HOST_WAIT_SECONDS, LAUNCH_SECONDS
-from vllm_gaudi_spec.tuning.estimates import Outline, estimate, tensor_sizes
+from vllm_gaudi_spec.tools.tune.estimates import Outline, estimate, tensor_sizes
 
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 32, 2, 4, 2
 

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import backends, cli, versions
-from vllm_gaudi_spec.cli.output import python
+from vllm_gaudi_spec import backends, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.doctor import machine, probe
-from vllm_gaudi_spec.doctor.findings import Finding, verdict
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli.output import python
+from vllm_gaudi_spec.tools.doctor import machine, probe
+from vllm_gaudi_spec.tools.doctor.findings import Finding, verdict
 from vllm_gaudi_spec.variables import VARIABLES
 
 DEMO = ROOT / "demo"
@@ -38,14 +39,14 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without loading torch and vLLM."""
-    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: [])
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: [])
 
 
 def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
     """As a user runs it: the exit status, and what --json says."""
     paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_gaudi_spec.cli", "doctor", "--json", *words],
+        [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "doctor", "--json", *words],
         capture_output=True,
         text=True,
         timeout=300,
@@ -194,7 +195,7 @@ def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """They are part of the target's files."""
     monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 16 << 30)
-    monkeypatch.setattr("vllm_gaudi_spec.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
     options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
     status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
     assert status == 0, found
@@ -205,7 +206,7 @@ def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
     """vLLM reads the consolidated file where there is one."""
     import torch
 
-    from vllm_gaudi_spec.doctor.pair import _configure, _weights
+    from vllm_gaudi_spec.tools.doctor.pair import _configure, _weights
 
     source = Path(TARGET) / "model.safetensors"
     shutil.copy(Path(TARGET) / "config.json", tmp_path)
@@ -219,7 +220,7 @@ def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
 
 def test_batches_are_those_of_the_server() -> None:
     """On a CPU 128 for each rank, and half of that for a program that is none."""
-    from vllm_gaudi_spec.doctor.pair import _configure
+    from vllm_gaudi_spec.tools.doctor.pair import _configure
 
     assert _configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
 
@@ -308,7 +309,7 @@ def test_vllm_ascend_beside_its_own_vllm(
     fake_distribution(tmp_path, "vllm", "0.23.0+empty")
     monkeypatch.syspath_prepend(tmp_path)
     probed = [Finding("ok", "platform", "was probed")]
-    monkeypatch.setattr("vllm_gaudi_spec.doctor.examine.probe", lambda pair: probed)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: probed)
     status, found = here(capsys)
     assert (status, found["problems"]) == (0, 0), found
     assert of(found, "vLLM") == [("ok", "0.23.0+empty, which vllm-ascend 0.23.0.post1 needs")]

@@ -12,7 +12,7 @@ import pytest
 from tests.first_steps import QUICK_START, README, SCREEN, TAKEN_BY, commands
 from tests.pages import commands_for
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec.cli import demo
+from vllm_gaudi_spec.tools.cli import demo
 
 
 def test_they_are_on_the_first_screen() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import output_files
+from vllm_gaudi_spec import cached_files
+from vllm_gaudi_spec.tools.io import output_files
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vllm_gaudi_spec.output_files.os.fsync", full)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.io.output_files.os.fsync", full)
     with pytest.raises(output_files.NotWritten, match=r"--json .*run.json can not be written: No space left on device"):
         output_files.write_json({"a": 2}, str(file))
     assert json.loads(file.read_text()) == {"a": 1}
@@ -56,7 +57,7 @@ def test_what_nobody_named_is_replaced_whatever_it_is(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         for path in (link, pipe):
-            output_files.replace(path, b"new", 0o644)
+            cached_files.replace(path, b"new", 0o644)
     finally:
         os.umask(before)
     for path in (link, pipe):
@@ -82,7 +83,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 WRITING = """\
 import sys
-from vllm_gaudi_spec import output_files
+from vllm_gaudi_spec.tools.io import output_files
 if mistake := output_files.mistake("--json", sys.argv[1]):
     sys.exit(mistake)
 for name in sys.argv[2:]:
@@ -160,7 +161,7 @@ def test_a_file_that_takes_no_other_in_its_place_is_written_where_it_stands(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"vllm_gaudi_spec.output_files.{where}", refuse)
+        patched.setattr(f"vllm_gaudi_spec.tools.io.output_files.{where}", refuse)
         output_files.write("--json", file, b"new")
         with pytest.raises(output_files.NotWritten):
             output_files.write("--json", tmp_path / "fresh", b"")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.unit.records import DRAFTED, answer, run, task
-from vllm_gaudi_spec import cli
-from vllm_gaudi_spec.comparison.tasks import TASKS
-from vllm_gaudi_spec.report import page, record
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.compare.tasks import TASKS
+from vllm_gaudi_spec.tools.report import page, record
 
 
 def saved(folder: Path, made: dict[str, Any], name: str = "run.json") -> Path:

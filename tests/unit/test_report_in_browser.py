@@ -11,7 +11,7 @@ from tests.unit import chromium as started
 from tests.unit.chromium import browser
 from tests.unit.processes import ROOT
 from tests.unit.records import answer, run, task
-from vllm_gaudi_spec.report import page
+from vllm_gaudi_spec.tools.report import page
 
 PHONE = 360
 # Of each text, the contrast with what lies behind it, as WCAG counts it; the worst ones.

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from vllm_gaudi_spec.argument_types import json_object, positive
-from vllm_gaudi_spec.tuning.options import engine_options
+from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.tune.options import engine_options
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])

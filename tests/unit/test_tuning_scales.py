@@ -19,9 +19,9 @@ import torch
 from tests.unit.measurements import measured
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
-from vllm_gaudi_spec.tuning.quant_configs import measuring, serving
-from vllm_gaudi_spec.tuning.ranks import expand
-from vllm_gaudi_spec.tuning.scales import CARDS, METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.quant_configs import measuring, serving
+from vllm_gaudi_spec.tools.tune.ranks import expand
+from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS, make_scales
 
 ROWS, COLUMNS = 24, 16
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vllm_gaudi_spec import output_files
+from vllm_gaudi_spec import cached_files
 from vllm_gaudi_spec.cached_files import stays_inside
 from vllm_gaudi_spec.quantization.pickles import foreign_calls
 
@@ -310,6 +310,6 @@ def replace(path: Path, content: bytes) -> None:
     to is not ours."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        output_files.replace(path, content, _RIGHTS)
+        cached_files.replace(path, content, _RIGHTS)
     except OSError as error:
         raise QuantFilesError(f"{path} can not be written: {error.strerror}") from None

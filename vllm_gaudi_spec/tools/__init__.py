@@ -1,0 +1,1 @@
+"""Commands beside the engine, which imports none of them."""

@@ -1,0 +1,5 @@
+import sys
+
+from vllm_gaudi_spec.tools.cli import main
+
+sys.exit(main())

@@ -1,0 +1,80 @@
+"""`gaudi-spec demo`: the ways of drafting side by side; its options, and the environment that it needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python, unless_set
+from vllm_gaudi_spec.tools.compare import options as comparison
+from vllm_gaudi_spec.tools.compare.tasks import COMPARE, tasks_of
+
+DESCRIPTION = f"""\
+Run the demo model with and without speculation, print one table, and write a page that shows the texts too.
+
+{comparison.DESCRIPTION}"""
+FOLDER = Path(".demo")
+# One request at a time is where drafting gains most; few prompts keep the demo short.
+DEFAULTS: dict[str, Any] = {
+    "task": [COMPARE],
+    "osl": 64,
+    "batch_size": 1,
+    "num_spec_tokens": 3,
+    "turns": 3,
+    "json": str(FOLDER / "run.json"),
+    "report": FOLDER / "report.html",
+}
+NUM_PROMPTS = 4
+# Intel's OpenMP lets a waiting thread sleep after 1 ms: on a machine with other work to do, a step that is spread over
+# all cores is twice as fast as with GNU's, which spins. Python cannot load it later than at the start.
+OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="the ways of drafting side by side, and a page about it",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    comparison.add_to(parser)
+    parser.set_defaults(**DEFAULTS)
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Options are checked before anything heavy is loaded."""
+    options.tasks = tasks_of(options)
+    mistake = comparison.contradiction_in(options) or model_mistake(options.model, options.draft_model)
+    mistake = mistake or versions.vllm_mistake() or make_folder(options) or comparison.file_mistake(options)
+    return fail("demo", mistake) if mistake else become(command(options, arguments))
+
+
+def make_folder(options: argparse.Namespace) -> str | None:
+    """That of our own choice; others have to be there."""
+    if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
+        try:
+            FOLDER.mkdir(exist_ok=True)
+        except OSError as error:
+            return f"the folder {FOLDER} can not be made here: {error.strerror}; give --json FILE and --report FILE"
+    return None
+
+
+def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    given = list(arguments[1:])
+    defaults = [*("--num_prompts", str(NUM_PROMPTS))] if not (options.prompts or options.num_prompts) else []
+    for name, value in DEFAULTS.items():
+        if getattr(options, name) != value:
+            continue  # the user's own stands among the arguments
+        defaults += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    values = unless_set(
+        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is for the table
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
+    )
+    return python("vllm_gaudi_spec.tools.compare", values, [*defaults, *given])

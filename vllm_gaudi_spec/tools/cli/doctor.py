@@ -1,0 +1,110 @@
+"""`gaudi-spec doctor`: what is here, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_gaudi_spec.config import METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
+from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail, model_mistake
+from vllm_gaudi_spec.tools.io import output_files, terminal
+from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+
+DESCRIPTION = """\
+Look at versions, drivers, devices, plugins and environment variables, load torch and vLLM in a process of their own,
+and with --model say whether the model, or the pair of models, can be served: what refuses it, whether the vocabularies
+meet, lengths, and memory for weights, KV and the drafter's slab. Weights are not loaded.
+
+gaudi-spec doctor
+gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
+
+Exit status: 0 when all is fine (warnings included), 1 when there are problems, 2 for options that make no sense.
+"""
+_DEFAULT_DRAFTS = 3
+_STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="what is installed here, what is wrong with it, and what to do",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", help="folder or Hugging Face id of the target; of an id the configuration is downloaded")
+    add("--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter")
+    add("--method", choices=[*METHODS, UNIVERSAL_DRAFT], help="how to draft (default: draft_model with --draft)")
+    add("--num-speculative-tokens", type=positive, metavar="K", help=f"default: {_DEFAULT_DRAFTS}")
+    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, in place of these three")
+    add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
+    add("--max-model-len", type=positive, metavar="N", help="as you mean to serve (default: the model's own)")
+    add("--max-num-seqs", type=positive, metavar="N", help="as you mean to serve")
+    add("--tensor-parallel-size", type=positive, metavar="N", help="as you mean to serve")
+    add("--dtype", help="as you mean to serve")
+    output_files.add_json(add, "everything that was found")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if mistake := contradiction_in(options) or output_files.mistake("--json", options.json):
+        return fail("doctor", mistake)
+    from vllm_gaudi_spec.tools.doctor.examine import examine
+
+    missing = model_mistake(options.model, options.draft, (options.speculative_config or {}).get("model"))
+    found = examine(pair(options), missing)
+    if options.json != output_files.STDOUT:
+        show(found)
+    output_files.write_json(found, options.json)
+    return PROBLEMS if found["problems"] else FINE
+
+
+def contradiction_in(options: argparse.Namespace) -> str | None:
+    drafting = [options.draft, options.method, options.num_speculative_tokens]
+    others = [options.additional_config, options.max_model_len, options.max_num_seqs, options.dtype]
+    others += [options.speculative_config, options.tensor_parallel_size]
+    if options.model is None and any(option is not None for option in (*drafting, *others)):
+        return "these options are about a model; give --model"
+    if options.speculative_config is not None and any(option is not None for option in drafting):
+        return "--speculative-config takes the place of --draft, --method and --num-speculative-tokens; leave those out"
+    if options.method in WEIGHTLESS_METHODS and options.draft is not None and options.method != "custom_class":
+        return f"method {options.method} needs no model; leave out --draft"
+    if options.num_speculative_tokens is not None and options.method is None and options.draft is None:
+        return "--num-speculative-tokens needs --draft or --method"
+    return None
+
+
+def pair(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Options of vLLM's engine."""
+    if options.model is None:
+        return None
+    given = options.speculative_config
+    if options.draft is not None or options.method is not None:
+        drafts = options.num_speculative_tokens or _DEFAULT_DRAFTS
+        given = {"method": options.method or "draft_model", "num_speculative_tokens": drafts}
+        given |= {"model": options.draft} if options.draft is not None else {}
+    names = ("model", "max_model_len", "max_num_seqs", "dtype", "additional_config", "tensor_parallel_size")
+    return {"speculative_config": given, **{name: getattr(options, name) for name in names}}
+
+
+# ---- showing ---------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    if sys.stdout.isatty():
+        rows = [
+            (one["severity"], one["about"], one["text"] + (f"\n→ {one['remedy']}" if one["remedy"] else ""))
+            for one in found["findings"]
+        ]
+        terminal.show_table(("", "about", "finding"), rows, styles=_STYLES, numbers=False)
+    else:
+        for one in found["findings"]:
+            print(f"{one['severity']:<8} {one['about']:<15} {one['text']}")
+            if one["remedy"]:
+                print(f"{'':<24} -> {one['remedy']}")
+    if found["environment"]:
+        print("\nenvironment variables that matter here:")
+    for variable in found["environment"]:
+        print(f"  {variable['name']}={variable['value']}\n      {variable['meaning']}")
+    print(f"\nverdict: {found['verdict']}", flush=True)

@@ -1,0 +1,87 @@
+"""`gaudi-spec graph-check`: its options, and the environment that the check needs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.backends import missing_software
+from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
+
+DESCRIPTION = """\
+Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
+prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. By default on an
+emulated Gaudi, which needs none. Figures named estimate are computed from counted bytes and operations; nothing is
+measured.
+
+Exit status: 0 when no step compiles after warm-up and none reads the host more often than it may, 1 when one does or
+the model does not run, 2 for options that make no sense.
+"""
+DEVICES = ("hpu-emulated", "hpu", "ascend-emulated", "ascend")
+# The variables in which an answer would depend on what the shell happens to have.
+ENVIRONMENT = {
+    "PT_HPU_LAZY_MODE": "1",
+    "VGS_SKIP_WARMUP": "0",
+    # The counters are those of this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # vLLM logs to stdout, which is for the summary.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "graph-check",
+        help="does anything compile, or wait for the host, after warm-up?",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder or Hugging Face id (default: the demo model)")
+    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve; none: no speculation")
+    add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
+    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you mean to serve (default: 512)")
+    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you mean to serve (default: 4)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
+    add("--device", default=DEVICES[0], choices=DEVICES, help=f"default: {DEVICES[0]}")
+    add("--requests", type=positive, default=32, metavar="N", help="size of the workload (default: 32)")
+    add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload (default: 0)")
+    add(
+        "--host-reads",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
+    )
+    output_files.add_json(add, "everything that was counted")
+    add("--verbose", action="store_true", help="show what vLLM logs while it starts")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Options are checked before anything heavy is loaded."""
+    if mistake := mistake_in(options):
+        return fail("graph-check", mistake)
+    return become(command(options, arguments))
+
+
+def mistake_in(options: argparse.Namespace) -> str | None:
+    drafter = (options.speculative_config or {}).get("model")
+    if mistake := model_mistake(options.model, drafter) or output_files.mistake("--json", options.json):
+        return mistake
+    device = options.device
+    if (software := missing_software(device)) is not None:
+        return (
+            f"--device {device} needs the vendor's image with {software} in it; take {device}-emulated without a card"
+        )
+    return versions.vllm_mistake()
+
+
+def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """The same command in the environment that the check needs."""
+    level = "INFO" if options.verbose else "WARNING"
+    values = {**ENVIRONMENT, "VGS_DEVICE": options.device, "VLLM_LOGGING_LEVEL": level}
+    return python("vllm_gaudi_spec.tools.cli.check_engine", values, [*arguments])

@@ -1,0 +1,58 @@
+"""`gaudi-spec report`: records of runs as one page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.tools.cli.output import FINE, fail
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.output_files import STDOUT
+
+DESCRIPTION = """\
+Write one page of what runs recorded (`gaudi-spec demo --json RUN.json`): speeds against no speculation, how far drafts
+were accepted, the texts with accepted tokens marked, graphs and host reads, and the command to run it again. Several
+records are compared. The page is one file that loads nothing, and has no script.
+
+Exit status: 0 when the page is written, 2 when a record can not be read or the options make no sense.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "report",
+        help="a page about one run or several",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
+    )
+    output_files.add_json(parser.add_argument, "the figures of the page")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from vllm_gaudi_spec.tools.report import page, record
+
+    for option, file in (("--output", options.output), ("--json", options.json)):
+        if mistake := output_files.mistake(option, file):
+            return fail("report", mistake)
+    # `--json A.json B.json` takes A.json for the file to write, and for no run.
+    if options.json not in (None, STDOUT) and record.is_record(options.json):
+        return fail(
+            "report", f"--json would overwrite the record {options.json}; write --json=FILE, or put --json last"
+        )
+    if record.is_record(options.output):
+        return fail("report", f"--output would overwrite the record {options.output}; name another file")
+    try:
+        runs = [page.Run(str(path), record.read(path)) for path in options.runs]
+        page.write(runs, options.output)
+    except (record.RecordError, OSError) as error:
+        return fail("report", str(error))
+    output_files.write_json(page.summary(runs), options.json)
+    if options.json != STDOUT:
+        print(f"report: {options.output.absolute()}")
+    return FINE

@@ -1,0 +1,88 @@
+"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tuning/."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.tune.drafters import Drafter
+
+DESCRIPTION = """\
+Find out how far to speculate: the method, k and batch-size schedule that give most tokens a second.
+
+gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
+
+For each drafter and k an engine answers the prompts, which says how far drafts are accepted, and times its steps with
+drafts and without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
+the emulator's cost model, and one engine a drafter measures acceptance. Nothing here was run on a Gaudi.
+
+Written to --out: choice.json with the arguments for `vllm serve`, choice.svg, and each engine's answers, which are
+kept: the command goes on where it was interrupted, and measures anew what changed. ngram is always a candidate.
+
+Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for options that
+make no sense.
+"""
+GENERATIONS = ("gaudi2", "gaudi3")
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "tune",
+        help="which drafter and how many drafts, measured",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face id or folder of the target")
+    add("--draft", type=Drafter.parse, action="append", default=[], metavar="METHOD[=MODEL]", help="can be repeated")
+    add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
+    add("--limit", type=positive, metavar="N", help="the first N of them")
+    add("--num-drafts", type=positive, nargs="+", default=[1, 2, 3, 4, 5], metavar="K", help="numbers of drafts to try")
+    add("--batches", type=positive, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes to be served")
+    add("--max-num-seqs", type=positive, metavar="N", help="of the server (default: the largest of --batches)")
+    add("--tokens", type=positive, default=64, help="of each prompt's answer, past any end token")
+    add("--temperature", type=float, default=0.0)
+    add("--turns", type=positive, default=3, metavar="N", help="with drafts and without, at each batch size")
+    add("--device", choices=GENERATIONS, help="estimate this card's costs instead of timing steps here")
+    add("--one-run", action="store_true", help="with --device: tell smaller k from the run with the largest")
+    add("--context", type=positive, metavar="N", help="with --device: tokens of KV a request (default: as the prompts)")
+    add("--speculative", type=json_object, default={}, metavar="JSON", help="more of speculative_config, for all")
+    add(
+        "--engine",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='more options of LLM(...), as {"dtype": "float32"}',
+    )
+    add("--out", type=Path, default=Path(".calibration/speculation"), metavar="FOLDER")
+    output_files.add_json(add, "the choice")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if mistake := contradiction_in(options) or output_files.mistake("--json", options.json):
+        return fail("tune", mistake)
+    models = [options.model, *(drafter.config.get("model") for drafter in options.draft)]
+    if mistake := model_mistake(*models) or versions.vllm_mistake():
+        return fail("tune", mistake)
+    from vllm_gaudi_spec.tools.tune.choose import main
+
+    return main(options)
+
+
+def contradiction_in(options: argparse.Namespace) -> str | None:
+    if max(options.num_drafts) > MAX_DRAFTS:
+        return f"--num-drafts: a step verifies at most {MAX_DRAFTS} drafts, not {max(options.num_drafts)}"
+    if options.max_num_seqs and options.max_num_seqs < max(options.batches):
+        return f"--max-num-seqs {options.max_num_seqs} is less than a batch of {max(options.batches)}"
+    if not options.device and (options.one_run or options.context):
+        return "--one-run and --context are for --device"
+    if options.tokens < 2:
+        return "--tokens: the first token is the prompt's, so 2 at least"
+    return None

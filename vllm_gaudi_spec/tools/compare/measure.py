@@ -1,0 +1,273 @@
+"""Measure ways of drafting, and compare its tokens with the baseline's."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.config import get_config
+
+from vllm_gaudi_spec.tools.compare.answers import Answer, ask
+from vllm_gaudi_spec.tools.compare.turns import Seconds, batches, in_order, speedup, typical_seconds
+from vllm_gaudi_spec.tools.io.terminal import counting
+
+Say = Callable[[str], None]
+
+LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
+WARMUP_TOKENS = 16
+OTHER_TOKENS = 128
+# Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
+TIE = 1e-4
+# A drafter has a cache of its own, and blocks are not filled to the end.
+_SPARE_KV = 3
+_LEAST_KV = 256 << 20
+# In a single one, other work on the machine decided ratios by a factor of two.
+_LEAST_TURNS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is the same for the task and its baseline."""
+
+    OPTIONS: ClassVar = ("osl", "batch_size", "temperature", "seed", "enforce_eager", "num_warmups", "turns")
+
+    model: str
+    prompts: list[str]
+    other_prompts: list[str]
+    """For a second rate of accepted drafts, behind the measured run; or none."""
+    dtype: str
+    osl: int
+    batch_size: int
+    temperature: float
+    seed: int
+    enforce_eager: bool
+    num_warmups: int
+    turns: int
+    kv_bytes: int | None = None
+    """For each engine's KV cache, where several share the memory."""
+
+    def engine_options(self, config: dict[str, Any] | None) -> dict[str, Any]:
+        tokenizer = get_tokenizer(self.model)
+        longest = max(
+            LONGEST_FIXED_PROMPT, *(len(tokenizer.encode(text)) for text in self.prompts + self.other_prompts)
+        )
+        return dict(
+            model=self.model,
+            dtype=self.dtype,
+            max_model_len=longest + self.osl,
+            max_num_seqs=self.batch_size,
+            enforce_eager=self.enforce_eager,
+            speculative_config=config,
+            enable_prefix_caching=False,  # each turn computes the prompts anew
+            **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
+            **({"per_request_spec_decode_metrics": "summary"} if config else {}),
+        )
+
+    def sharing(self, num_engines: int, bytes_for_kv: int) -> Setup:
+        """For engines that live side by side: no KV cache is larger than what they need, so that more of them fit."""
+        needed = self.batch_size * self.engine_options(None)["max_model_len"] * kv_bytes_per_token(self.model)
+        kv_bytes = min(max(_SPARE_KV * needed, _LEAST_KV), bytes_for_kv // num_engines)
+        return replace(self, kv_bytes=kv_bytes)
+
+    def generate(
+        self,
+        llm: LLM,
+        prompts: Sequence[str],
+        max_tokens: int,
+        more: Callable[[int], None] | None = None,
+        first: int = 0,
+    ) -> list[Answer]:
+        """`first`: the number of the first prompt, which decides the seeds."""
+        sampling = [
+            SamplingParams(temperature=self.temperature, seed=self.seed + i, max_tokens=max_tokens, ignore_eos=True)
+            for i in range(first, first + len(prompts))
+        ]
+        return ask(llm, prompts, sampling, more)
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """In float32, of a model with full attention; of others it is less."""
+    config = get_config(model, trust_remote_code=False).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * 4 * int(config.num_hidden_layers * heads * head_size)
+
+
+class Run:
+    """A task with its engine, from loading to its report; the engine stays until it is closed."""
+
+    def __init__(self, task: str, config: dict[str, Any] | None, setup: Setup, say: Say) -> None:
+        """Load and warm up."""
+        self.task, self.setup, self._config, self._say = task, setup, config, say
+        self.answers: list[Answer] = []
+        """Of the first turn."""
+        self.seconds: Seconds = []
+        self.report: dict[str, Any] = {}
+        say(f"[{task}] loading")
+        self.llm: LLM | None = LLM(**setup.engine_options(config))
+        for _ in range(setup.num_warmups):
+            say(f"[{task}] warm-up run")
+            setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
+
+    def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
+        """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
+        assert self.llm is not None, "it was closed"
+        prompts = [self.setup.prompts[place] for place in batch]
+        started = time.perf_counter()
+        answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
+        if turn == len(self.seconds):
+            self.seconds.append([])
+        self.seconds[turn].append(time.perf_counter() - started)
+        if turn == 0:
+            self.answers += answers
+
+    def finish(self, trace: Path | None = None) -> None:
+        """Make the report, when all turns were taken."""
+        assert self.llm is not None, "it was closed"
+        setup, llm, config = self.setup, self.llm, self._config
+        num_tokens = sum(len(answer.token_ids) for answer in self.answers)
+        latency = typical_seconds(self.seconds)
+        steps = llm.collective_rpc("step_report")[0]  # all ranks take the same steps
+        k = config["num_speculative_tokens"] if config else 0
+        tokenizer = llm.get_tokenizer()
+        self.report = {
+            "task": self.task,
+            "k": k,
+            "draft_model": (config or {}).get("model"),
+            "batch_size": setup.batch_size,
+            "latency_s": latency,
+            "tokens_per_s": num_tokens / latency,
+            "seconds": self.seconds,
+            "speedup": None,
+            **(drafted := acceptance(self.answers, k)),
+            "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), drafted["num_accepted_tokens"]),
+            "graphs": steps["graphs"],
+            "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
+            "steps": steps["steps"],
+            "host_syncs_per_step": steps["host_syncs_per_step"],
+            "acc_rate_elsewhere": rate_elsewhere(setup, llm, k, self._say) if k and setup.other_prompts else None,
+            "matches_baseline": None,
+            "trace": str(trace) if trace else None,
+            "answers": [
+                {"prompt": answer.prompt, "pieces": answer.pieces(tokenizer), "steps": answer.steps()}
+                for answer in self.answers
+            ],
+        }
+
+    def against(self, base: Run) -> None:
+        """Put into the report how it compares with the baseline, whose engine is asked about ties."""
+        self.report["matches_baseline"] = compare(base, self)
+        self.report["speedup"] = speedup(base.seconds, self.seconds)
+
+    def close(self) -> None:
+        self.llm = None
+        gc.collect()
+
+
+def take_turns(runs: Sequence[Run], setup: Setup, say: Say, enough_s: float = math.inf) -> dict[str, Exception]:
+    """All turns of these engines, batch by batch; but for the first two, none is begun that many seconds after the
+    first. Hands back what ended a task early; the others go on."""
+    names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
+    started, window = time.perf_counter(), 0
+    for turn in range(setup.turns):
+        if turn >= _LEAST_TURNS and time.perf_counter() - started >= enough_s:
+            say(f"[{names}] {turn} of {setup.turns} turns took more than {enough_s:.0f} s: that is enough")
+            break
+        say(f"[{names}] measured turn {turn + 1} of {setup.turns}: {len(setup.prompts)} x {setup.osl} tokens each")
+        left = [run for run in runs if run.task not in failed]
+        with counting(f"[{names}] tokens", len(left) * len(setup.prompts) * setup.osl) as more:
+            for batch in batches(len(setup.prompts), setup.batch_size):
+                for run in in_order([run for run in left if run.task not in failed], window):
+                    try:
+                        run.take(turn, batch, more)
+                    except Exception as error:
+                        failed[run.task] = error
+                window += 1
+    return failed
+
+
+def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
+    """How many steps with drafts accepted 0, 1, ... k of them."""
+    return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
+
+
+def rate_elsewhere(setup: Setup, llm: LLM, k: int, say: Say) -> float | None:
+    say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
+    answers = setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
+    rate: float | None = acceptance(answers, k)["acc_rate"]
+    return rate
+
+
+def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
+    """From the requests themselves: vLLM's counters have the engine alone that was made last in a process."""
+    lengths = accepted_lengths(answers, k)
+    drafts, drafted = sum(lengths), sum(answer.num_draft_tokens for answer in answers)
+    accepted = sum(length * steps for length, steps in enumerate(lengths))
+    return {
+        "num_drafts": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": accepted,
+        "accepted_lengths": lengths,
+        "acc_counts": [sum(lengths[position:]) for position in range(1, k + 1)],
+        "acc_rate": accepted / drafted if drafted else None,
+        "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
+    }
+
+
+def tokens_per_step(num_tokens: int, accepted: int) -> float:
+    """What a row gains per step of the target, steps without a draft included: the accepted drafts and one token more.
+    `num_tokens` is without each row's first, which is the prompt's."""
+    return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
+
+
+# ---- profiling -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def profiled(trace: Path | None, say: Say) -> Iterator[None]:
+    if trace is None:
+        yield
+        return
+    from torch.profiler import profile, supported_activities
+
+    with profile(activities=supported_activities()) as profiler:
+        yield
+    profiler.export_chrome_trace(str(trace))
+    say(f"trace of the measured run: {trace}")
+
+
+# ---- comparing with the baseline -----------------------------------------------------------------------
+
+
+def compare(base: Run, run: Run) -> dict[str, int]:
+    """How many texts equal the baseline's, token by token, up to the first tie."""
+    assert base.llm is not None, "the baseline's engine is asked about ties"
+    pairs = zip(base.answers, run.answers, strict=True)
+    verdicts = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
+    return {name: verdicts.count(name) for name in ("equal", "tied", "different")}
+
+
+def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float) -> str:
+    if base.token_ids == answer.token_ids:
+        return "equal"
+    pairs = zip(base.token_ids, answer.token_ids, strict=False)
+    first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
+    # The noise of a sampled token is not to be had from outside, so only greedy ties can be told.
+    if first is None or temperature > 0:
+        return "different"
+    prefix = tokens_input([*base.prompt_ids, *base.token_ids[:first]])
+    look = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    candidates = base_llm.generate(prefix, look, use_tqdm=False)[0].outputs[0].logprobs[0]
+    expected, got = base.token_ids[first], answer.token_ids[first]
+    if expected not in candidates or got not in candidates:
+        return "different"
+    return "tied" if abs(candidates[expected].logprob - candidates[got].logprob) <= TIE else "different"

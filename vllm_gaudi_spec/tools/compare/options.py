@@ -1,0 +1,123 @@
+"""The options of a comparison, and which of them contradict each other. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from vllm_gaudi_spec.tools.compare.tasks import COMPARE, COMPARED, DRAFTING, RULES, TASKS, demo_targets, draft_model
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.argument_types import positive
+
+DESCRIPTION = """\
+Several tasks end in one table beside the baseline; `compare` stands for baseline, ngram, draft_model and universal.
+Where the device is the host, their engines live side by side and take turns, prompt by prompt, so that a slow minute
+of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do_profile,
+they run one after the other, and the table says so.
+
+Without --model the target is the demo model, and --draft_model may be left out: its drafters are in demo/. For eagle3,
+medusa and mtp the demo has a tiny model of its own, which says little but drafts well. With a model of your own and no
+--draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
+
+A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second rate,
+on prompts that have nothing to do with its training.
+
+Exit status: 0 when the task ran and met what was asked of it, 1 when it failed (the last line says why), 2 for options
+that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
+"""
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--task",
+        nargs="+",
+        default=["baseline"],
+        choices=[*TASKS, COMPARE],
+        metavar="TASK",
+        help=f"how to draft: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
+    )
+    add("--model", help="Hugging Face id or folder (default: the demo model)")
+    add("--draft_model", help="Hugging Face id or folder (default: the one in demo/ for the demo model)")
+    add("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
+    add("--batch_size", type=positive, default=8, help="requests at a time")
+    add("--num_prompts", type=positive, metavar="N", help="how many of the fixed prompts (default: as --batch_size)")
+    add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
+    add("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
+    add("--prompt_lookup_min", type=positive, default=2, help="ngram: the shortest match that counts")
+    add("--prompt_lookup_max", type=positive, default=5, help="ngram: the longest match that is looked for")
+    add(
+        "--acceptance",
+        nargs="+",
+        choices=[*RULES, *DRAFTING],
+        metavar="HOW",
+        help=f"a rule ({', '.join(RULES)}), a drafting mode ({', '.join(DRAFTING)}) or one of each",
+    )
+    add("--synthetic_rates", type=float, nargs="+", metavar="RATE", help="how often the first 1, 2, ... k are accepted")
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0, help="prompt i samples with seed + i")
+    add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
+    add("--enforce_eager", action="store_true")
+    add("--num_warmups", type=int, default=1, help="short runs before the measured one")
+    add(
+        "--turns",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="measured runs of each prompt at most; side by side no third one is begun after a minute",
+    )
+    add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
+    output_files.add_json(add, "the record of the run")
+    add("--report", type=Path, metavar="FILE", help="write the run as a page to be opened in a browser")
+    add(
+        "--do_profile",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FOLDER",
+        help="write torch.profiler's trace of the measured run to FOLDER (default: beside --json, else here)",
+    )
+    add("--assert_accept_rate", type=float, metavar="RATE", help="fail when fewer of the drafts are accepted")
+    add("--accuracy_rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
+    add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
+
+
+def contradiction_in(options: argparse.Namespace) -> str | None:
+    """`options.tasks` is what `tasks_of` says."""
+    return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
+
+
+def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
+    names = " and ".join(options.tasks)
+    drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
+    if options.draft_model and not drafting:
+        return f"task {names} needs no draft model; leave out --draft_model"
+    if lacking := [name for name in drafting if not draft_model(name, options)]:
+        return f"task {lacking[0]} needs --draft_model"
+    if all(TASKS[name].method is None for name in options.tasks):
+        if options.acceptance or options.assert_accept_rate is not None:
+            return f"task {names} drafts nothing; leave out --acceptance and --assert_accept_rate"
+    if not options.model and len(demo_targets(options)) > 1:
+        return f"the demo has no target for {names} together; run one at a time, or give --model"
+    if options.prompts and options.num_prompts:
+        return "--num_prompts is for the fixed prompts; leave it out with --prompts"
+    if len(options.tasks) > 1 and options.accuracy_rate is not None:
+        return "--accuracy_rate is for one task at a time"
+    if options.limit and options.accuracy_rate is None:
+        return "--limit is for --accuracy_rate"
+    return None
+
+
+def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
+    words = options.acceptance or []
+    if len([word for word in words if word in RULES]) > 1 or len([word for word in words if word in DRAFTING]) > 1:
+        return "--acceptance takes one rule and one drafting mode at most"
+    if ("synthetic" in words) != bool(options.synthetic_rates):
+        return "--acceptance synthetic and --synthetic_rates need each other"
+    if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
+        return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"
+    return None
+
+
+def file_mistake(options: argparse.Namespace) -> str | None:
+    return output_files.mistake("--json", options.json) or output_files.mistake("--report", options.report)

@@ -1,0 +1,315 @@
+"""Generate with one way of drafting, or several, and report what each gained."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.backends import describe_device, host_memory, refuse_unknown_device
+from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
+from vllm_gaudi_spec.tools.compare import options as command_line
+from vllm_gaudi_spec.tools.compare.console import show, show_several
+from vllm_gaudi_spec.tools.compare.prompts import prompts_in
+from vllm_gaudi_spec.tools.compare.tasks import (
+    BASELINE,
+    COMPARE,
+    COMPARED,
+    DEMO,
+    PROMPTS,
+    TASKS,
+    demo_targets,
+    draft_model,
+    speculative_config,
+    tasks_of,
+    uses_demo_drafter,
+)
+from vllm_gaudi_spec.tools.compare.turns import why_not_together
+from vllm_gaudi_spec.tools.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.one_line import in_one_line
+from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
+from vllm_gaudi_spec.tools.report import page, record
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.tools.compare.measure import Run, Setup
+
+OTHER_PROMPTS = 8
+ENOUGH_S = 60.0
+"""Of measuring side by side: on a slow machine fewer turns, which are longer."""
+SHARE_FOR_KV = 0.9
+"""Of free memory, as vLLM's --gpu-memory-utilization has it by default."""
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n\n{command_line.DESCRIPTION}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command_line.add_to(parser)
+    options = parser.parse_args(arguments)
+    options.tasks = tasks_of(options)
+    if mistake := command_line.contradiction_in(options) or command_line.file_mistake(options):
+        parser.error(mistake)
+    return options
+
+
+class Missed(Exception):
+    """The task ran, but not as well as was asked."""
+
+
+class Comparison:
+    """One command: what was asked, on which device, and where it is told."""
+
+    def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
+        self.options, self.command = options, command
+        # What is printed of a run in words makes room for a record on stdout.
+        self.words = sys.stderr if options.json == output_files.STDOUT else sys.stdout
+        self.environment = record.environment()
+        refuse_unknown_device()
+        self.device = describe_device()
+        self.failures: dict[str, str] = {}
+        self.apart: str | None = None
+
+    def say(self, text: str) -> None:
+        print(text, file=self.words, flush=True)
+
+    def run(self) -> None:
+        self.say(f"device {self.device['device']}, mode {self.device['mode']}")
+        check_what_is_there(self.options)
+        if self.options.do_profile is not None:
+            keep_engine_in_process("--do_profile")
+        check_the_platform()
+        setup = setup_of(self.options, self.device["device"])
+        if len(self.options.tasks) == 1:
+            self.one(self.options.tasks[0], setup)
+        else:
+            self.several(setup)
+
+    def one(self, name: str, setup: Setup) -> None:
+        options = self.options
+        names = [BASELINE, name] if options.run_base and name != BASELINE else [name]
+        runs = self.measured(names, setup)
+        if self.failures:
+            raise Missed(self.failures[name] if name in self.failures else self.all_failures())
+        reports = {run.task: run.report for run in runs.values()}
+        for report in reports.values():
+            show(report, self.device, self.words)
+        if options.accuracy_rate is not None:
+            from vllm_gaudi_spec.tools.compare.accuracy import gsm8k_accuracy
+
+            reports[name]["accuracy"] = gsm8k_accuracy(setup, speculative_config(name, options), options.limit)
+            self.say(f"GSM8K accuracy       {reports[name]['accuracy']:.3f}")
+        self.write(reports, setup)
+        check_what_was_asked(reports[name], options)
+
+    def several(self, setup: Setup) -> None:
+        options = self.options
+        if left_out := [name for name in COMPARED if COMPARE in options.task and name not in options.tasks]:
+            self.say(f"left out, for want of --draft_model: {', '.join(left_out)}")
+        runs = self.measured(options.tasks, setup)
+        if BASELINE not in runs:
+            raise Missed(self.all_failures())
+        reports = {name: run.report for name, run in runs.items()}
+        show_several(reports, self.device, self.measurement(reports), self.words)
+        self.write(reports, setup)
+        if self.failures:
+            raise Missed(self.all_failures())
+        for name, report in reports.items():
+            if name != BASELINE:
+                check_what_was_asked(report, options)
+
+    def all_failures(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self.failures.items())
+
+    def measured(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        """By task, the reports made and the engines closed. A task that fails is missing, and reported in the end."""
+        self.apart = self.why_apart()
+        together = len(names) > 1 and self.apart is None
+        runs = self.side_by_side(names, setup) if together else self.one_by_one(names, setup)
+        if (base := runs.get(BASELINE)) is not None:
+            for run in runs.values():
+                if run is not base:
+                    run.against(base)
+        for run in runs.values():
+            run.close()
+        return {name: runs[name] for name in names if name in runs}
+
+    def why_apart(self) -> str | None:
+        """What keeps engines from living side by side, as far as it is known before one is loaded."""
+        if not computes_on_the_host(self.device["device"]):
+            return "a card belongs to one process"
+        return "the engine is in this process" if keeps_engine_in_process() else None
+
+    def side_by_side(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        from vllm_gaudi_spec.tools.compare.measure import take_turns
+
+        shared = setup.sharing(len(names), host_memory.for_kv(SHARE_FOR_KV))
+        runs: dict[str, Run] = {}
+        for name in names:
+            self.load(name, shared, runs)
+            if list(runs) == [names[0]] == [name] and (
+                reason := why_not_together(len(names), host_memory.of_children(), host_memory.free())
+            ):
+                self.apart = reason
+                self.say(f"the engines run one after the other: {reason}")
+                runs.pop(name).close()
+                return self.one_by_one(names, setup)
+        failed = take_turns(list(runs.values()), shared, self.say, ENOUGH_S)
+        self.fail(runs, failed)
+        for run in runs.values():
+            run.finish()
+        return runs
+
+    def one_by_one(self, names: Sequence[str], setup: Setup) -> dict[str, Run]:
+        """The baseline comes last, and stays open: its engine is asked about ties between candidates."""
+        from vllm_gaudi_spec.tools.compare.measure import profiled, take_turns
+
+        runs: dict[str, Run] = {}
+        for name in sorted(names, key=lambda name: name == BASELINE):
+            self.load(name, setup, runs)
+            if (run := runs.get(name)) is None:
+                continue
+            trace = trace_file(name, self.options)
+            with profiled(trace, self.say):
+                self.fail(runs, take_turns([run], setup, self.say))
+            if name in runs:
+                run.finish(trace)
+                if name != BASELINE:
+                    run.close()
+        return runs
+
+    def load(self, name: str, setup: Setup, runs: dict[str, Run]) -> None:
+        from vllm_gaudi_spec.tools.compare.measure import Run
+
+        try:
+            runs[name] = Run(name, speculative_config(name, self.options), setup, self.say)
+        except Exception as error:
+            self.fail(runs, {name: error})
+
+    def fail(self, runs: dict[str, Run], failed: dict[str, Exception]) -> None:
+        for name, error in failed.items():
+            self.failures[name] = in_one_line(error)
+            self.say(f"[{name}] failed: {in_one_line(error)}")
+            if name in runs:
+                runs.pop(name).close()
+
+    def measurement(self, reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """How the speeds were measured; `why_one_by_one`: why not side by side, or None."""
+        return {"turns": max(len(report["seconds"]) for report in reports.values()), "why_one_by_one": self.apart}
+
+    def write(self, reports: dict[str, dict[str, Any]], setup: Setup) -> None:
+        options = self.options
+        made = record.make(
+            command=self.command,
+            environment=self.environment,
+            device=self.device,
+            settings={name: getattr(setup, name) for name in ("model", "dtype", *setup.OPTIONS)},
+            measurement=self.measurement(reports),
+            tasks=reports,
+        )
+        output_files.write_json(made, options.json)
+        if options.report:
+            page.write([page.Run(options.json or "this run", made)], options.report)
+            self.say(f"report: {options.report.absolute()}")
+
+
+def setup_of(options: argparse.Namespace, device: str) -> Setup:
+    from vllm_gaudi_spec.tools.compare.measure import Setup
+
+    return Setup(
+        model=target_model(options),
+        other_prompts=other_prompts(options),
+        prompts=prompts_in(options.prompts) if options.prompts else fixed_prompts(options),
+        dtype=options.dtype or ("float32" if computes_on_the_host(device) else "auto"),
+        **{name: getattr(options, name) for name in Setup.OPTIONS if name != "turns"},
+        turns=1 if any(TASKS[name].remembers_answers for name in options.tasks) else options.turns,
+    )
+
+
+def target_model(options: argparse.Namespace) -> str:
+    (folder,) = demo_targets(options) if not options.model else (None,)
+    return options.model or (str(demo_model_path()) if folder is None else str(DEMO / folder))
+
+
+def other_prompts(options: argparse.Namespace) -> list[str]:
+    """Some that the demo's drafters were not trained on, nor on any of their form."""
+    (name, *others) = options.tasks
+    if others or options.model or options.draft_model or not TASKS[name].was_trained_on_the_prompts:
+        return []
+    written = runpy.run_path(str(DEMO / "training_prompts.py"))
+    questions = written["OUT_OF_TEMPLATE"]
+    return [written["as_chat"](question) for question in questions[:: len(questions) // OTHER_PROMPTS]]
+
+
+def computes_on_the_host(device: str) -> bool:
+    return device == "cpu" or device.endswith("-emulated")
+
+
+def check_the_platform() -> None:
+    from vllm_gaudi_spec.platform import is_active
+
+    if not is_active():
+        raise ValueError("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")
+
+
+def check_what_is_there(options: argparse.Namespace) -> None:
+    """Before a model is loaded."""
+    if any(uses_demo_drafter(name, options) for name in options.tasks) and not DEMO.is_dir():
+        raise ValueError(
+            f"the demo's drafters come with the project's checkout, and there is no {DEMO}; run this there, or give "
+            "--model and --draft_model"
+        )
+    for model in (options.model, *(draft_model(name, options) for name in options.tasks)):
+        if model and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            raise ValueError(f"there is no model folder {model}; give a folder or a Hugging Face id")
+    if options.accuracy_rate is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("--accuracy_rate needs lm-eval: pip install lm-eval, or leave it out")
+
+
+def fixed_prompts(options: argparse.Namespace) -> list[str]:
+    return [PROMPTS[i % len(PROMPTS)] for i in range(options.num_prompts or options.batch_size)]
+
+
+def trace_file(name: str, options: argparse.Namespace) -> Path | None:
+    if options.do_profile is None:
+        return None
+    beside = Path(options.json).parent if options.json else Path()
+    folder = beside if options.do_profile == Path() else options.do_profile
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"trace_{name}.json.gz"
+
+
+def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) -> None:
+    if (asked := options.assert_accept_rate) is not None:
+        rate = report["acc_rate"]
+        if rate is None:
+            raise Missed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
+        if rate < asked:
+            raise Missed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
+    if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
+        raise Missed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
+
+
+def main(arguments: Sequence[str], command: Sequence[str]) -> int:
+    """`command`: the words before the arguments, as a user would type them again."""
+    options = parse_options(arguments)
+    return until_nobody_reads(lambda: run(options, [*command, *arguments]))
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> int:
+    try:
+        Comparison(options, command).run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        print(f"error: task {' '.join(options.task)} failed: {in_one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    return 0

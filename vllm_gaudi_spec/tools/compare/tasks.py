@@ -1,0 +1,111 @@
+"""The ways of drafting that can be compared, and what each needs. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.config import ACCEPTANCE_RULES
+
+PROMPTS = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+    "San Francisco is know for its",  # spelled as in the set that published figures use
+    "Facebook was created in 2004 by",
+    "Curious George is a",
+    "Python 3.11 brings improvements to its",
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    method: str | None
+    """vLLM's name for the way of drafting; none for the baseline."""
+    options: tuple[str, ...] = ()
+    """Options of the command that go to vLLM under the same name."""
+    demo_drafter: str | None = None
+    """The folder under demo/ that drafts for the demo's target; set for tasks that need a draft model."""
+    demo_target: str | None = None
+    """The folder under demo/ that is the target, where it is not the demo model."""
+    demo_drafts: int | None = None
+    """How many drafts the demo's drafter can make at most, where there is an end to it."""
+
+    remembers_answers: bool = False
+    """Whether it drafts from requests that ended, so that a second turn would be another task."""
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.demo_drafter is not None
+
+    @property
+    def was_trained_on_the_prompts(self) -> bool:
+        return self.needs_draft_model and self.demo_target is None
+
+
+BASELINE = "baseline"
+TASKS = {
+    BASELINE: Task(None),
+    "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
+    "suffix": Task("suffix", remembers_answers=True),
+    "draft_model": Task("draft_model", demo_drafter="draft-same-vocab"),
+    "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
+    "eagle": Task("eagle", demo_drafter="eagle-head"),
+    "eagle3": Task("eagle3", demo_drafter="tiny/eagle3", demo_target="tiny/target"),
+    "medusa": Task("medusa", demo_drafter="tiny/medusa", demo_target="tiny/target", demo_drafts=4),
+    "mtp": Task("mtp", demo_target="tiny/mtp"),
+}
+COMPARE = "compare"
+COMPARED = (BASELINE, "ngram", "draft_model", "universal")
+DEMO = Path(__file__).parents[3] / "demo"
+"""Drafters of the demo model, beside the package where that is a checkout."""
+
+RULES = tuple(ACCEPTANCE_RULES)
+DRAFTING = ("greedy", "probabilistic", "coupled")
+
+
+def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the task passes to LLM(speculative_config=...)."""
+    task = TASKS[name]
+    if task.method is None:
+        return None
+    most = task.demo_drafts if uses_demo_drafter(name, options) else None
+    config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, most or sys.maxsize)}
+    config |= {name: getattr(options, name) for name in task.options}
+    if task.needs_draft_model:
+        config["model"] = draft_model(name, options)
+    for word in options.acceptance or ():
+        config["rejection_sample_method" if word in RULES else "draft_sample_method"] = word
+    if options.synthetic_rates:
+        config["synthetic_acceptance_rates"] = options.synthetic_rates
+    return config
+
+
+def draft_model(name: str, options: argparse.Namespace) -> str | None:
+    """The one that was given, else the demo model's, if that is the target and the task needs one."""
+    drafter = TASKS[name].demo_drafter
+    return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
+
+
+def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
+    return not (options.draft_model or options.model) and TASKS[name].needs_draft_model
+
+
+def demo_targets(options: argparse.Namespace) -> set[str | None]:
+    """Those of the tasks that draft; None is the demo model."""
+    drafting = [TASKS[name] for name in options.tasks if TASKS[name].method is not None]
+    return {task.demo_target for task in drafting} or {None}
+
+
+def tasks_of(options: argparse.Namespace) -> list[str]:
+    """Each task once; where there are several the baseline is one of them, and the first."""
+    asked = [name for word in options.task for name in (compared(options) if word == COMPARE else [word])]
+    return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
+
+
+def compared(options: argparse.Namespace) -> list[str]:
+    return [name for name in COMPARED if draft_model(name, options) or not TASKS[name].needs_draft_model]

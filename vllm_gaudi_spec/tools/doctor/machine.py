@@ -1,0 +1,126 @@
+"""Devices, the tools that come with their drivers, and which device this process would take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec.environment import requested_device
+from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+
+_SECONDS = 20
+_NAMES = {"hpu": "Gaudi", "ascend": "Ascend NPU"}
+
+
+class _Tool(NamedTuple):
+    command: tuple[str, ...]
+    driver: str
+    """Where the driver's version stands in what the tool prints."""
+
+
+# hl-smi names the network's driver, "Nic Driver Version", behind the card's; npu-smi has its own version in front.
+_TOOLS = {
+    "hl-smi": _Tool(("hl-smi",), r"^\|\s*Driver Version:\s*([\w.-]+)"),
+    "npu-smi": _Tool(("npu-smi", "info"), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
+    "nvidia-smi": _Tool(("nvidia-smi",), r"Driver Version:\s*([\w.-]+)"),
+}
+
+
+def device_findings() -> Iterator[Finding]:
+    requested = requested_device()
+    if requested is None:
+        yield from _chosen_device()
+    else:
+        yield from _requested_device(requested)
+    yield from _unused_cards()
+
+
+def _requested_device(device: str) -> Iterator[Finding]:
+    if device not in backends.DEVICES:
+        known = ", ".join(backends.DEVICES)
+        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {known}")
+        return
+    if (software := backends.missing_software(device)) is not None:
+        yield Finding(
+            PROBLEM,
+            "device",
+            f"VGS_DEVICE={device} needs {software}, which is not installed",
+            f"use the vendor's image, which has it, or VGS_DEVICE={device}-emulated without a card",
+        )
+    elif device in _NAMES and not backends.cards(device):
+        yield Finding(
+            PROBLEM,
+            "device",
+            f"VGS_DEVICE={device}, and no driver shows a {_NAMES[device]} here",
+            f"give the container its devices, load the driver, or use VGS_DEVICE={device}-emulated",
+        )
+    else:
+        yield Finding(OK, "device", f"{device}, because VGS_DEVICE says so")
+
+
+def _chosen_device() -> Iterator[Finding]:
+    if others := backends.other_platform_plugins():
+        yield Finding(NOTE, "device", f"left to the platform plugin {', '.join(others)}: VGS_DEVICE is not set")
+    elif backends.gaudi_is_available():
+        yield Finding(OK, "device", f"hpu: {_shown(backends.cards('hpu'))}, and habana_frameworks is installed")
+    elif backends.ascend_is_available():
+        yield Finding(OK, "device", f"ascend: {_shown(backends.cards('ascend'))}, and torch_npu is installed")
+    else:
+        yield Finding(OK, "device", "cpu: no Gaudi and no Ascend NPU can be used here, and VGS_DEVICE is not set")
+
+
+def _unused_cards() -> Iterator[Finding]:
+    for device, name in _NAMES.items():
+        if (found := backends.cards(device)) and (software := backends.missing_software(device)):
+            yield Finding(
+                WARNING,
+                "device",
+                f"there is a {name} ({_shown(found)}), and {software} is not installed, so it is not used",
+                f"use the vendor's image, which has {software}",
+            )
+
+
+def _shown(cards: list[str]) -> str:
+    return cards[0] if len(cards) == 1 else f"{len(cards)} cards, {cards[0]} to {cards[-1]}"
+
+
+def driver_findings() -> Iterator[Finding]:
+    """Of tools that are here; a machine without cards has none."""
+    for name, tool in _TOOLS.items():
+        if shutil.which(name) is None:
+            continue
+        try:
+            done = subprocess.run(
+                tool.command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield Finding(WARNING, "driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
+            continue
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
+            yield Finding(WARNING, "driver", f"{name} fails: {said}", "load the driver again, or reboot")
+            continue
+        found = re.search(tool.driver, done.stdout, re.MULTILINE)
+        yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")
+        if name == "hl-smi" and found:
+            yield from _beside_the_bridge(found[1])
+
+
+def _beside_the_bridge(driver: str) -> Iterator[Finding]:
+    """Intel releases driver and software together."""
+    bridge = versions.installed("habana-torch-plugin")
+    if bridge is not None and _release(bridge) != _release(driver):
+        yield Finding(
+            WARNING,
+            "driver",
+            f"the driver is {driver}, and habana-torch-plugin is {bridge}: they are made for each other's release",
+            f"install the driver of release {_release(bridge)}, or use the image of release {_release(driver)}",
+        )
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,198 @@
+"""Whether two models can be served together: what refuses them, their vocabularies, their lengths, their memory.
+
+Runs where vLLM is loaded. Weights are not: their sizes are read from the files' headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.backends import host_memory, load_backend
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.proposers.universal.coverage import ENOUGH
+from vllm_gaudi_spec.proposers.universal.pairs import Pair, same_tokens
+from vllm_gaudi_spec.quantization.fingerprint import folder_of
+from vllm_gaudi_spec.refusals import weight_files
+from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
+from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.tools.io.one_line import in_one_line
+from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
+from vllm_gaudi_spec.tools.tune.estimates import tensor_sizes
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_MODELS = "models"
+_GIB = 2**30
+
+
+def examine(task: dict[str, Any]) -> Iterator[Finding]:
+    try:
+        vllm_config = _configure(task)
+    except Exception as error:  # whatever vLLM, transformers or we refuse, or can not find
+        yield Finding.refusal(_MODELS, in_one_line(error))
+        return
+    speculation = Speculation.from_vllm(vllm_config)
+    yield Finding(OK, _MODELS, _described(vllm_config, speculation))
+    if speculation is not None and speculation.method == "draft_model":
+        yield from _vocabularies(vllm_config, speculation)
+    yield from _lengths(vllm_config, speculation)
+    yield from _memory(vllm_config, speculation)
+
+
+def _configure(task: dict[str, Any]) -> VllmConfig:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    given = {name: value for name, value in task.items() if value is not None}
+    return EngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)  # the server takes larger batches
+
+
+def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
+    model = vllm_config.model_config
+    told = f"{model.architectures[0]} in {str(model.dtype).removeprefix('torch.')}"
+    if model.quantization is not None:
+        told += f" with weights in {model.quantization}"
+    if speculation is None:
+        return f"{told}, without speculation, is accepted"
+    method = "universal_draft" if speculation.universal else speculation.method
+    return f"{told}, with {method}, k = {speculation.num_drafts}, is accepted"
+
+
+# ---- vocabularies ----------------------------------------------------------------------------------------
+
+
+def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator[Finding]:
+    try:
+        if not speculation.universal:
+            same_tokens(vllm_config)
+            yield Finding(OK, "vocabulary", "the drafter has the target's tokens")
+            return
+        pair = Pair.load(vllm_config, cache_folder())
+    except UnsupportedConfigError as error:
+        yield Finding.refusal("vocabulary", in_one_line(error))
+        return
+    matched = pair.map.target_to_draft >= 0
+    ids = [token for text in PROMPTS for token in pair.target.tokenizer.encode(text, add_special_tokens=False)]
+    share = float(matched[ids].mean())
+    told = (
+        f"{pair.map.num_matched} tokens in common, {100 * matched.mean():.0f} % of the target's and "
+        f"{100 * pair.map.num_matched / len(pair.map.draft_to_target):.0f} % of the drafter's; "
+        f"{100 * share:.0f} % of the tokens of ordinary texts"
+    )
+    if share >= ENOUGH:
+        yield Finding(OK, "vocabulary", told)
+        return
+    remedy = (
+        "set universal_context retokenize and universal_match slem in additional_config.gaudi_spec, "
+        "or take another drafter"
+    )
+    yield Finding(NOTE if speculation.retokenizes else WARNING, "vocabulary", told, remedy)
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------
+
+
+def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
+    longest = vllm_config.model_config.max_model_len
+    own = speculation.drafter_max_len if speculation is not None else None
+    if speculation is not None and speculation.retokenizes:
+        own = speculation.universal_slab
+    if own is None or own >= longest:
+        yield Finding(OK, "lengths", f"requests of up to {longest} tokens" + (", drafted to their end" if own else ""))
+        return
+    yield Finding(
+        NOTE,
+        "lengths",
+        f"requests of up to {longest} tokens; the drafter ends at {own} of its own, and they go on without drafts",
+        "expect less speed behind that, or take a drafter with a longer context",
+    )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
+    model, given = vllm_config.model_config, vllm_config.speculative_config
+    drafter = given.draft_model_config if given is not None and speculation and speculation.has_model else None
+    # mtp's drafter is part of the target's files.
+    models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
+    sizes = {one.model: _weights(vllm_config, one) for one in models}
+    if missing := [name for name, size in sizes.items() if not size]:
+        told = f"the weights of {' and '.join(missing)} are not here, so what they take is not known"
+        yield Finding(NOTE, "memory", told)
+        return
+    weights, drafting = sum(sizes.values()), _drafting(vllm_config, speculation, drafter)
+    parts = {"weights": weights, **drafting}
+    a_token = _kv_bytes(model, vllm_config)
+    if drafter is not None and speculation is not None and not speculation.retokenizes:
+        a_token += _kv_bytes(drafter, vllm_config)
+    told = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
+    cache = _room_for_kv(vllm_config, weights, sum(drafting.values()))
+    if cache is None:
+        yield Finding(NOTE, "memory", f"{told}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
+        return
+    if cache <= 0 < sum(drafting.values()):
+        yield Finding.refusal("memory", f"{told}: {NO_ROOM_FOR_KV}")
+        return
+    tokens = max(cache, 0) // a_token
+    told += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
+    longest = model.max_model_len
+    if tokens < longest:
+        yield Finding(
+            PROBLEM,
+            "memory",
+            f"{told}, and one request may have {longest}",
+            (f"set --max-model-len to {tokens} or less, " if tokens else "set ")
+            + "--kv-cache-memory-bytes to more, or take smaller models",
+        )
+    else:
+        yield Finding(OK, "memory", f"{told}: {tokens // longest} requests of {longest} at a time, more if shorter")
+
+
+# On a CPU, in float32: bytes for each number by what `cpu_weights` says. Without a choice there is a copy in half
+# precision too, of each matrix for which that is exact.
+_CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
+
+
+def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
+    """Bytes on one rank, about; 0 where there are no files."""
+    folder, width = folder_of(model.model), model.dtype.itemsize
+    if load_backend().name == "cpu" and width == 4:
+        width = _CPU_BYTES[Options.from_vllm(vllm_config).cpu_weights]
+    read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
+    if folder is None or read is None:
+        return 0
+    return sum(tensor_sizes(folder, read[0]).values()) * width // vllm_config.parallel_config.tensor_parallel_size
+
+
+def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter: ModelConfig | None) -> dict[str, int]:
+    """What drafting takes besides weights and the KV cache."""
+    if speculation is None or drafter is None:
+        return {}
+    rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
+    size = vllm_config.cache_config.block_size
+    slab_block = KVBlock(size, size * _kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
+    return drafting_bytes(speculation, rows, vocabulary, slab_block)
+
+
+def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
+    """Of one token in all layers, on one rank. Latent attention keeps one vector where others keep keys and values."""
+    parallel = vllm_config.parallel_config
+    vectors = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)
+    return int(model.get_num_layers(parallel) * vectors * model.get_head_size() * model.dtype.itemsize)
+
+
+def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:
+    """Of one rank, as its worker reckons, where the host is the device; a card's memory is not looked at without
+    opening it."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return int(cache.kv_cache_memory_bytes)
+    device = load_backend().name
+    if device != "cpu" and not device.endswith("-emulated"):
+        return None
+    ranks = vllm_config.parallel_config.local_world_size
+    return host_memory.for_kv(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting

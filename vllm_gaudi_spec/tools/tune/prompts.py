@@ -1,0 +1,73 @@
+"""Prompts to measure with: the built-in set, a file of the user's, or a data set of Hugging Face."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
+
+_COLUMNS = ("prompt", "text", "question", "instruction", "content")
+_MOST_ROWS = 512
+"""Of a data set, where no limit is given: they can be of any size."""
+
+
+def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:
+    """Texts, in their order; ValueError says what is wrong.
+
+    `source`: none for the built-in set; a .jsonl file with strings, or objects with a `prompt`, `text` or `question`,
+    on each line; a .txt file with a prompt on each line; else the name of a Hugging Face data set, `NAME` or
+    `NAME:SPLIT`, which the package `datasets` then downloads.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"the number of prompts has to be at least 1, not {limit}")
+    if source is None:
+        found: Iterable[str] = PROMPTS
+    elif Path(source).suffix in (".jsonl", ".txt") or Path(source).exists():
+        found = _from_file(Path(source))
+    else:
+        found = _from_hub(source, limit or _MOST_ROWS)
+    prompts = list(islice((text for text in found if text.strip()), limit))
+    if not prompts:
+        raise ValueError(f"{source} has no prompts")
+    return prompts
+
+
+def _from_file(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts: {path} can not be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, 1):
+        if path.suffix == ".txt":
+            yield line
+        elif line.strip():
+            try:
+                yield _text_of(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"prompts: line {number} of {path}: {error}") from None
+
+
+def _from_hub(name: str, rows: int) -> Iterator[str]:
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"prompts: {name} is no file; to load it as a data set, pip install datasets")
+    from datasets import load_dataset
+
+    name, _, split = name.partition(":")
+    try:
+        yield from (_text_of(row) for row in islice(load_dataset(name, split=split or "train", streaming=True), rows))
+    except Exception as error:  # it raises what its many readers and the network raise
+        raise ValueError(f"prompts: data set {name}: {' '.join(str(error).split())}") from None
+
+
+def _text_of(row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    for column in _COLUMNS:
+        if isinstance(row, dict) and isinstance(row.get(column), str):
+            return str(row[column])
+    raise ValueError(f"a string, or an object with one of {', '.join(_COLUMNS)}, was expected")

@@ -1,0 +1,140 @@
+"""The steps of a calibration, each from files to files; the scripts in calibration/ call them.
+
+A step reads and checks all it needs before it writes anything. What it has to say of its inputs it says in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_gaudi_spec.backends import describe_device, load_backend
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
+from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.tune import quant_configs
+from vllm_gaudi_spec.tools.tune.folder import Folder, read_json, write_json
+from vllm_gaudi_spec.tools.tune.postprocess import postprocess
+from vllm_gaudi_spec.tools.tune.prompts import load_prompts
+from vllm_gaudi_spec.tools.tune.ranks import expand, unify
+from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS, make_scales
+
+DEFAULT_CARD = "gaudi2"
+
+
+def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
+    """Runs a step: 0 when it is done, 1 with one line when it can not be, 130 when it was interrupted."""
+    try:
+        step()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if verbose:
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        print(f"{name}: error: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def detect_device(folder: Folder, card: str | None = None) -> None:
+    """Which card the scales are for: the one that is named, else the one that is there."""
+    device = describe_device()
+    card = card or load_backend().fp8_range or DEFAULT_CARD
+    write_json(folder.device, device | {"card": card})
+    print(f"{device['device']} ({device['mode']}); scales for {card}")
+
+
+def prepare_prompts(folder: Folder, source: str | None, limit: int | None, chat_model: str | None = None) -> None:
+    """`chat_model`: each prompt becomes the question of a chat, in the form of that model's tokenizer."""
+    prompts = load_prompts(source, limit)
+    if chat_model:
+        from vllm.tokenizers import get_tokenizer
+
+        tokenizer = get_tokenizer(chat_model)
+        turns = ([{"role": "user", "content": text}] for text in prompts)
+        prompts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    lines = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in prompts)
+    files.replace(folder.prompts, lines.encode())
+    print(f"{len(prompts)} prompts in {folder.prompts}")
+
+
+def postprocess_measurements(folder: Folder, models: dict[str, str], *, allow_unseen: bool = False) -> None:
+    made = {}
+    for name in folder.roles:
+        records = _measured(folder.role(name).measured, None, models.get(name))
+        made[name] = [postprocess(record, allow_unseen=allow_unseen) for record in records]
+    for name, done in made.items():
+        for record, _ in done:
+            files.write(folder.role(name).processed, record)
+        record, notes = done[0]
+        print(f"{name}: {len(record.nodes)} modules; {len(notes.shared)} matmuls have the range of their cache")
+        for unseen in notes.unseen:
+            print(f"{name}: warning: {unseen} saw no value and stays in high precision", file=sys.stderr)
+
+
+def unify_ranks(
+    prefixes: Sequence[tuple[Path, Path]], world: int | None, measured_world: int | None, model: str | None
+) -> None:
+    """`prefixes`: from where to where. `world`: of the engine that will serve, else as many ranks as were measured.
+    `model`: what the first was measured on."""
+    ranks = [_measured(source, measured_world, None if i else model) for i, (source, _) in enumerate(prefixes)]
+    made = [expand(unify(records), world or len(records)) for records in ranks]
+    for (source, destination), old, new in zip(prefixes, ranks, made, strict=True):
+        for record in new:
+            files.write(destination, record)
+        print(f"{source}: {len(old)} ranks measured, files for {len(new)}")
+
+
+def make_scale_files(
+    folder: Folder, models: dict[str, str], methods: Sequence[str], card: str | None, exclude: Sequence[str]
+) -> None:
+    """For every world size that there are measurements for, and a QUANT_CONFIG for each method."""
+    roles = folder.roles
+    card = card or str(read_json(folder.device).get("card"))
+    if card not in CARDS:
+        raise QuantFilesError(f"{folder.device} names no card: {card}")
+    made = {}
+    for name in roles:
+        prefix = folder.role(name).final
+        worlds = [_measured(prefix, world, models.get(name)) for world in sorted(files.worlds(prefix)) or [1]]
+        wanted = [[_without(record, exclude) for record in ranks] for ranks in worlds]
+        chosen = methods or [method for method in METHODS if _can_be_made(method, wanted[0][0])]
+        scales = {method: [made for ranks in wanted for made in make_scales(ranks, method, card)] for method in chosen}
+        made[name] = scales, [each for each in worlds[0][0].looked_at if each not in worlds[0][0].nodes]
+    for name, (scales, unseen) in made.items():
+        role = folder.role(name)
+        for method, records in scales.items():
+            for record in records:
+                files.write(role.final, record, method)
+            write_json(role.quant_config(method), quant_configs.serving(role.final, method, exclude, unseen))
+            print(
+                f"{name}: {len(records[0].nodes)} modules, {card}, {method}: QUANT_CONFIG={role.quant_config(method)}"
+            )
+        for method in [] if methods else [method for method in METHODS if method not in scales]:
+            print(f"{name}: weights were measured per tensor, so there is no {method}")
+
+
+def _measured(prefix: Path, world: int | None, model: str | None) -> list[Record]:
+    records = files.read_world(prefix, world)
+    expected = fingerprint(model) if model else ""
+    if expected and records[0].model and records[0].model != expected:
+        raise QuantFilesError(f"{prefix} was measured on another model than {model}")
+    return records
+
+
+def _without(record: Record, exclude: Sequence[str]) -> Record:
+    nodes = {k: v for k, v in record.nodes.items() if not any(re.search(pattern, k) for pattern in exclude)}
+    return replace(record, nodes=nodes)
+
+
+def _can_be_made(method: str, record: Record) -> bool:
+    def has_channels(name: str, node: Node) -> bool:
+        return "weight" not in node.params or (name in record.linears and node.params["weight"].size > 1)
+
+    return not METHODS[method].weight_per_channel or all(has_channels(*item) for item in record.nodes.items())
