@@ -44,7 +44,7 @@ def general_plugin() -> None:
 
     if versions.wrong_vllm() is not None:
         return  # the platform said so, and its modules may not even load there
-    from vllm_gaudi_spec.platform import is_active
+    from vllm_gaudi_spec.platforms.base import is_active
 
     if is_active():
         compat.apply()

@@ -15,17 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder or module -> what of ours it may import. What is not listed is not done.
 MAY_IMPORT = {
-    "__init__": {"compat", "backends", "platform", "integrations", "versions"},
+    "__init__": {"compat", "backends", "platforms", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {
         *("integrations", "config", "environment", "patching", "proposers.translation", "proposers.universal"),
     },
-    "platform": {
-        *("backends", "config", "environment", "compat", "quantization.kv_scheme", "refusals", "runner.shapes"),
+    "platforms": {
+        *("platforms", "backends", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
+        "runner.shapes",
     },
-    "hpu_platform": {"backends", "environment", "platform"},
-    "cuda_platform": {"backends", "config", "platform"},
-    "ascend_platform": {"backends", "platform"},
     "worker": {"backends", "config", "environment", "lora.manager", "runner"},
     "draft_counts": {"config", "series"},
     "pacing": {"backends", "config", "drafter_health", "pacing", "runner.shapes", "series"},
@@ -45,7 +43,6 @@ MAY_IMPORT = {
         "series",
     },
     "lora": {"lora", "config"},
-    "cpu_ray_executor": {"compat"},
     "attention": {"backends", "config", "attention"},
     "backends": {"compat", "config", "environment", "backends", "attention", "emulator", "quantization", "sample"},
     "emulator": {"emulator"},
@@ -74,17 +71,17 @@ MAY_IMPORT = {
     "tools.report": {"tools.report", "tools.io", "environment", "variables", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
-        *("backends", "config", "environment", "platform"),
+        *("backends", "config", "environment", "platforms"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
-        *("backends", "config", "environment", "integrations", "platform", "proposers.universal"),
+        *("backends", "config", "environment", "integrations", "platforms", "proposers.universal"),
         *("quantization.fingerprint", "refusals", "runner.drafting_memory", "variables", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "backends", "config", "emulator", "environment", "platform", "versions"),
+        *("__version__", "backends", "config", "emulator", "environment", "platforms", "versions"),
     },
 }
 

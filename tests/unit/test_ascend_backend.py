@@ -68,7 +68,7 @@ def test_a_card_without_its_software_is_none(host: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("device", ["ascend", "ascend-emulated"])
 def test_its_platform(device: str) -> None:
-    from vllm_gaudi_spec.ascend_platform import AscendSpecPlatform
+    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
 
     assert backends.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
     assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
@@ -78,7 +78,7 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that vLLM assigned to the engine on this machine, counted as this process sees them."""
     from vllm.platforms import interface
 
-    from vllm_gaudi_spec.ascend_platform import AscendSpecPlatform
+    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
 
     visible = AscendSpecPlatform.device_control_env_var
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)

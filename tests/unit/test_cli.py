@@ -303,7 +303,7 @@ def test_verbose_shows_where_an_engine_was_refused(monkeypatch: pytest.MonkeyPat
         raise ValueError("deep inside")
 
     monkeypatch.setattr("vllm.LLM", refuse)
-    monkeypatch.setattr("vllm_gaudi_spec.platform.is_active", lambda: True)
+    monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: True)
     with pytest.raises(check_engine.WrongOptions, match=r"^deep inside$"):
         check_engine.open_engine(cli.make_parser().parse_args(["graph-check", "some/model"]))
     with pytest.raises(ValueError, match=r"^deep inside$") as raised:

@@ -246,7 +246,7 @@ def test_an_unknown_device_is_one_line_on_stderr(
 def test_another_platform_is_one_line_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vllm_gaudi_spec.platform.is_active", lambda: False)
+    monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: False)
     monkeypatch.setattr("vllm_gaudi_spec.tools.compare.run.setup_of", lambda *_: pytest.fail("it went on"))
     assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
     said = capsys.readouterr()

@@ -25,8 +25,9 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJE
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, compat, config, environment, platform, refusals
+from vllm_gaudi_spec import backends, compat, config, environment, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
 
 

@@ -113,7 +113,7 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     assert found["verdict"].startswith("fine")
     assert any(severity == "ok" and text.startswith("cpu: no Gaudi and no ") for severity, text in of(found, "device"))
     assert ("ok", "cpu, mode eager") in of(found, "device")
-    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platform.CpuSpecPlatform")]
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform")]
     assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
     assert "tokens in common" in of(found, "vocabulary")[0][1]
     (memory,) = of(found, "memory")
@@ -128,7 +128,7 @@ def test_the_emulated_gaudi() -> None:
     assert (status, found["problems"]) == (0, 0), found
     assert ("ok", "hpu-emulated, because VGS_DEVICE says so") in of(found, "device")
     assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
-    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform")]
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform")]
     assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
     assert {"name": "VGS_DEVICE", "value": "hpu-emulated"}.items() <= found["environment"][0].items()
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.full_tests.tiny_models import common
 from tests.unit.test_config import DRAFT, NGRAM, engine_config, here, start_method_stays  # noqa: F401
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
-from vllm_gaudi_spec.platform import CpuSpecPlatform
+from vllm_gaudi_spec.platforms.cpu import CpuSpecPlatform
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals
 
 
@@ -84,7 +84,7 @@ def test_pipelines_are_refused(tmp_path: Path) -> None:
 
 def test_ray_on_cpus(tmp_path: Path) -> None:
     """A rank takes a CPU of Ray's, and starts on the device that the engine is for."""
-    from vllm_gaudi_spec.cpu_ray_executor import CpuRayExecutor
+    from vllm_gaudi_spec.platforms.ray import CpuRayExecutor
 
     made = engine_config(tmp_path, None, tensor_parallel_size=2, distributed_executor_backend="ray").parallel_config
     assert made.distributed_executor_backend is CpuRayExecutor

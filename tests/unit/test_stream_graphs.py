@@ -110,7 +110,7 @@ def asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_taken_when_asked_for(asked_for_cuda: None) -> None:
     assert backends.choose_device() == "cuda"
-    assert backends.platform_class("cuda") == "vllm_gaudi_spec.cuda_platform.CudaSpecPlatform"
+    assert backends.platform_class("cuda") == "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"
     backends.refuse_unknown_device()
 
 
@@ -129,7 +129,7 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.cuda_platform import CudaSpecPlatform
+    from vllm_gaudi_spec.platforms.cuda import CudaSpecPlatform
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     two = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2, data_parallel_size=1))

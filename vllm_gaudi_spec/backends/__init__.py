@@ -30,16 +30,16 @@ class _Entry(NamedTuple):
 
 # One line a device: where its backend lives, and which platform class presents it to vLLM.
 _DEVICES = {
-    "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platform.CpuSpecPlatform"),
-    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform", "habana_frameworks"),
-    "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.hpu_platform.HpuSpecPlatform"),
+    "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform"),
+    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform", "habana_frameworks"),
+    "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"),
     "ascend": _Entry(
-        "vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform", "torch_npu"
+        "vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform", "torch_npu"
     ),
     "ascend-emulated": _Entry(
-        "vllm_gaudi_spec.backends.ascend_emulated", "vllm_gaudi_spec.ascend_platform.AscendSpecPlatform"
+        "vllm_gaudi_spec.backends.ascend_emulated", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
     ),
-    "cuda": _Entry("vllm_gaudi_spec.backends.cuda", "vllm_gaudi_spec.cuda_platform.CudaSpecPlatform"),
+    "cuda": _Entry("vllm_gaudi_spec.backends.cuda", "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"),
 }
 
 

@@ -90,7 +90,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
         from vllm import LLM
 
         from vllm_gaudi_spec.backends import load_backend
-        from vllm_gaudi_spec.platform import is_active
+        from vllm_gaudi_spec.platforms.base import is_active
         from vllm_gaudi_spec.tools.demo_model import DemoModelError, demo_model_path
     except ImportError as error:
         if options.verbose:

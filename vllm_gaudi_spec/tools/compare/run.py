@@ -251,7 +251,7 @@ def computes_on_the_host(device: str) -> bool:
 
 
 def check_the_platform() -> None:
-    from vllm_gaudi_spec.platform import is_active
+    from vllm_gaudi_spec.platforms.base import is_active
 
     if not is_active():
         raise ValueError("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")

@@ -95,7 +95,7 @@ def _serves() -> bool:
 
     if vllm_ascend.is_active():
         return False
-    from vllm_gaudi_spec.platform import is_active
+    from vllm_gaudi_spec.platforms.base import is_active
 
     return is_active()
 

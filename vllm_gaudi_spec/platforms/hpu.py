@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.environment import set_gaudi_defaults
-from vllm_gaudi_spec.platform import CapturingPlatform
+from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

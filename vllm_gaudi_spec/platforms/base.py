@@ -1,4 +1,4 @@
-"""The platform classes through which vLLM sees us. They answer by asking the chosen backend."""
+"""What every platform class answers to vLLM, by asking the chosen backend."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.platforms.cpu import CpuPlatform
-from vllm.platforms.interface import CpuArchEnum, Platform, PlatformEnum
-from vllm.utils.cpu_resource_utils import get_visible_memory_node
+from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation, UnsupportedConfigError, target_of
-from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method, kv_cache_space_gib, leave_threads_unbound
+from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method
 from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.refusals.models import models_of
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
-_CPU_RAY_EXECUTOR = "vllm_gaudi_spec.cpu_ray_executor.CpuRayExecutor"
 _SCHEDULERS = {
     False: "vllm_gaudi_spec.pacing.scheduler.PacedScheduler",
     True: "vllm_gaudi_spec.pacing.scheduler.PacedAsyncScheduler",
@@ -260,69 +257,3 @@ def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) ->
         return None
     name = f"universal_context {RETOKENIZE}" if speculation.retokenizes else f"method {speculation.method}"
     return f"{name} drafts on the host, from what it has read of a step"
-
-
-class CpuSpecPlatform(SpecPlatform, CpuPlatform):
-    """The CPU. Inheriting upstream's CPU platform is how its help is had on purpose: vLLM asks `is_cpu()` before it
-    packs linear weights for oneDNN, takes its C++ kernels for activations, rotary embedding and MoE, and before it
-    touches accelerator calls that do not exist here."""
-
-    # Ops inside a Python-driven step are too small to gain from a compiled helper, and Inductor costs seconds.
-    simple_compile_backend = "eager"
-    ray_device_key = "CPU"
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        if self.get_cpu_architecture() == CpuArchEnum.X86 and not _native_bfloat16():
-            return [torch.float32]
-        return super().supported_dtypes
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_gaudi_spec.backends import cpu_fork, cpu_linear
-
-        super().check_and_update_config(vllm_config)
-        parallel = vllm_config.parallel_config
-        if parallel.local_world_size * parallel.data_parallel_size_local > len(get_visible_memory_node()):
-            leave_threads_unbound()
-        if parallel.distributed_executor_backend == "ray":
-            executor: Any = resolve_obj_by_qualname(_CPU_RAY_EXECUTOR)
-            parallel.distributed_executor_backend = executor
-        cpu_linear.refuse_missing_kernel(Options.from_vllm(vllm_config))
-        if (space := kv_cache_space_gib()) is not None:
-            vllm_config.cache_config.kv_cache_memory_bytes = space << 30
-        choose_start_method(cpu_fork.start_method)
-
-    @classmethod
-    def get_device_communicator_cls(cls) -> str:
-        return "vllm_gaudi_spec.backends.cpu_communicator.CpuSpecCommunicator"
-
-    @classmethod
-    def import_ir_kernels(cls) -> None:
-        """Each worker calls this before it loads a model."""
-        super().import_ir_kernels()
-        from vllm_gaudi_spec.backends import cpu_linear, cpu_norms  # noqa: F401
-
-        compat.choose_cpu_linears(cpu_linear.pack)
-        compat.tell_cpu_experts_which_are_theirs()
-
-    @classmethod
-    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
-        from vllm.config.kernel import IrOpPriorityConfig
-
-        from vllm_gaudi_spec.backends import cpu_norms
-
-        norms = [cpu_norms.PROVIDER] if cpu_norms.available() else []
-        return IrOpPriorityConfig.with_default(
-            ["native"], rms_norm=[*norms, "native"], fused_add_rms_norm=[*norms, "native"]
-        )
-
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        # CpuPlatform leaves the block size alone; ours comes from the attention backend.
-        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
-
-
-def _native_bfloat16() -> bool:
-    """Without these instructions bfloat16 is emulated and slower than float32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

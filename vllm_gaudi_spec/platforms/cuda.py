@@ -8,7 +8,7 @@ import torch
 
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.platform import CapturingPlatform
+from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

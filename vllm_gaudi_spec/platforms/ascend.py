@@ -8,7 +8,7 @@ import torch
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from vllm_gaudi_spec.backends import ascend_device, load_backend  # noqa: F401  (the first gives torch the device)
-from vllm_gaudi_spec.platform import CapturingPlatform
+from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
