@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from tests.promql import DASHBOARD, PAGE, check, panels, queries_of_page, uses
-from vllm_gaudi_spec.series import REASONS, SERIES
+from vllm_gaudi_spec.scheduling.metrics import REASONS, SERIES
 
 
 def rows_of_page() -> list[list[str]]:

@@ -13,12 +13,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat, draft_counts, series
+from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.draft_counts import DraftCounts
-from vllm_gaudi_spec.drafter_health import DraftRound
-from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
-from vllm_gaudi_spec.series import (
+from vllm_gaudi_spec.scheduling import counts as draft_counts
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.counts import DraftCounts
+from vllm_gaudi_spec.scheduling.health import DraftRound
+from vllm_gaudi_spec.scheduling.metrics import (
     COMPILED,
     COVERAGE,
     HOST_READS,
@@ -29,6 +30,7 @@ from vllm_gaudi_spec.series import (
     STEPS,
     Worked,
 )
+from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
 
 KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
 
@@ -39,7 +41,7 @@ class Play:
     def __init__(self, kind: type[Scheduler], folder: Path, **options: Any) -> None:
         compat.apply()
         self.scheduler: Any = scheduler_of(kind, folder, **options)
-        self.counted: series.Figures = {}
+        self.counted: metrics.Figures = {}
 
     def admit(self, name: str, **params: Any) -> None:
         given = dict(max_tokens=200) | params
@@ -281,7 +283,7 @@ def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
         vars(said).update(more)
         counts.count(play.scheduler, said)
         counts.remember(scheduled, said)
-        return series.take(play.scheduler).get(ROWS_WITHOUT_DRAFTS, {})
+        return metrics.take(play.scheduler).get(ROWS_WITHOUT_DRAFTS, {})
 
     step_of("a", "b", draft_rounds=failed)
     assert step_of("b") == {"nothing": 1}

@@ -13,7 +13,6 @@ from tests.unit.fakes import CapturingBackend, HostBackend, step
 from tests.unit.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.test_heads import HeadRows
-from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
 from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.runner.drafter_guard import Guard, alike, usable
@@ -21,6 +20,7 @@ from vllm_gaudi_spec.runner.drafting import guard_of
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 def request(wanted: list[int]) -> Any:

@@ -17,9 +17,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.drafter_health import DrafterHealth, DraftRound, Word
-from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
-from vllm_gaudi_spec.series import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
+from vllm_gaudi_spec.scheduling.health import DrafterHealth, DraftRound, Word
+from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
+from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
 
 GOOD = DraftRound()
 BAD = DraftRound(("a", "b"), worked=False)

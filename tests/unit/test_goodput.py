@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from vllm_gaudi_spec.pacing.goodput import Goodput
+from vllm_gaudi_spec.scheduling.goodput import Goodput
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_gaudi_spec.pacing.lengths import Lengths, _Count
+from vllm_gaudi_spec.scheduling.lengths import Lengths, _Count
 
 K = 5
 

@@ -15,8 +15,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.pacing.scheduler import PacedAsyncScheduler, PacedScheduler
-from vllm_gaudi_spec.series import SPARED_STEPS
+from vllm_gaudi_spec.scheduling.metrics import SPARED_STEPS
+from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
 
 
 def paced(kind: type[Scheduler], folder: Path, **options: bool) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.unit.small_engine import ROOMY, SmallEngine, Variant
-from vllm_gaudi_spec.series import COMPILED
+from vllm_gaudi_spec.scheduling.metrics import COMPILED
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 

@@ -18,8 +18,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec import compat, series
-from vllm_gaudi_spec.series import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def logger_of(folder: Path, speculative: dict[str, Any] | None, engines: list[in
     return PrometheusStatLogger(engine_config(folder, speculative, served_model_name="tiny"), engines)
 
 
-def record(logger: PrometheusStatLogger, engine: int, news: series.Figures) -> None:
+def record(logger: PrometheusStatLogger, engine: int, news: metrics.Figures) -> None:
     """As it comes from an engine's process."""
     made = EngineCoreOutputs(scheduler_stats=SchedulerStats(gaudi_spec=news))  # type: ignore[call-arg]
     came = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(made))
@@ -94,14 +95,14 @@ def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> No
 def test_only_news_travels() -> None:
     scheduler = SimpleNamespace()
     for so_far in (3, 3, 5):
-        series.total(scheduler, STEPS, so_far)
-        series.put(scheduler, COVERAGE, 0.5, "target")
-    assert series.take(scheduler) == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
-    series.total(scheduler, STEPS, 5)
-    series.put(scheduler, COVERAGE, 0.5, "target")
-    assert series.take(scheduler) == {}
-    series.put(scheduler, COVERAGE, 0.25, "target")
-    assert series.take(scheduler) == {COVERAGE: {"target": 0.25}}
+        metrics.total(scheduler, STEPS, so_far)
+        metrics.put(scheduler, COVERAGE, 0.5, "target")
+    assert metrics.take(scheduler) == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
+    metrics.total(scheduler, STEPS, 5)
+    metrics.put(scheduler, COVERAGE, 0.5, "target")
+    assert metrics.take(scheduler) == {}
+    metrics.put(scheduler, COVERAGE, 0.25, "target")
+    assert metrics.take(scheduler) == {COVERAGE: {"target": 0.25}}
 
 
 def test_a_total_that_goes_down_takes_nothing_back(tmp_path: Path) -> None:
@@ -109,20 +110,20 @@ def test_a_total_that_goes_down_takes_nothing_back(tmp_path: Path) -> None:
     logger, scheduler = logger_of(tmp_path, dict(method="ngram"), [0]), SimpleNamespace()
     seen = []
     for so_far in (3, 0, 2, 4):
-        series.total(scheduler, COMPILED, so_far)
-        record(logger, 0, series.take(scheduler))
+        metrics.total(scheduler, COMPILED, so_far)
+        record(logger, 0, metrics.take(scheduler))
         seen.append(shown(f"{COMPILED}_total"))
     assert seen == [3, 3, 3, 4]
 
 
 def test_a_gauge_may_be_nothing() -> None:
     scheduler = SimpleNamespace()
-    series.put(scheduler, COVERAGE, 0, "drafter")
-    assert series.take(scheduler) == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
+    metrics.put(scheduler, COVERAGE, 0, "drafter")
+    assert metrics.take(scheduler) == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
 
 
 def test_a_series_with_a_label_wants_its_value() -> None:
     with pytest.raises(AssertionError, match=ROWS):
-        series.count(SimpleNamespace(), ROWS)
+        metrics.count(SimpleNamespace(), ROWS)
     with pytest.raises(AssertionError, match=STEPS):
-        series.count(SimpleNamespace(), STEPS, 1, "0")
+        metrics.count(SimpleNamespace(), STEPS, 1, "0")

@@ -11,8 +11,6 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
-from vllm_gaudi_spec import series
-from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
@@ -20,6 +18,8 @@ from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, St
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 def send(step: Step, backend: HostBackend) -> Report:
@@ -207,6 +207,6 @@ def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], 
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
     assert output.draft_rounds == [*rounds, seen]
-    reasons = {FAULTY: series.FAULT, UNVERIFIED: series.UNVERIFIED}
+    reasons = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
     assert output.why == {name: reasons[n] for name, n in zip("ab", numbers, strict=False) if n < 0}
     assert output.started == ("b",)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec import series
 from vllm_gaudi_spec.patching import wrap
+from vllm_gaudi_spec.scheduling import metrics
 
 _OWN = "gaudi_spec"
 """The field of vLLM's record that carries our series."""
@@ -30,7 +30,7 @@ def carry_own_series() -> None:
             setattr(SchedulerStats, known.name, known)
         for made in ("__init__", "__repr__", "__eq__"):
             delattr(SchedulerStats, made)
-        SchedulerStats.__annotations__[_OWN] = series.Figures
+        SchedulerStats.__annotations__[_OWN] = metrics.Figures
         setattr(SchedulerStats, _OWN, dataclasses.field(default_factory=dict))
         dataclasses.dataclass(SchedulerStats)
     wrap(Scheduler, "make_stats", _send_own_series)
@@ -39,7 +39,7 @@ def carry_own_series() -> None:
 
 
 def _send_own_series(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    stats, news = original(scheduler, *args, **kwargs), series.take(scheduler)
+    stats, news = original(scheduler, *args, **kwargs), metrics.take(scheduler)
     if stats is not None:  # with --disable-log-stats there are none
         setattr(stats, _OWN, news)
     return stats
@@ -57,7 +57,7 @@ def _add_own_series(
     setattr(
         logger,
         _OWN,
-        series.Shown(
+        metrics.Shown(
             logger._counter_cls,
             logger._gauge_cls,
             _LABELS,

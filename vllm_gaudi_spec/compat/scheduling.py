@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec import draft_counts, drafter_health
 from vllm_gaudi_spec.patching import wrap
+from vllm_gaudi_spec.scheduling import counts as draft_counts
+from vllm_gaudi_spec.scheduling import health
 
 
 def count_real_drafts() -> None:
@@ -28,7 +29,7 @@ def count_real_drafts() -> None:
 def _read_output(original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """For `count_real_drafts` and `watch_the_drafter`; and what `carry_own_series` carries is counted."""
     draft_counts.hear(scheduler, scheduler_output, model_runner_output)
-    drafter_health.hear(scheduler, model_runner_output)
+    health.hear(scheduler, model_runner_output)
     num_real = getattr(model_runner_output, "num_real_drafts", None)
     if num_real is not None:
         # Upstream subtracts these from its counts, and from nothing else: rejected places are given back as before.
@@ -76,5 +77,5 @@ def watch_the_drafter() -> None:
 
 
 def _tell_of_the_drafter(original: Callable[..., None], scheduler: Any, scheduler_output: Any) -> None:
-    drafter_health.tell(scheduler, scheduler_output)
+    health.tell(scheduler, scheduler_output)
     original(scheduler, scheduler_output)

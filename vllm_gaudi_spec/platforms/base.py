@@ -27,8 +27,8 @@ logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
 _SCHEDULERS = {
-    False: "vllm_gaudi_spec.pacing.scheduler.PacedScheduler",
-    True: "vllm_gaudi_spec.pacing.scheduler.PacedAsyncScheduler",
+    False: "vllm_gaudi_spec.scheduling.scheduler.PacedScheduler",
+    True: "vllm_gaudi_spec.scheduling.scheduler.PacedAsyncScheduler",
 }
 """Where drafting is paced, by whether steps overlap."""
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"

@@ -22,7 +22,6 @@ from vllm_gaudi_spec.runner.sampling import Branch
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.proposers.length_split import LengthSplit
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 class DeviceDrafting:

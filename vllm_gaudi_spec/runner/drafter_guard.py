@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
+from vllm_gaudi_spec.scheduling.health import DraftRound
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

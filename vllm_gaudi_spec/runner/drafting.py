@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.landing import Landing
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 Draft = Callable[["SampleBatch", "torch.Tensor", "SamplingInputs"], object]

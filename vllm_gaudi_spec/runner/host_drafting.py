@@ -16,7 +16,6 @@ from vllm_gaudi_spec.runner.drafter_guard import Guard
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.drafter_guard import Agree
     from vllm_gaudi_spec.runner.drafting import Draft
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 class HostDrafting:

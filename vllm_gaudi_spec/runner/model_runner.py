@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_gaudi_spec import series
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
@@ -35,6 +34,7 @@ from vllm_gaudi_spec.runner.slab import block_of
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.runner.weights import ModelWeights
+from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 
     from vllm_gaudi_spec.backends.base import DeviceBackend
-    from vllm_gaudi_spec.drafter_health import Word
     from vllm_gaudi_spec.runner.batch import SampleBatch
     from vllm_gaudi_spec.sample.verdict import Verdict
+    from vllm_gaudi_spec.scheduling.health import Word
 
 
 class Finished(NamedTuple):
@@ -226,7 +226,7 @@ class ModelRunner:
             outgrown = self.drafting.outgrown()
             self.drafting.propose_behind(self.report.step, most)
             if isinstance(output, SpeculativeOutput):
-                output.why.update(dict.fromkeys(outgrown, series.LENGTH))
+                output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
         return output
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.series import Worked
+from vllm_gaudi_spec.scheduling.metrics import Worked
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi_spec import series
-from vllm_gaudi_spec.drafter_health import DraftRound
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.health import DraftRound
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.backends.base import DeviceBackend
@@ -115,7 +115,7 @@ class _Copy:
 
 @dataclass
 class CountedOutput(ModelRunnerOutput):
-    worked: series.Worked | None = None
+    worked: metrics.Worked | None = None
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Report(AsyncModelRunnerOutput):
         self._copy = _Copy(step, wait)
         self.step: Step | None = None
         """The step on the host; known once `get_output` was called."""
-        self.worked: series.Worked | None = None
+        self.worked: metrics.Worked | None = None
         """What the worker says of itself with this step."""
 
     def get_output(self) -> ModelRunnerOutput:
@@ -168,7 +168,7 @@ class Report(AsyncModelRunnerOutput):
         )
 
 
-_REASONS = {FAULTY: series.FAULT, UNVERIFIED: series.UNVERIFIED}
+_REASONS = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
 
 
 def _verified_round(told: dict[str, int]) -> list[DraftRound]:

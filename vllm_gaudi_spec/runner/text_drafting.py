@@ -28,7 +28,6 @@ from vllm_gaudi_spec.runner.shapes import PREFILL
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.backends.base import DeviceBackend
-    from vllm_gaudi_spec.drafter_health import DraftRound
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
     from vllm_gaudi_spec.proposers.universal.timeline import Reader
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.runner.slab import Slab
+    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 # By so many tokens a text may shrink when its end is encoded again.

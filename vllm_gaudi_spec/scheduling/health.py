@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from vllm_gaudi_spec import draft_counts, series
+from vllm_gaudi_spec.scheduling import counts, metrics
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ def hear(scheduler: Any, output: Any) -> None:
     health = vars(scheduler).setdefault(_HEALTH, DrafterHealth())
     was_off = health.is_off
     if faults := health.heard(rounds):
-        series.count(scheduler, series.DRAFTER_FAULTS, faults)
+        metrics.count(scheduler, metrics.DRAFTER_FAULTS, faults)
     if health.is_off and not was_off:
-        series.count(scheduler, series.DRAFTER_SWITCHED_OFF)
+        metrics.count(scheduler, metrics.DRAFTER_SWITCHED_OFF)
 
 
 def tell(scheduler: Any, scheduled: Any) -> None:
@@ -112,7 +112,7 @@ def tell(scheduler: Any, scheduled: Any) -> None:
         return
     if health.is_off:
         scheduled.num_spec_tokens_to_schedule = 0
-        scheduled.spared_for = series.OFF
+        scheduled.spared_for = metrics.OFF
     if (word := health.word()) is not None:
         scheduled.drafter_word = word
-        draft_counts.exclude(scheduler, word.never)
+        counts.exclude(scheduler, word.never)

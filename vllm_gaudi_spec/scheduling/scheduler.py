@@ -9,12 +9,12 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_gaudi_spec import drafter_health, series
 from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import Options
-from vllm_gaudi_spec.pacing.goodput import Goodput
-from vllm_gaudi_spec.pacing.lengths import Lengths
 from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.scheduling import health, metrics
+from vllm_gaudi_spec.scheduling.goodput import Goodput
+from vllm_gaudi_spec.scheduling.lengths import Lengths
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,7 +57,7 @@ class _Paced(Scheduler):
     # --- while a step is scheduled ---
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        drafter_health.tell(self, scheduler_output)  # where the drafter is off there is nothing to pace
+        health.tell(self, scheduler_output)  # where the drafter is off there is nothing to pace
         if self._lengths is not None:
             self._lengths.forget(scheduler_output.finished_req_ids)
         if (sampling := self._sampling(scheduler_output)) and scheduler_output.num_spec_tokens_to_schedule:
@@ -82,15 +82,15 @@ class _Paced(Scheduler):
     def _pace(self, scheduled: SchedulerOutput, sampling: list[str]) -> None:
         only_decodes = _only_decodes(scheduled)
         drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
-        spared_for = series.GOODPUT
+        spared_for = metrics.GOODPUT
         if drafts and self._lengths is not None:
             # The runner looks for it: what each of these requests may draft behind this step.
             scheduled.most_drafts = self._lengths.choose(sampling)
-            drafts, spared_for = any(scheduled.most_drafts.values()), series.ACCEPTANCE
+            drafts, spared_for = any(scheduled.most_drafts.values()), metrics.ACCEPTANCE
         if not drafts:
             scheduled.num_spec_tokens_to_schedule = 0
             scheduled.spared_for = spared_for
-            series.count(self, series.SPARED_STEPS)
+            metrics.count(self, metrics.SPARED_STEPS)
         self._paces[id(scheduled)] = _Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
 

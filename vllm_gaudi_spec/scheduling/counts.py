@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_gaudi_spec import series
 from vllm_gaudi_spec.config import Speculation, asked_drafts, last_use
+from vllm_gaudi_spec.scheduling import metrics
 
 _COUNTS = "_gaudi_spec_draft_counts"
 
@@ -50,38 +50,38 @@ class DraftCounts:
             if not num_drafts:
                 reason = why.get(req_id) or self._reason(request, spared_for)
                 reasons[reason] = reasons.get(reason, 0) + 1
-        for name, rows in ((series.ROWS, verified), (series.ROWS_BY_CHOICE, chosen)):
+        for name, rows in ((metrics.ROWS, verified), (metrics.ROWS_BY_CHOICE, chosen)):
             for number, more in enumerate(rows):
                 if more:
-                    series.count(scheduler, name, more, str(number))
+                    metrics.count(scheduler, name, more, str(number))
         for reason, more in reasons.items():
-            series.count(scheduler, series.ROWS_WITHOUT_DRAFTS, more, reason)
+            metrics.count(scheduler, metrics.ROWS_WITHOUT_DRAFTS, more, reason)
 
     def _reason(self, request: Any, spared_for: str) -> str:
         """What lasts comes before what passes."""
         if not asked_drafts(request.sampling_params, self._num_drafts):
-            return series.REQUEST
+            return metrics.REQUEST
         if request.request_id in self._excluded:
-            return series.FAULT
+            return metrics.FAULT
         if request.num_tokens >= last_use(request.num_prompt_tokens, request.max_tokens):
-            return series.ENDING
+            return metrics.ENDING
         if request.num_tokens >= self._longest:
-            return series.LENGTH
-        return spared_for or (series.FAULT if request.request_id in self._failed else series.NOTHING)
+            return metrics.LENGTH
+        return spared_for or (metrics.FAULT if request.request_id in self._failed else metrics.NOTHING)
 
     def remember(self, scheduled: Any, output: Any) -> None:
         """What was decided with this step is of the drafts behind it, which a later one verifies."""
         most, own = scheduled.num_spec_tokens_to_schedule, getattr(scheduled, "most_drafts", {})
         if self._choices or own or most < self._num_drafts:
-            spared_for = getattr(scheduled, "spared_for", series.LOAD)
+            spared_for = getattr(scheduled, "spared_for", metrics.LOAD)
             for req_id in output.num_real_drafts:
                 choice = min(most, own.get(req_id, most))
-                reason = "" if choice else series.ACCEPTANCE if most else spared_for
+                reason = "" if choice else metrics.ACCEPTANCE if most else spared_for
                 self._choices[req_id] = choice, reason
         rounds, why = getattr(output, "draft_rounds", ()), getattr(output, "why", {})
         # What the device saw is of the drafts that this step was to verify.
         self._failed.difference_update(output.num_real_drafts)
-        self._failed.update(req_id for done in rounds for req_id in done.faulty if why.get(req_id) != series.FAULT)
+        self._failed.update(req_id for done in rounds for req_id in done.faulty if why.get(req_id) != metrics.FAULT)
 
 
 def _is_dropped(request: Any) -> bool:
@@ -123,9 +123,9 @@ def _counts_of(scheduler: Any) -> DraftCounts | None:
     return counts
 
 
-def _hear_worker(scheduler: Any, worked: series.Worked) -> None:
-    series.total(scheduler, series.STEPS, worked.steps)
-    series.total(scheduler, series.HOST_READS, worked.host_reads)
-    series.total(scheduler, series.COMPILED, worked.compiled)
+def _hear_worker(scheduler: Any, worked: metrics.Worked) -> None:
+    metrics.total(scheduler, metrics.STEPS, worked.steps)
+    metrics.total(scheduler, metrics.HOST_READS, worked.host_reads)
+    metrics.total(scheduler, metrics.COMPILED, worked.compiled)
     for vocabulary, share in worked.coverage.items():
-        series.put(scheduler, series.COVERAGE, share, vocabulary)
+        metrics.put(scheduler, metrics.COVERAGE, share, vocabulary)
