@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MARKS = {"ngram": pytest.mark.every_card, "suffix, preempted": pytest.mark.slow}
+MARKS = {case: pytest.mark.slow for case in ("ngram", "suffix, preempted")}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
@@ -100,6 +100,7 @@ def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], a
         reads_once(llm)
 
 
+@pytest.mark.slow
 def test_probabilistic_drafts_run(looping_llama: str, cousin: str, requests: list[Request]) -> None:
     """Their tokens are others, by the same law; here it matters that nothing is compiled for them."""
     config = dict(method="draft_model", model=cousin, num_speculative_tokens=2, rejection_sample_method="block")
