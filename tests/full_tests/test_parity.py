@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers in float32: on the demo model, and on every family of models."""
+"""Greedy tokens equal those of transformers in float32: on the demo model, and on families of models."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,13 @@ def test_demo_model(demo_model: str) -> None:
     tally.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others are looked at by test_models.py, with drafts and without.
+ONLY_HERE = ("granite", "mixtral", "deepseek_lite")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in ONLY_HERE else pytest.mark.slow) for family in FAMILIES]
+)
 def test_family(family: str, tiny: Callable[[str], str]) -> None:
     prompts = random_prompts(LENGTHS, VOCAB)
     with engine(tiny(family)) as llm:
