@@ -270,8 +270,8 @@ TEXT: dict[str, Recipe] = {
     ),
     "deepseek-v2-lite": Recipe(
         architecture="DeepseekV2ForCausalLM",
-        config=shape(num_hidden_layers=3, **LATENT | dict(q_lora_rank=None), **ROUTED | ONE_GROUP),
-        published=dict(scoring_func="softmax", q_lora_rank=None),
+        config=shape(num_hidden_layers=3, **LATENT, **ROUTED | ONE_GROUP) | dict(q_lora_rank=None),
+        published=dict(scoring_func="softmax"),
     ),
     "deepseek-v2": Recipe(
         architecture="DeepseekV2ForCausalLM",
