@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MARKS = {case: pytest.mark.slow for case in ("ngram", "suffix, preempted")}
+MARKS = dict.fromkeys(("ngram", "suffix, preempted"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])

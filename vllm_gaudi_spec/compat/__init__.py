@@ -6,11 +6,9 @@ tests/unit/compat/ fails when upstream moves under one of these.
 from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
-    admit_universal_draft,
+    describe_drafters,
     leave_overlap_to_the_platform,
-    name_the_missing_target,
     raise_refusals_unchanged,
-    trust_drafters_apart,
     widen_speculative_options,
 )
 from vllm_gaudi_spec.compat.loading import (
@@ -50,9 +48,7 @@ def apply() -> None:
     share_vllm_logging()
     let_engine_finish()
     end_engines_with_their_server()
-    admit_universal_draft()
-    trust_drafters_apart()
-    name_the_missing_target()
+    describe_drafters()
     refuse_pickled_weights()
     widen_speculative_options()
     raise_refusals_unchanged()  # after `widen`, which makes a constructor anew

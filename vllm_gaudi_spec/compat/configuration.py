@@ -11,43 +11,30 @@ from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
 from vllm_gaudi_spec.patching import do_nothing, raise_unchanged, widen, wrap
 
 
-def admit_universal_draft() -> None:
-    """Method `universal_draft`, another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
-    draft, and for vocabularies of other sizes.
+def describe_drafters() -> None:
+    """How a speculative configuration describes its drafter. One wrapper with three parts, of which each can go alone.
 
+    Method `universal_draft` is another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
+    draft, and for vocabularies of other sizes.
     Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
     output matrices are padded to other sizes. At start-up we compare the tokens themselves.
     Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
-    """
-    from vllm.config import SpeculativeConfig
 
-    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
-    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", do_nothing)
-
-
-def trust_drafters_apart() -> None:
-    """Let `--trust-remote-code` run code of the target's folder, and not of a drafter's as well; of its own name, the
+    `--trust-remote-code` runs code of the target's folder, and not of a drafter's as well; of its own name, the
     drafter is read at the target's revision.
-
     Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two. It does not hand
     on the revision that was looked at before it was trusted.
     Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
-    """
-    from vllm.config import SpeculativeConfig
 
-    wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
-
-
-def name_the_missing_target() -> None:
-    """Refuse a drafter that is a model, configured without its target, in one line.
-
-    Reason: `SpeculativeConfig` reads the target's tokenizer, dtype and ranks for such a drafter, and both fields are
-    optional. Without them upstream ends with an AttributeError of None.
+    A drafter that is a model, configured without its target, is refused in one line.
+    Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
+    it ends with an AttributeError of None.
     Remove when: upstream checks both fields before it reads them.
     """
     from vllm.config import SpeculativeConfig
 
     wrap(SpeculativeConfig, "__post_init__", _describe_drafter)
+    wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", do_nothing)
 
 
 def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:

@@ -86,7 +86,7 @@ def test_other_methods_still_have_no_vocabulary_of_their_own() -> None:
 
 
 def test_upstream_still_refuses_what_universal_drafting_needs() -> None:
-    """When one of these goes, so does that part of `admit_universal_draft`."""
+    """When one of these goes, so does that part of `describe_drafters`."""
     source = inspect.getsource(SpeculativeConfig._verify_args)
     assert "use_heterogeneous_vocab currently only supports greedy" in source
     assert "verify_equal_vocab_size_if_draft_model" in source
