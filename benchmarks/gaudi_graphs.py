@@ -29,8 +29,8 @@ emulator.install(generation="gaudi2", lazy=True)  # the checkout imports habana_
 
 import common  # noqa: E402
 
-from vllm_gaudi_spec.backends.hpu import Backend  # noqa: E402
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting  # noqa: E402
 from vllm_gaudi_spec.runner.drafter_state import DrafterState  # noqa: E402

@@ -26,7 +26,7 @@ import common  # noqa: E402
 import torch  # noqa: E402
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks  # noqa: E402
-from vllm_gaudi_spec.backends.hpu import Backend, KVPair  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.emulator.card import DEVICE  # noqa: E402
 from vllm_gaudi_spec.emulator.counters import Tally  # noqa: E402

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
-from vllm_gaudi_spec.backends.hpu import Backend, KVPair
 from vllm_gaudi_spec.config import EXPONENTIAL
+from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.sample import strict

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 from vllm import _custom_ops as vllm_ops
 
-from vllm_gaudi_spec.backends.cpu_linear import Float16Linear, Int8Linear
+from vllm_gaudi_spec.devices.cpu.linear import Float16Linear, Int8Linear
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 

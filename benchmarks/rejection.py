@@ -423,7 +423,7 @@ def main() -> None:
         sys.exit("timing needs a CUDA GPU; --size tiny checks the rules without one")
     device, rules, shapes = "cpu", TORCH, [(5, 3, 1000)]
     if torch.cuda.is_available():
-        from vllm_gaudi_spec.backends.cuda_rules import RULES as rules
+        from vllm_gaudi_spec.devices.cuda.rules import RULES as rules
 
         device, shapes = "cuda", [(5, 3, 1000), (3, 2, 1001), (256, 4, 32_000), (32, 8, 128_256)]
     report: dict[str, Any] = {"device": device, "torch": torch.__version__, **check(rules, device, shapes)}

@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec import backends
+from vllm_gaudi_spec import devices
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_DRAFTER = ROOT / "demo" / "draft-same-vocab"
@@ -73,7 +73,7 @@ DEVICES = {
             emulated="hpu-emulated",
             packages=("habana-torch-plugin",),
             tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
-            is_available=backends.gaudi_is_available,
+            is_available=devices.gaudi_is_available,
         ),
         Device(
             name="ascend",
@@ -83,7 +83,7 @@ DEVICES = {
             emulated="ascend-emulated",
             packages=("torch-npu",),
             tool=("npu-smi", "-v"),
-            is_available=backends.ascend_is_available,
+            is_available=devices.ascend_is_available,
         ),
     )
 }

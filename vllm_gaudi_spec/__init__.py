@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform class to use, or None to stay out of the way."""
     from vllm_gaudi_spec import compat, versions
-    from vllm_gaudi_spec.backends import (
+    from vllm_gaudi_spec.devices import (
         REFUSING_PLATFORM,
         asked_for,
         choose_device,

@@ -17,8 +17,8 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.environment import name_process_group
 from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner

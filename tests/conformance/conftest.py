@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class FrontEnd(NamedTuple):
@@ -31,16 +31,16 @@ OPENING = ("Stream", "Event", "mem_get_info", "synchronize", "current_stream", "
 def front_end() -> FrontEnd:
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_spec import backends
+    from vllm_gaudi_spec import devices
 
     # The device's software, or what stands in for it, comes with the module.
-    importlib.import_module(backends._DEVICES[backends.choose_device() or "cpu"].module)
+    importlib.import_module(devices._DEVICES[devices.choose_device() or "cpu"].module)
     device, called = getattr(torch, current_platform.device_type), []
     with pytest.MonkeyPatch.context() as patch:
         for name in OPENING:
             if hasattr(device, name):
                 patch.setattr(device, name, _noted(name, getattr(device, name), called))
-        backend = backends.load_backend()
+        backend = devices.load_backend()
         current_platform.import_ir_kernels()
         name, total_memory = current_platform.get_device_name(), current_platform.get_device_total_memory()
     return FrontEnd(backend, name, total_memory, called, backend.captures and device.is_initialized())

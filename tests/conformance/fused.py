@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from tests.conformance.paged import Kind
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Where emulated cards keep the doubles of such operations.
 _NAMESPACES = ("hpu", "npu")

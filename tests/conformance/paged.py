@@ -14,11 +14,11 @@ from tests.unit.reference.attention import attend_one
 from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import torch_ops
+from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Absolute and relative. The reference gets the same inputs, rounded as they are; float32 sums in another order, the
 # others round scores, weights and results.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def compiled(backend: DeviceBackend) -> int:

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.operations import OWN, PLAIN
 from vllm_gaudi_spec.attention.packing import packed
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 LATENT = Kind(heads=5, kv_heads=1, head_size=56, value_size=40)
 KINDS = {

@@ -9,7 +9,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from tests.conformance.conftest import FrontEnd
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def test_there_and_back(backend: DeviceBackend) -> None:

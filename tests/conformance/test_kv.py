@@ -14,7 +14,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # With a window of one token, attention gives back the values that it stored.
 PLAIN_KIND = Kind(heads=1, kv_heads=1, window=1)

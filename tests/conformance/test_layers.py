@@ -11,7 +11,7 @@ import torch
 from tests.conformance.fused import Called, of_layer
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 

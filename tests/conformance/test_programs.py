@@ -11,7 +11,7 @@ import torch
 from tests.conformance.programs import compiled
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 # Devices that have a mode in which programs are made and nothing is computed.

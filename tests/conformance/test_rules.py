@@ -13,7 +13,7 @@ from vllm_gaudi_spec.sample.rules import TORCH, Rules
 from vllm_gaudi_spec.sample.verdict import Verdict
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 ROWS, PLACES = 400, 3
 # Few tokens, of which drafts are often right; many, for what is sampled of them.

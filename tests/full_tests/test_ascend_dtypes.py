@@ -11,7 +11,7 @@ import torch
 from tests.full_tests.engines import engine
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import differences, mixed_requests, run_together
-from vllm_gaudi_spec.backends import load_backend
+from vllm_gaudi_spec.devices import load_backend
 
 pytestmark = pytest.mark.ascend
 

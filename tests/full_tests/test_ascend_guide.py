@@ -17,7 +17,7 @@ from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.test_refusals import refusal
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
 from tests.full_tests.workload import Answer, differences, mixed_requests, run_together
-from vllm_gaudi_spec.backends import describe_device, load_backend
+from vllm_gaudi_spec.devices import describe_device, load_backend
 
 pytestmark = pytest.mark.ascend
 

@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from tests.full_tests.engines import counter, engine, first_tokens, generate
 from tests.full_tests.prompts import PROMPTS
-from vllm_gaudi_spec.backends import cpu_linear
+from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 OPTIONS: dict[str, Any] = dict(max_num_seqs=4, max_model_len=256, enable_prefix_caching=False)

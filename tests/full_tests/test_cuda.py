@@ -18,7 +18,7 @@ from tests.full_tests.engines import counter, engine, generate
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.workload import Request, mixed_requests, run_together
-from vllm_gaudi_spec.backends import describe_device
+from vllm_gaudi_spec.devices import describe_device
 
 pytestmark = pytest.mark.cuda
 

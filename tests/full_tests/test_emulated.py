@@ -19,7 +19,7 @@ from tests.full_tests.heads import METHODS, head, target
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, ngram, speculating, suffix
 from tests.full_tests.workload import Request, mixed_requests, run_together
-from vllm_gaudi_spec.backends import describe_device
+from vllm_gaudi_spec.devices import describe_device
 from vllm_gaudi_spec.environment import cache_folder
 
 pytestmark = pytest.mark.emulated

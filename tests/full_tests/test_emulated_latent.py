@@ -11,7 +11,7 @@ from tests.full_tests.equality import Tally
 from tests.full_tests.prompts import random_prompts
 from tests.full_tests.reference import Reference
 from tests.full_tests.tiny_models import VOCAB
-from vllm_gaudi_spec.backends import describe_device
+from vllm_gaudi_spec.devices import describe_device
 
 pytestmark = pytest.mark.emulated
 

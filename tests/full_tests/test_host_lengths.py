@@ -17,7 +17,7 @@ from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.workload import Answer, Request, mixed_requests, run_together
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends import load_backend
+from vllm_gaudi_spec.devices import load_backend
 
 # A KV block of 16: bounds that end in one, begin one, and reach into the last that a row can have.
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64, block_size=16)

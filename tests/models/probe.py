@@ -55,7 +55,7 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
 
     canaries = Canaries()
     if ours:
-        from vllm_gaudi_spec.backends import load_backend
+        from vllm_gaudi_spec.devices import load_backend
 
         backend = load_backend()
         backend.allocate_kv = canaries.watching(backend.allocate_kv)

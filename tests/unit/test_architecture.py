@@ -15,23 +15,23 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Folder or module -> what of ours it may import. What is not listed is not done.
 MAY_IMPORT = {
-    "__init__": {"compat", "backends", "platforms", "integrations", "versions"},
+    "__init__": {"compat", "devices", "platforms", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {
         *("integrations", "config", "environment", "patching", "proposers.translation", "proposers.universal"),
     },
     "platforms": {
-        *("platforms", "backends", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
+        *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
         "runner.shapes",
     },
-    "worker": {"backends", "config", "environment", "lora.manager", "runner"},
-    "scheduling": {"backends", "config", "runner.shapes", "scheduling"},
+    "worker": {"devices", "config", "environment", "lora.manager", "runner"},
+    "scheduling": {"devices", "config", "runner.shapes", "scheduling"},
     "runner": {
         "cached_files",
         "proposers",
         "sample",
         "attention",
-        "backends.base",
+        "devices.base",
         "compat",
         "config",
         "environment",
@@ -41,15 +41,15 @@ MAY_IMPORT = {
         "scheduling",
     },
     "lora": {"lora", "config"},
-    "attention": {"backends", "config", "attention"},
-    "backends": {"compat", "config", "environment", "backends", "attention", "emulator", "quantization", "sample"},
-    "emulator": {"emulator"},
+    "attention": {"devices", "config", "attention"},
+    "devices": {"compat", "config", "environment", "devices", "attention", "emulator", "quantization", "sample"},
+    "emulator": {"emulator", "devices.hpu.compile_time"},
     "cached_files": set(),
-    "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "backends.base", "config"},
+    "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "devices.base", "config"},
     "sample": {"sample"},
     "config": set(),
     "environment": {"config"},
-    "refusals": {"backends.base", "config", "quantization.config", "refusals"},
+    "refusals": {"devices.base", "config", "quantization.config", "refusals"},
     "compat": {"compat", "config", "environment", "patching", "scheduling"},
     "patching": set(),
     "quantization": {"cached_files", "quantization", "config", "environment", "attention.operations"},
@@ -61,23 +61,23 @@ MAY_IMPORT = {
     "tools.io": {"cached_files", "tools.io"},
     "tools.demo_model": {"cached_files", "environment"},
     "tools.tune": {
-        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "backends", "config", "environment"),
+        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config", "environment"),
         *("emulator.cost", "emulator.counters"),
     },
     "tools.report": {"tools.report", "tools.io", "environment", "variables", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
-        *("backends", "config", "environment", "platforms"),
+        *("devices", "config", "environment", "platforms"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
-        *("backends", "config", "environment", "integrations", "platforms", "proposers.universal"),
+        *("devices", "config", "environment", "integrations", "platforms", "proposers.universal"),
         *("quantization.fingerprint", "refusals", "runner.drafting_memory", "variables", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "backends", "config", "emulator", "environment", "platforms", "versions"),
+        *("__version__", "devices", "config", "emulator", "environment", "platforms", "versions"),
     },
 }
 
@@ -109,7 +109,7 @@ def test_import_directions(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
     names = set(imports(path))
-    if part_of(path) != "backends":
+    if part_of(path) != "devices":
         assert not {name for name in names if name.split(".")[0] in ("habana_frameworks", "torch_npu")}
     source = path.read_text()
     if part_of(path) not in ("environment", "tools.demo_model"):
@@ -118,7 +118,7 @@ def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
 
 
 def test_sampling_rules_and_plain_ops_do_not_know_vllm() -> None:
-    for path in [*(PACKAGE / "sample").glob("*.py"), PACKAGE / "backends" / "torch_ops.py"]:
+    for path in [*(PACKAGE / "sample").glob("*.py"), PACKAGE / "devices" / "common" / "torch_ops.py"]:
         if path.name != "logprobs.py":  # builds vLLM's own record
             assert not {name for name in imports(path) if name.split(".")[0] == "vllm"}, path.name
 

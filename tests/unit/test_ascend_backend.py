@@ -15,13 +15,14 @@ import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
-from vllm_gaudi_spec import backends, refusals
+from vllm_gaudi_spec import devices, refusals
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
-from vllm_gaudi_spec.backends import ascend, ascend_attention
-from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
-from vllm_gaudi_spec.backends.stream_graphs import Graphed
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
+from vllm_gaudi_spec.devices.ascend import backend as ascend
+from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.runner.batch import Planned, make_batch
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shape, Shapes
@@ -32,12 +33,12 @@ from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shape, Shapes
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder in place of /dev, on a host that has all software and no other plugin."""
-    questions = backends.gaudi_is_available, backends.ascend_is_available
+    questions = devices.gaudi_is_available, devices.ascend_is_available
     monkeypatch.delenv("VGS_DEVICE", raising=False)
-    monkeypatch.setattr(backends, "other_platform_plugins", tuple)
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    monkeypatch.setitem(backends._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
-    monkeypatch.setitem(backends._NODES, "ascend", ((str(tmp_path), "davinci[0-9]*"),))
+    monkeypatch.setattr(devices, "other_platform_plugins", tuple)
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    monkeypatch.setitem(devices._NODES, "ascend", ((str(tmp_path), "davinci[0-9]*"),))
     for ask in questions:
         ask.cache_clear()
     yield tmp_path
@@ -57,20 +58,20 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_a_card_is_chosen_when_it_is_there(nodes: tuple[str, ...], chosen: str, host: Path) -> None:
     for name in nodes:
         (host / name).touch()
-    assert backends.choose_device() == chosen
+    assert devices.choose_device() == chosen
 
 
 def test_a_card_without_its_software_is_none(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (host / "davinci0").touch()
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    assert backends.choose_device() == "cpu"
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert devices.choose_device() == "cpu"
 
 
 @pytest.mark.parametrize("device", ["ascend", "ascend-emulated"])
 def test_its_platform(device: str) -> None:
     from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
 
-    assert backends.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
+    assert devices.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
     assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
 
 

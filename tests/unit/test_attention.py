@@ -10,7 +10,7 @@ import torch
 from tests.unit.reference.attention import attend_one
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.packing import packed, spread
-from vllm_gaudi_spec.backends import torch_ops
+from vllm_gaudi_spec.devices.common import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_gaudi_spec.backends.cpu_linear import has_int8_kernel
+from vllm_gaudi_spec.devices.cpu.linear import has_int8_kernel
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "gemm.py"
 

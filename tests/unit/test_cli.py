@@ -19,7 +19,7 @@ import pytest
 from tests import verify_device
 from tests.unit import records
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli import check_engine, completion, counting, demo, graph_check, summary, workload
 
@@ -87,7 +87,7 @@ def test_wrong_options_end_with_status_2(
     def no_bridge(name: str) -> object:
         return None if name in ("habana_frameworks", "torch_npu") else object()
 
-    monkeypatch.setattr(backends, "find_spec", no_bridge)
+    monkeypatch.setattr(devices, "find_spec", no_bridge)
     monkeypatch.setattr(graph_check, "become", lambda command: pytest.fail(f"{command} was started"))
     try:
         status = cli.main(["graph-check", *arguments])
@@ -463,7 +463,7 @@ def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) ->
     return result_of(meter)
 
 
-READ = ("host read", "copy to the host", "backends/hpu.py:9 (start_download)")
+READ = ("host read", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
 GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
 
 

@@ -25,7 +25,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP, STR_SPEC_DEC_REJE
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec import backends, compat, config, environment, refusals
+from vllm_gaudi_spec import compat, config, devices, environment, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
@@ -187,18 +187,18 @@ def test_stays_inactive_beside_another_platform_plugin(monkeypatch: pytest.Monke
 
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setattr(backends, "entry_points", lambda group: [Plugin])
-    backends.other_platform_plugins.cache_clear()
+    monkeypatch.setattr(devices, "entry_points", lambda group: [Plugin])
+    devices.other_platform_plugins.cache_clear()
     try:
-        assert backends.choose_device() is None
+        assert devices.choose_device() is None
         monkeypatch.setenv("VGS_DEVICE", "cpu")
-        assert backends.choose_device() == "cpu"
+        assert devices.choose_device() == "cpu"
         monkeypatch.delenv("VGS_DEVICE")
         monkeypatch.setenv("VLLM_PLUGINS", "gaudi_spec")
-        backends.other_platform_plugins.cache_clear()
-        assert backends.choose_device() == "cpu"
+        devices.other_platform_plugins.cache_clear()
+        assert devices.choose_device() == "cpu"
     finally:
-        backends.other_platform_plugins.cache_clear()
+        devices.other_platform_plugins.cache_clear()
 
 
 TARGET_MAX_LEN = 512

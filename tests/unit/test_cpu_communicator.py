@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from vllm_gaudi_spec import environment
-from vllm_gaudi_spec.backends import load_backend
-from vllm_gaudi_spec.backends.cpu_communicator import CpuSpecCommunicator
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.cpu.communicator import CpuSpecCommunicator
 
 SIZE = 1000
 

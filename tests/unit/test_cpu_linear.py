@@ -15,9 +15,9 @@ from vllm.config.vllm import set_current_vllm_config
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from vllm_gaudi_spec.backends import cpu_linear
-from vllm_gaudi_spec.backends.cpu_linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear, OnFirstCall
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
+from vllm_gaudi_spec.devices.cpu.linear import FEW_ROWS, ByRows, Float16Linear, Int8Linear, OnFirstCall
 
 ROWS = (1, 2, 3, 5, 8, 13, FEW_ROWS, FEW_ROWS + 1, 70)
 SHAPES = ((192, 64), (96, 160), (80, 36))  # the last one no int8 kernel of whole tiles takes

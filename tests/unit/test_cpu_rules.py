@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_gaudi_spec.backends.cpu_rules import RULES
+from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.sample.rules import TORCH
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture
 def backend() -> Iterator[Any]:
-    from vllm_gaudi_spec.backends.cuda import Backend
+    from vllm_gaudi_spec.devices.cuda.backend import Backend
 
     with torch.inference_mode():
         yield Backend()

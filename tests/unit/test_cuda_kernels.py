@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.test_paged_attention import TOLERANCE, Scene, make_scene
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 pytestmark = pytest.mark.cuda
 
@@ -30,7 +30,7 @@ def by_kernel(
     spec: AttentionLayerSpec,
     out: torch.Tensor,
 ) -> None:
-    from vllm_gaudi_spec.backends import cuda_attention
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     # Queries come as a part of what a projection made, so a token's lie further apart than they are long.
     projected = torch.full((query.shape[0], query.shape[1] + 2, query.shape[2]), torch.nan, dtype=query.dtype)
@@ -54,7 +54,7 @@ def check(scene: Scene) -> None:
 
 @pytest.fixture(params=["split", "whole"])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.backends import cuda_attention
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     if request.param == "whole":
         monkeypatch.setattr(cuda_attention, "_BUSY", 1)
@@ -105,7 +105,7 @@ def test_rows_of_one_query_say_the_same_as_one_row_of_several() -> None:
 
 
 def test_the_number_of_splits_does_not_follow_lengths() -> None:
-    from vllm_gaudi_spec.backends import cuda_attention
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     spec = AttentionLayerSpec(
         num_heads=32,
@@ -124,7 +124,7 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
 
 
 def test_keys_and_values_are_written_where_they_belong() -> None:
-    from vllm_gaudi_spec.backends import cuda_attention
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     projected = torch.randn(5, 2, 3, 24, device=DEVICE)
     key, value = projected.unbind(1)
@@ -145,7 +145,7 @@ def test_keys_and_values_are_written_where_they_belong() -> None:
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from vllm import ir
 
-    from vllm_gaudi_spec.backends import cuda_kernels
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
     wide = torch.randn(*shape[:-1], shape[-1] + 16, device=DEVICE).to(dtype)
     x, residual = wide[..., : shape[-1]], torch.randn(shape, device=DEVICE).to(dtype)
@@ -166,7 +166,7 @@ def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key:
     """Heads may lie further apart than they are long."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from vllm_gaudi_spec.backends import cuda_kernels
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
     table = torch.randn(50, rotary_dim, device=DEVICE)
     positions = torch.tensor([0, 7, 49], device=DEVICE)
@@ -187,7 +187,7 @@ def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key:
 def test_gated_activation(shape: tuple[int, ...]) -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_gaudi_spec.backends import cuda_kernels
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
     x = torch.randn(shape, device=DEVICE)
     torch.testing.assert_close(cuda_kernels.silu_and_mul(x), SiluAndMul.forward_native(x), atol=1e-6, rtol=1e-5)

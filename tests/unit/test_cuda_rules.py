@@ -24,7 +24,7 @@ TIE = 1e-4
 
 @pytest.fixture(scope="module")
 def cuda() -> Rules:
-    rules: Rules = importlib.import_module("vllm_gaudi_spec.backends.cuda_rules").RULES
+    rules: Rules = importlib.import_module("vllm_gaudi_spec.devices.cuda.rules").RULES
     return rules
 
 
@@ -98,7 +98,7 @@ def test_verdicts(cuda: Rules, rule: str, rows: int, places: int, vocab: int) ->
 @pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
 def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs as there are where they run one behind the other, and look whether they are needed."""
-    from vllm_gaudi_spec.backends import cuda_rules
+    from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
 
     if request.param:
         monkeypatch.setattr(cuda_rules._Work, "of", lambda rows, vocab: cuda_rules._Work(*request.param))

@@ -38,7 +38,7 @@ def choose(scores: list[float], wanted: list[float], groups: int, top_groups: in
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, biased: bool) -> None:
-    from vllm_gaudi_spec.backends.dense_experts import route
+    from vllm_gaudi_spec.devices.common.dense_experts import route
 
     torch.manual_seed(0)
     logits, bias = torch.randn(30, 16), torch.randn(16) * 0.3
@@ -74,7 +74,7 @@ def best_by_sigmoid(
 @pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
 def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itself: bool) -> None:
     """All of them; or under expert parallelism a part, whose sum over ranks is what all say."""
-    from vllm_gaudi_spec.backends.dense_experts import DenseExperts, route
+    from vllm_gaudi_spec.devices.common.dense_experts import DenseExperts, route
 
     torch.manual_seed(0)
     experts, hidden, inner = 6, 8, 5
@@ -113,7 +113,7 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
 
 
 def test_own_experts() -> None:
-    from vllm_gaudi_spec.backends.dense_experts import _own_experts
+    from vllm_gaudi_spec.devices.common.dense_experts import _own_experts
 
     assert _own_experts(None) is None
     assert _own_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)

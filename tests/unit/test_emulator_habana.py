@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_gaudi_spec.backends.hpu_fp8 import GaudiArithmetic
+from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 
 
@@ -178,6 +178,7 @@ def test_its_torch_is_torch(card: Any) -> None:
 
 
 def test_estimates(card: Any) -> None:
+    from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
     from vllm_gaudi_spec.emulator import cost
 
     x = torch.zeros(64, 64).to("hpu")
@@ -185,7 +186,7 @@ def test_estimates(card: Any) -> None:
     (x @ x).cpu()
     step = card.next_step()
     assert 0 < cost.step_seconds(step, "gaudi3") < cost.step_seconds(step, "gaudi2") < 1e-3
-    assert cost.warmup_seconds(72) == pytest.approx(49)
+    assert warmup_seconds(72) == pytest.approx(49)
     with pytest.raises(ValueError, match="generation"):
         cost.step_seconds(step, "gaudi1")
 

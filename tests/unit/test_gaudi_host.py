@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_spec import backends, config, environment
+from vllm_gaudi_spec import config, devices, environment
 
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    backends.gaudi_is_available.cache_clear()
+    devices.gaudi_is_available.cache_clear()
     yield
-    backends.gaudi_is_available.cache_clear()
+    devices.gaudi_is_available.cache_clear()
 
 
 @pytest.fixture
 def software(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
 
 
 def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).touch()
-    monkeypatch.setitem(backends._NODES, "hpu", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
+    monkeypatch.setitem(devices._NODES, "hpu", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
 
 
 @pytest.mark.parametrize(
@@ -37,16 +37,16 @@ def test_a_card_shows_in_dev(
     software: None, names: tuple[str, ...], there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nodes(monkeypatch, tmp_path, *names)
-    assert backends.gaudi_is_available() is there
-    monkeypatch.setattr(backends, "other_platform_plugins", tuple)
+    assert devices.gaudi_is_available() is there
+    monkeypatch.setattr(devices, "other_platform_plugins", tuple)
     monkeypatch.delenv("VGS_DEVICE", raising=False)
-    assert backends.choose_device() == ("hpu" if there else "cpu")
+    assert devices.choose_device() == ("hpu" if there else "cpu")
 
 
 def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes(monkeypatch, tmp_path, "accel0")
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)  # this process may have the emulated one
-    assert not backends.gaudi_is_available()
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)  # this process may have the emulated one
+    assert not devices.gaudi_is_available()
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, ValueError])
@@ -55,8 +55,8 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
         raise error(name)
 
     nodes(monkeypatch, tmp_path, "accel0")
-    monkeypatch.setattr(backends, "find_spec", broken)
-    assert backends.gaudi_is_available() is False
+    monkeypatch.setattr(devices, "find_spec", broken)
+    assert devices.gaudi_is_available() is False
 
 
 @pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])

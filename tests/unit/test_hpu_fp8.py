@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from vllm_gaudi_spec.attention.operations import VLLMKVCache
-from vllm_gaudi_spec.backends import hpu_fp8
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.place import Place
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_config import engine_config
-from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.runner import in_step
 from vllm_gaudi_spec.runner.batch import Planned
 from vllm_gaudi_spec.runner.in_step import InStep, Rectangle, Together, merged

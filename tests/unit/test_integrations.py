@@ -123,7 +123,7 @@ def test_our_platform_stays_inactive_beside_theirs(
     monkeypatch: pytest.MonkeyPatch, plugin: str, level: int, text: str
 ) -> None:
     """Beside vllm-ascend the other half of the package may well serve."""
-    from vllm_gaudi_spec import backends
+    from vllm_gaudi_spec import devices
 
     theirs = EntryPoint(plugin, "somebodys:register", "vllm.platform_plugins")
     said: list[tuple[int, str]] = []
@@ -133,8 +133,8 @@ def test_our_platform_stays_inactive_beside_theirs(
             logger, name, lambda text, *values, found=found: said.append((found, text % values if values else text))
         )
     monkeypatch.delenv("VGS_DEVICE", raising=False)
-    monkeypatch.setattr(backends, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    kept = (backends.other_platform_plugins, backends._say_inactive)
+    monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
+    kept = (devices.other_platform_plugins, devices._say_inactive)
     for cached in kept:
         cached.cache_clear()
     try:

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 
 from vllm_gaudi_spec.attention import backend as attention
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend
-from vllm_gaudi_spec.backends import cpu
-from vllm_gaudi_spec.backends.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.cpu import backend as cpu
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 
 BLOCKS, BLOCK, HEADS, SIZE = 3, 32, 2, 32

@@ -14,8 +14,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
-from vllm_gaudi_spec.backends import kv_pair
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.common import kv_pair
 
 BLOCK, BLOCKS = 16, 3
 

@@ -15,8 +15,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec.backends import cpu_formats
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.quantization import kv_scheme
 
 SCHEME = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)

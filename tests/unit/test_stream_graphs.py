@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vllm_gaudi_spec import backends
-from vllm_gaudi_spec.backends.stream_graphs import Captures, Graphed
+from vllm_gaudi_spec import devices
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
 
 class PlayedCaptures(Captures):
@@ -109,19 +109,19 @@ def asked_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_taken_when_asked_for(asked_for_cuda: None) -> None:
-    assert backends.choose_device() == "cuda"
-    assert backends.platform_class("cuda") == "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"
-    backends.refuse_unknown_device()
+    assert devices.choose_device() == "cuda"
+    assert devices.platform_class("cuda") == "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"
+    devices.refuse_unknown_device()
 
 
 def test_it_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backends.choose_device() != "cuda"
+    assert devices.choose_device() != "cuda"
 
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.backends.cuda import Backend
+    from vllm_gaudi_spec.devices.cuda.backend import Backend
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedConfigError, match="needs an NVIDIA GPU"):

@@ -18,8 +18,9 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
-from vllm_gaudi_spec.backends import load_backend, torch_ops
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.common import torch_ops
 
 
 class NoMetadataBuilder(AttentionMetadataBuilder[Any]):

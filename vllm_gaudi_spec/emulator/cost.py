@@ -33,10 +33,6 @@ LAUNCH_SECONDS = 20e-6
 HOST_WAIT_SECONDS = 50e-6
 # Putting one operation into the pending graph of lazy mode; replays do not pay it. Unverified.
 LAZY_OP_SECONDS = 10e-6
-# vllm-gaudi's documentation: Llama-3.1-8B in BF16 warms up in 66 s without a recipe cache and in 23 s with one, and 72
-# buckets took 49 s elsewhere in it. Taken as one graph each, which is inferred.
-COMPILE_SECONDS = 49 / 72
-CACHED_COMPILE_SECONDS = COMPILE_SECONDS * 23 / 66
 
 
 def _card(generation: str) -> Card:
@@ -54,8 +50,3 @@ def step_seconds(counters: Tally, generation: str) -> float:
     waits = (counters.host_reads + counters.syncs + counters.fallbacks) * HOST_WAIT_SECONDS
     launches = counters.launches * LAUNCH_SECONDS
     return max(memory, arithmetic) + transfers + waits + launches + counters.stray_ops * LAZY_OP_SECONDS
-
-
-def warmup_seconds(num_graphs: int, recipe_cache: bool = False) -> float:
-    """Estimate of compiling this many graphs, for either card: of Gaudi 3 no times are published."""
-    return num_graphs * (CACHED_COMPILE_SECONDS if recipe_cache else COMPILE_SECONDS)

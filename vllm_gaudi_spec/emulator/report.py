@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
 from vllm_gaudi_spec.emulator import cost
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _estimate(generation: str, steps: list[Tally], total: Tally) -> dict[str, An
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        "warmup_seconds": cost.warmup_seconds(total.compiles),
+        "warmup_seconds": warmup_seconds(total.compiles),
     }
 
 

@@ -20,8 +20,8 @@ _SKIPPED = (
     *(module.__file__ or "" for module in (contextlib, copy, functools)),
     "<frozen",
 )
-# The backends copy, wait and start programs for others: of what they cost, the cause is who called them.
-_PASSING_ON = (*_SKIPPED, os.path.join(os.path.dirname(os.path.dirname(__file__)), "backends") + os.sep)
+# Devices copy, wait and start programs for others: of what they cost, the cause is who called them.
+_PASSING_ON = (*_SKIPPED, os.path.join(os.path.dirname(os.path.dirname(__file__)), "devices") + os.sep)
 _verdicts: dict[CodeType, bool] = {}
 _verdicts_on_cause: dict[CodeType, bool] = {}
 
@@ -69,5 +69,5 @@ def describe(line: Line) -> str:
 
 
 def here() -> str:
-    """Who caused what happens now: the innermost frame outside torch, this package and the backends."""
+    """Who caused what happens now: the innermost frame outside torch, this package and the devices."""
     return own_caller(_innermost(_PASSING_ON, _verdicts_on_cause))

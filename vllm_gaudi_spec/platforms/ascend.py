@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
-from vllm_gaudi_spec.backends import ascend_device, load_backend  # noqa: F401  (the first gives torch the device)
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.ascend import device as ascend_device  # noqa: F401  (the first gives torch the device)
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class AscendSpecPlatform(CapturingPlatform):
 
     @classmethod
     def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.backends import ascend_layers
+        from vllm_gaudi_spec.devices.ascend import layers as ascend_layers
 
         return ascend_layers.PROVIDER
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "vllm_gaudi_spec.backends.even_exchange.EvenExchange"
+        return "vllm_gaudi_spec.devices.common.even_exchange.EvenExchange"
 
     @classmethod
     def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:

@@ -10,8 +10,8 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.backends import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
 from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method
 from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request

@@ -39,7 +39,8 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_gaudi_spec.backends import cpu_fork, cpu_linear
+        from vllm_gaudi_spec.devices.cpu import fork as cpu_fork
+        from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
@@ -55,13 +56,13 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "vllm_gaudi_spec.backends.cpu_communicator.CpuSpecCommunicator"
+        return "vllm_gaudi_spec.devices.cpu.communicator.CpuSpecCommunicator"
 
     @classmethod
     def import_ir_kernels(cls) -> None:
         """Each worker calls this before it loads a model."""
         super().import_ir_kernels()
-        from vllm_gaudi_spec.backends import cpu_linear, cpu_norms  # noqa: F401
+        from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
         compat.choose_cpu_linears(cpu_linear.pack)
         compat.tell_cpu_experts_which_are_theirs()
@@ -70,7 +71,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
         from vllm.config.kernel import IrOpPriorityConfig
 
-        from vllm_gaudi_spec.backends import cpu_norms
+        from vllm_gaudi_spec.devices.cpu import norms as cpu_norms
 
         norms = [cpu_norms.PROVIDER] if cpu_norms.available() else []
         return IrOpPriorityConfig.with_default(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CudaSpecPlatform(CapturingPlatform):
 
     @classmethod
     def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.backends import cuda_layers
+        from vllm_gaudi_spec.devices.cuda import layers as cuda_layers
 
         return cuda_layers.PROVIDER
 

@@ -33,7 +33,7 @@ class HpuSpecPlatform(CapturingPlatform):
 
     @classmethod
     def norm_provider(cls) -> str:
-        from vllm_gaudi_spec.backends import hpu_layers
+        from vllm_gaudi_spec.devices.hpu import layers as hpu_layers
 
         return hpu_layers.PROVIDER
 
@@ -47,4 +47,4 @@ class HpuSpecPlatform(CapturingPlatform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "vllm_gaudi_spec.backends.hpu_communicator.HpuCommunicator"
+        return "vllm_gaudi_spec.devices.hpu.communicator.HpuCommunicator"

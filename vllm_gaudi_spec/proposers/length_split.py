@@ -18,8 +18,8 @@ from vllm_gaudi_spec.config import asked_drafts, last_use
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class LengthSplit:

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, sp
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 __all__ = ["installed_logits_processors", "refuse_unsupported", "unsupported_request", "weight_files"]
 

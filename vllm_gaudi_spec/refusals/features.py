@@ -13,7 +13,7 @@ from vllm_gaudi_spec.quantization.config import target_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.refusals.models import models_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 # As vLLM's loader looks for them, and others of the kind.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.requests import Requests
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, read_named_file
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 _LISTS = ("batch", "prefill", "blocks")
 _MOST_LINEAR = 16

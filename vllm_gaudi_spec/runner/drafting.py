@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
     from vllm.v1.outputs import DraftTokenIds
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.landing import Landing

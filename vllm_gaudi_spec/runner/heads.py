@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
 
     from vllm_gaudi_spec.attention.inputs import Inputs
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def load_head(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.inputs import Inputs
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.place import Measuring
     from vllm_gaudi_spec.runner.adapters import Adapters
     from vllm_gaudi_spec.runner.quantization import Quantization

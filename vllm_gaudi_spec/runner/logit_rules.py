@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.requests import Request
 
 logger = init_logger(__name__)

@@ -14,7 +14,7 @@ from vllm_gaudi_spec.runner.shapes import PREFILL
 from vllm_gaudi_spec.sample.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import Batch
     from vllm_gaudi_spec.runner.downloads import Downloads, Wait
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.scheduling.metrics import Worked
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 logger = init_logger(__name__)
 

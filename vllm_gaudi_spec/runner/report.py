@@ -16,7 +16,7 @@ from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.health import DraftRound
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.downloads import Downloads, Wait
     from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
     from vllm_gaudi_spec.runner.requests import Request

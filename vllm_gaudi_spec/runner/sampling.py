@@ -15,7 +15,7 @@ from vllm_gaudi_spec.runner.logit_rules import LogitRules
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import SampleBatch
     from vllm_gaudi_spec.runner.grammar import Grammar
     from vllm_gaudi_spec.runner.requests import Request

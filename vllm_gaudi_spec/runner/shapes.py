@@ -14,7 +14,7 @@ from vllm_gaudi_spec.runner.buckets import Buckets, round_up
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 DECODE, PREFILL = "decode", "prefill"
 

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.runner.host_lengths import host_lengths
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 
 

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.proposers.universal.coverage import Coverage
     from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
     from vllm_gaudi_spec.proposers.universal.timeline import Reader

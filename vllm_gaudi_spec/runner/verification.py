@@ -22,8 +22,8 @@ from vllm_gaudi_spec.sample.verdict import Verdict
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs

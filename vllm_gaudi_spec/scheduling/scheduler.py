@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_gaudi_spec.backends import load_backend
 from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import health, metrics
 from vllm_gaudi_spec.scheduling.goodput import Goodput

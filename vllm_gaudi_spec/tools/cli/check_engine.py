@@ -89,7 +89,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
     try:
         from vllm import LLM
 
-        from vllm_gaudi_spec.backends import load_backend
+        from vllm_gaudi_spec.devices import load_backend
         from vllm_gaudi_spec.platforms.base import is_active
         from vllm_gaudi_spec.tools.demo_model import DemoModelError, demo_model_path
     except ImportError as error:
@@ -180,7 +180,7 @@ def sampling_params(params: dict[str, Any]) -> SamplingParams:
 
 
 def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    from vllm_gaudi_spec.backends import describe_device
+    from vllm_gaudi_spec.devices import describe_device
 
     given = options.speculative_config
     k = (given or {}).get("num_speculative_tokens")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.backends import missing_software
+from vllm_gaudi_spec.devices import missing_software
 from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive

@@ -37,7 +37,7 @@ def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> 
 
 
 def _how_to_get(package: str) -> str:
-    from vllm_gaudi_spec.backends import comes_with_an_image
+    from vllm_gaudi_spec.devices import comes_with_an_image
 
     if comes_with_an_image(package):
         return "use the card's vendor's image, which has it"

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.backends import describe_device, host_memory, refuse_unknown_device
+from vllm_gaudi_spec.devices import describe_device, refuse_unknown_device
+from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
 from vllm_gaudi_spec.tools.compare import options as command_line
 from vllm_gaudi_spec.tools.compare.console import show, show_several

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.environment import requested_device
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 
@@ -40,18 +40,18 @@ def device_findings() -> Iterator[Finding]:
 
 
 def _requested_device(device: str) -> Iterator[Finding]:
-    if device not in backends.DEVICES:
-        known = ", ".join(backends.DEVICES)
+    if device not in devices.DEVICES:
+        known = ", ".join(devices.DEVICES)
         yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {known}")
         return
-    if (software := backends.missing_software(device)) is not None:
+    if (software := devices.missing_software(device)) is not None:
         yield Finding(
             PROBLEM,
             "device",
             f"VGS_DEVICE={device} needs {software}, which is not installed",
             f"use the vendor's image, which has it, or VGS_DEVICE={device}-emulated without a card",
         )
-    elif device in _NAMES and not backends.cards(device):
+    elif device in _NAMES and not devices.cards(device):
         yield Finding(
             PROBLEM,
             "device",
@@ -63,19 +63,19 @@ def _requested_device(device: str) -> Iterator[Finding]:
 
 
 def _chosen_device() -> Iterator[Finding]:
-    if others := backends.other_platform_plugins():
+    if others := devices.other_platform_plugins():
         yield Finding(NOTE, "device", f"left to the platform plugin {', '.join(others)}: VGS_DEVICE is not set")
-    elif backends.gaudi_is_available():
-        yield Finding(OK, "device", f"hpu: {_shown(backends.cards('hpu'))}, and habana_frameworks is installed")
-    elif backends.ascend_is_available():
-        yield Finding(OK, "device", f"ascend: {_shown(backends.cards('ascend'))}, and torch_npu is installed")
+    elif devices.gaudi_is_available():
+        yield Finding(OK, "device", f"hpu: {_shown(devices.cards('hpu'))}, and habana_frameworks is installed")
+    elif devices.ascend_is_available():
+        yield Finding(OK, "device", f"ascend: {_shown(devices.cards('ascend'))}, and torch_npu is installed")
     else:
         yield Finding(OK, "device", "cpu: no Gaudi and no Ascend NPU can be used here, and VGS_DEVICE is not set")
 
 
 def _unused_cards() -> Iterator[Finding]:
     for device, name in _NAMES.items():
-        if (found := backends.cards(device)) and (software := backends.missing_software(device)):
+        if (found := devices.cards(device)) and (software := devices.missing_software(device)):
             yield Finding(
                 WARNING,
                 "device",

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.backends import host_memory, load_backend
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.proposers.universal.coverage import ENOUGH
 from vllm_gaudi_spec.proposers.universal.pairs import Pair, same_tokens

@@ -102,7 +102,7 @@ def _serves() -> bool:
 
 def _device() -> Iterator[Finding]:
     if _serves():
-        from vllm_gaudi_spec.backends import describe_device
+        from vllm_gaudi_spec.devices import describe_device
 
         found = describe_device()
         yield Finding(OK, "device", f"{found['device']}, mode {found['mode']}")

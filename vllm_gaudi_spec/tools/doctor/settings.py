@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_gaudi_spec.backends import choose_device
+from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import environment_value, quant_config_path, skip_warmup
 from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.variables import VARIABLES

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
-from vllm_gaudi_spec import backends, versions
+from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.environment import environment_value, requested_device, vllm_plugins_allowed
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
@@ -24,7 +24,7 @@ def serves_vllm_ascend() -> bool:
     found = versions.installed("vllm-ascend"), (versions.installed_vllm() or "").split("+")[0]
     return (
         requested_device() is None
-        and backends.other_platform_plugins() == (_ASCEND,)
+        and devices.other_platform_plugins() == (_ASCEND,)
         and found == (vllm_ascend.VLLM_ASCEND, vllm_ascend.VLLM)
     )
 
@@ -73,8 +73,8 @@ def _vllm() -> Finding:
 
 def plugin_findings() -> Iterator[Finding]:
     allowed = vllm_plugins_allowed()
-    ours = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name == backends.PLUGIN]
-    others = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name != backends.PLUGIN]
+    ours = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name == devices.PLUGIN]
+    others = [plugin for plugin in entry_points(group=_PLATFORMS) if plugin.name != devices.PLUGIN]
     others = [plugin for plugin in others if allowed is None or plugin.name in allowed]
     if not ours:
         yield Finding(
@@ -83,13 +83,13 @@ def plugin_findings() -> Iterator[Finding]:
             "vLLM does not know this package: it has no entry points here",
             "pip install it, do not copy it",
         )
-    elif allowed is not None and backends.PLUGIN not in allowed:
+    elif allowed is not None and devices.PLUGIN not in allowed:
         value = environment_value("VLLM_PLUGINS")
         yield Finding(
             PROBLEM,
             "plugin",
             f"VLLM_PLUGINS={value!r} leaves this platform out",
-            f"unset VLLM_PLUGINS, or add {backends.PLUGIN} to it",
+            f"unset VLLM_PLUGINS, or add {devices.PLUGIN} to it",
         )
     elif environment_value("VLLM_TARGET_DEVICE") == "cpu":
         yield Finding(
@@ -98,7 +98,7 @@ def plugin_findings() -> Iterator[Finding]:
     elif others:
         yield _conflict(others)
     else:
-        yield Finding(OK, "plugin", f"{backends.PLUGIN} is the only platform plugin that vLLM may load")
+        yield Finding(OK, "plugin", f"{devices.PLUGIN} is the only platform plugin that vLLM may load")
     for processor in entry_points(group=_PROCESSORS):
         yield Finding(
             NOTE, "plugin", f"{_named(processor)} brings a logits processor, which is not used with speculation"
@@ -108,7 +108,7 @@ def plugin_findings() -> Iterator[Finding]:
 def _conflict(others: list[EntryPoint]) -> Finding:
     names, told = ",".join(plugin.name for plugin in others), " and ".join(map(_named, others))
     remedy = (
-        f"set VLLM_PLUGINS={backends.PLUGIN} for this one alone, VLLM_PLUGINS={names} for the other, or uninstall one"
+        f"set VLLM_PLUGINS={devices.PLUGIN} for this one alone, VLLM_PLUGINS={names} for the other, or uninstall one"
     )
     if requested_device() is not None:
         return Finding(PROBLEM, "plugin", f"{told} wants to be the platform too, and vLLM will not start", remedy)

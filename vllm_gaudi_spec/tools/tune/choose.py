@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
+from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from vllm_gaudi_spec.backends import gaudi_is_available
+from vllm_gaudi_spec.devices import gaudi_is_available
 from vllm_gaudi_spec.tools.tune.child import serve
 
 

@@ -9,8 +9,8 @@ from vllm_gaudi_spec import emulator
 # Before the import: the emulator puts a `torch_npu` in place. The platform has done so where there is one.
 emulator.install_npu()
 
-from vllm_gaudi_spec.backends import ascend  # noqa: E402
-from vllm_gaudi_spec.backends.emulated import OnEmulatedCard  # noqa: E402
+from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
+from vllm_gaudi_spec.devices.common.emulated import OnEmulatedCard  # noqa: E402
 
 
 class Backend(OnEmulatedCard, ascend.Backend):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.backends import ir_norms
+from vllm_gaudi_spec.devices.common import ir_norms
 
 PROVIDER = "vgs_cpu"
 

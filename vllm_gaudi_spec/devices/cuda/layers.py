@@ -6,7 +6,8 @@ import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_spec.backends import cuda_kernels, dense_experts, ir_norms, rotary_classes  # noqa: F401
+from vllm_gaudi_spec.devices.common import dense_experts, ir_norms, rotary_classes  # noqa: F401
+from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
 PROVIDER = "vgs_cuda"
 

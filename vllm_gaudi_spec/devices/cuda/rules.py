@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from vllm_gaudi_spec.backends import cuda_rule_kernels as kernels
+from vllm_gaudi_spec.devices.cuda import rule_kernels as kernels
 from vllm_gaudi_spec.sample.noise import Stream
 from vllm_gaudi_spec.sample.rules import Rules
 from vllm_gaudi_spec.sample.verdict import Verdict

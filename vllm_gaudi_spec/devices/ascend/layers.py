@@ -12,7 +12,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from vllm_gaudi_spec.backends import dense_experts, ir_norms, rotary_classes  # noqa: F401
+from vllm_gaudi_spec.devices.common import dense_experts, ir_norms, rotary_classes  # noqa: F401
 
 logger = init_logger(__name__)
 

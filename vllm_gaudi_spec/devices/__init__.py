@@ -14,7 +14,7 @@ from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 PLUGIN = "gaudi_spec"
@@ -30,16 +30,18 @@ class _Entry(NamedTuple):
 
 # One line a device: where its backend lives, and which platform class presents it to vLLM.
 _DEVICES = {
-    "cpu": _Entry("vllm_gaudi_spec.backends.cpu", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform"),
-    "hpu": _Entry("vllm_gaudi_spec.backends.hpu", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform", "habana_frameworks"),
-    "hpu-emulated": _Entry("vllm_gaudi_spec.backends.hpu_emulated", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"),
+    "cpu": _Entry("vllm_gaudi_spec.devices.cpu.backend", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform"),
+    "hpu": _Entry(
+        "vllm_gaudi_spec.devices.hpu.backend", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform", "habana_frameworks"
+    ),
+    "hpu-emulated": _Entry("vllm_gaudi_spec.devices.hpu.emulated", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"),
     "ascend": _Entry(
-        "vllm_gaudi_spec.backends.ascend", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform", "torch_npu"
+        "vllm_gaudi_spec.devices.ascend.backend", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform", "torch_npu"
     ),
     "ascend-emulated": _Entry(
-        "vllm_gaudi_spec.backends.ascend_emulated", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
+        "vllm_gaudi_spec.devices.ascend.emulated", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
     ),
-    "cuda": _Entry("vllm_gaudi_spec.backends.cuda", "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"),
+    "cuda": _Entry("vllm_gaudi_spec.devices.cuda.backend", "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"),
 }
 
 

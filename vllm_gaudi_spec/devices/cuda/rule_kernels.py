@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_gaudi_spec.backends.cuda_races import (
+from vllm_gaudi_spec.devices.cuda.races import (
     PIECE,
     bound_of,
     first_best,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-from vllm_gaudi_spec.backends.even_exchange import EvenExchange
+from vllm_gaudi_spec.devices.common.even_exchange import EvenExchange
 
 
 class CpuSpecCommunicator(EvenExchange, CpuCommunicator):

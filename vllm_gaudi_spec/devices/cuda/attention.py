@@ -16,7 +16,7 @@ import triton.language as tl
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-    from vllm_gaudi_spec.backends.kv_pair import KVPair
+    from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # Programs that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost more to
 # put together than they gain.

@@ -19,11 +19,12 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import hpu_fp8, kv_pair
-from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
-from vllm_gaudi_spec.backends.kv_pair import KVPair
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3, MAX_DRAFTS, UnsupportedConfigError
-from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.devices.common import kv_pair
+from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
+from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
 from vllm_gaudi_spec.sample.rules import TORCH
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
-    from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
 
@@ -241,7 +242,7 @@ class Backend:
         torch.hpu.synchronize()
 
     def describe_warm_up(self, num_programs: int) -> str:
-        cold, cached = (cost.warmup_seconds(num_programs, recipe_cache=cache) / 60 for cache in (False, True))
+        cold, cached = (warmup_seconds(num_programs, recipe_cache=cache) / 60 for cache in (False, True))
         return f"about {cold:.0f} min, {cached:.0f} with a recipe cache (estimate from figures for Gaudi 2)"
 
     def warmed_up(self) -> None:

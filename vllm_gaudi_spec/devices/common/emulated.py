@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.backends import host_memory
+from vllm_gaudi_spec.devices.common import host_memory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,8 +12,8 @@ import torch
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
-from vllm_gaudi_spec.backends.kv_pair import KVPair
+from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # What the operation's documentation allows with paged KV, in layout BSND.
 _BLOCK_SIZES = range(128, 513, 128)

@@ -11,10 +11,10 @@ from torch import nn
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends.kv_pair import KVPair
-from vllm_gaudi_spec.backends.stream_device import StreamDevice
-from vllm_gaudi_spec.backends.stream_graphs import Captures
 from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.stream_device import StreamDevice
+from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -82,13 +82,13 @@ class Backend(StreamDevice):
 
 def _rules() -> Rules:
     """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.backends.cuda_rules import RULES
+    from vllm_gaudi_spec.devices.cuda.rules import RULES
 
     return RULES
 
 
 def _kernels() -> Any:
     """Imported late, as Triton is missing elsewhere."""
-    from vllm_gaudi_spec.backends import cuda_attention
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     return cuda_attention

@@ -17,9 +17,9 @@ if not gaudi_is_lazy():
 emulator.install(generation=emulated_generation(), lazy=True)
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 
-from vllm_gaudi_spec.backends import hpu  # noqa: E402
-from vllm_gaudi_spec.backends.emulated import OnEmulatedCard  # noqa: E402
-from vllm_gaudi_spec.backends.hpu_fp8 import GaudiArithmetic  # noqa: E402
+from vllm_gaudi_spec.devices.common.emulated import OnEmulatedCard  # noqa: E402
+from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic  # noqa: E402
 from vllm_gaudi_spec.quantization import simulation  # noqa: E402
 
 if TYPE_CHECKING:

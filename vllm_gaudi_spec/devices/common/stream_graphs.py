@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_gaudi_spec.backends.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
 
 
 class Form(NamedTuple):

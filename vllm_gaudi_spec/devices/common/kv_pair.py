@@ -14,7 +14,7 @@ from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_gaudi_spec.backends.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 # Block copies of one program; what is left over copies the pad block onto itself.
 _COPIES = 8
@@ -57,7 +57,7 @@ class KVPair(NamedTuple):
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """By layer name; zero."""
-    from vllm_gaudi_spec.backends.kv_layers import kv_layers
+    from vllm_gaudi_spec.devices.common.kv_layers import kv_layers
 
     by_place: dict[int, KVPair] = {}
     by_layer: dict[str, KVPair] = {}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.backends.stream_graphs import Captures, Recorded
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Recorded
 
 # How CANN says that graphs have taken all streams of a card.
 _NO_STREAMS_LEFT = ("207008", "stream resources are insufficient", "insufficient_stream_resources")

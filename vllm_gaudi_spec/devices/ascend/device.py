@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.backends import choose_device
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices import choose_device
 
 
 def torch_npu() -> Any:

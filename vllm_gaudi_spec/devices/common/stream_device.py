@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.backends import kv_pair
-from vllm_gaudi_spec.backends.kv_pair import KVPair
-from vllm_gaudi_spec.backends.stream_graphs import Captures, Graphed
+from vllm_gaudi_spec.devices.common import kv_pair
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Graphed
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, KVShape
-    from vllm_gaudi_spec.backends.base import Function
+    from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
 

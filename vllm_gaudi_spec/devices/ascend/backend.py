@@ -15,11 +15,11 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import ascend_attention
-from vllm_gaudi_spec.backends.ascend_device import torch_npu
-from vllm_gaudi_spec.backends.ascend_graphs import HostTold, NpuCaptures
-from vllm_gaudi_spec.backends.kv_pair import KVPair
-from vllm_gaudi_spec.backends.stream_device import StreamDevice
+from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
+from vllm_gaudi_spec.devices.ascend.device import torch_npu
+from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.stream_device import StreamDevice
 from vllm_gaudi_spec.sample.rules import TORCH
 
 if TYPE_CHECKING:

@@ -17,10 +17,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.backends import cpu_formats, cpu_linear, host_memory, torch_ops
-from vllm_gaudi_spec.backends.base import Function
-from vllm_gaudi_spec.backends.cpu_rules import RULES
 from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.devices.base import Function
+from vllm_gaudi_spec.devices.common import host_memory, torch_ops
+from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
+from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
+from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.quantization import simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic

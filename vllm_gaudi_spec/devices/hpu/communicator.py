@@ -7,7 +7,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from vllm_gaudi_spec.backends.even_exchange import EvenExchange
+from vllm_gaudi_spec.devices.common.even_exchange import EvenExchange
 
 
 class HpuCommunicator(EvenExchange):
