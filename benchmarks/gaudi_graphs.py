@@ -44,7 +44,6 @@ MAX_LOGPROBS = 20
 MAX_BATCHED_TOKENS = 2048
 SIZES = ((8, 1024), (64, 1024), (64, 4096))
 DRAFTS = (0, 1, 3, 5)
-GENERATIONS = ("gaudi2", "gaudi3")
 NOBODY: Any = None
 """Who is not asked for a list of signatures."""
 
@@ -203,14 +202,9 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def warmup_minutes(num_graphs: int) -> dict[str, dict[str, float]]:
-    return {
-        generation: {
-            name: cost.warmup_seconds(num_graphs, generation, recipe_cache=cached) / 60
-            for name, cached in (("cold", False), ("cached", True))
-        }
-        for generation in GENERATIONS
-    }
+def warmup_minutes(num_graphs: int) -> dict[str, float]:
+    kinds = (("cold", False), ("cached", True))
+    return {name: cost.warmup_seconds(num_graphs, recipe_cache=cached) / 60 for name, cached in kinds}
 
 
 def as_row(graphs: Graphs) -> list[str]:
@@ -223,7 +217,7 @@ def as_row(graphs: Graphs) -> list[str]:
         str(graphs.k or "none"),
         *(str(part) for part in (graphs.decode_pairs, graphs.decode, graphs.prompt, graphs.finish, graphs.report)),
         *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *own)),
-        *(f"{minutes[generation]['cold']:.0f} / {minutes[generation]['cached']:.0f}" for generation in GENERATIONS),
+        f"{minutes['cold']:.0f} / {minutes['cached']:.0f}",
         *worker,
     ]
 
@@ -252,7 +246,7 @@ def main() -> None:
     common.say(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
     common.say("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
-    header += ["+greedy", "+random", "+head", "g2,min", "g3,min"]
+    header += ["+greedy", "+random", "+head", "min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
     common.say(common.table(header, [as_row(one) for one in found]))
