@@ -36,7 +36,7 @@ HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "tqdm")
 @pytest.mark.parametrize("command", ["", "doctor", "demo", "report", "graph-check", "tune", "completion"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
-        f"import sys\nfrom vllm_gaudi_spec import cli\ntry: cli.main([*{command.split()}, '--help'])\n"
+        f"import sys\nfrom vllm_gaudi_spec.tools import cli\ntry: cli.main([*{command.split()}, '--help'])\n"
         f"finally: print([m for m in {HEAVY} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -50,7 +50,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
 def test_commands_run_where_numpy_is_all_there_is(tmp_path: Path) -> None:
     """Nothing but the standard library, to say that something is missing."""
     code = (
-        "import sys\nfrom vllm_gaudi_spec import cli\n"
+        "import sys\nfrom vllm_gaudi_spec.tools import cli\n"
         "sys.exit(cli.main(['demo']) + 10 * cli.main(['doctor', '--json']))"
     )
     bare = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
@@ -125,7 +125,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
 def test_a_reader_that_goes_away(options: list[str]) -> None:
     """As behind `| head`: no word on stderr, and status 1."""
     code = (
-        "import sys\nfrom vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
+        "import sys\nfrom vllm_gaudi_spec.tools import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.exit(cli.main(sys.argv[1:]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -249,7 +249,7 @@ def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list
     (tmp_path / "run.json").write_text(json.dumps(records.run()))
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
-        "from vllm_gaudi_spec import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
+        "from vllm_gaudi_spec.tools import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.stdout.isatty = lambda: True\nsys.exit(cli.main(sys.argv[1:]))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
