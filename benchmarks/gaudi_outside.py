@@ -40,7 +40,7 @@ from vllm_gaudi_spec.config import EXPONENTIAL
 from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.sample import strict
+from vllm_gaudi_spec.sampling.rules import strict
 
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
 SAMPLER = "vllm_gaudi.v1.sample.hpu_rejection_sampler"

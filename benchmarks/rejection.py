@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import common
 import torch
 
-from vllm_gaudi_spec.sample.noise import Stream, gumbel
-from vllm_gaudi_spec.sample.rules import TORCH, Rules
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 RULES = ("greedy", "strict", "sure", "standard", "block")
 BATCHES = (1, 8, 32, 64, 128, 256)

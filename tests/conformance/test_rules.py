@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.unit.verify_cases import counted, random_case
-from vllm_gaudi_spec.sample.noise import Stream
-from vllm_gaudi_spec.sample.rules import TORCH, Rules
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream
+from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -22,7 +22,7 @@ from tests.full_tests.workload import Request, mixed_requests
 from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
 from vllm_gaudi_spec.proposers.head import HeadProposer
 from vllm_gaudi_spec.proposers.medusa import MedusaProposer
-from vllm_gaudi_spec.sample.drafting import Drafted
+from vllm_gaudi_spec.sampling.drafts import Drafted
 
 TINY = Path(__file__).parents[2] / "demo" / "tiny"
 METHODS = ("eagle", "eagle3", "mtp", "medusa")

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from vllm_gaudi_spec.sample.noise import Stream, fold_seed, gumbel
+from vllm_gaudi_spec.sampling.noise import Stream, fold_seed, gumbel
 
 
 class Reference:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from tests.unit.laws import Table, text_law
-from vllm_gaudi_spec.sample import block, standard, stop
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.rules import block, standard
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # (target probs, draft probs, drafts, number of drafts) -> P(stop at place), weight of the target at place: [N, Q] each

@@ -14,8 +14,8 @@ from vllm_gaudi_spec.runner.batch import Batch, make_batch
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def batches_of(

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from vllm_gaudi_spec.sample.drafting import draft
-from vllm_gaudi_spec.sample.noise import fold_seed
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.drafts import draft
+from vllm_gaudi_spec.sampling.noise import fold_seed
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 # All p-values of one whole run of the suite, about 300 of them, together reject a correct sampler once in 1000 runs.
 # Each of them is compared with this.

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "runner": {
         "cached_files",
         "proposers",
-        "sample",
+        "sampling",
         "attention",
         "devices.base",
         "compat",
@@ -42,11 +42,11 @@ MAY_IMPORT = {
     },
     "lora": {"lora", "config"},
     "attention": {"devices", "config", "attention"},
-    "devices": {"compat", "config", "environment", "devices", "attention", "emulator", "quantization", "sample"},
+    "devices": {"compat", "config", "environment", "devices", "attention", "emulator", "quantization", "sampling"},
     "emulator": {"emulator", "devices.hpu.compile_time"},
     "cached_files": set(),
-    "proposers": {"cached_files", "proposers", "sample", "attention.inputs", "devices.base", "config"},
-    "sample": {"sample"},
+    "proposers": {"cached_files", "proposers", "sampling", "attention.inputs", "devices.base", "config"},
+    "sampling": {"sampling"},
     "config": set(),
     "environment": {"config"},
     "refusals": {"devices.base", "config", "quantization.config", "refusals"},
@@ -118,7 +118,7 @@ def test_vendor_packages_and_environment_have_one_door(path: Path) -> None:
 
 
 def test_sampling_rules_and_plain_ops_do_not_know_vllm() -> None:
-    for path in [*(PACKAGE / "sample").glob("*.py"), PACKAGE / "devices" / "common" / "torch_ops.py"]:
+    for path in [*(PACKAGE / "sampling").rglob("*.py"), PACKAGE / "devices" / "common" / "torch_ops.py"]:
         if path.name != "logprobs.py":  # builds vLLM's own record
             assert not {name for name in imports(path) if name.split(".")[0] == "vllm"}, path.name
 

@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import rejection
 
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def test_the_reference_passes_the_checks() -> None:

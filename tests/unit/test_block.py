@@ -9,7 +9,8 @@ import torch
 from tests.unit import exact, laws
 from tests.unit.laws import ALPHA, Table, random_table, write
 from tests.unit.verify_cases import random_case
-from vllm_gaudi_spec.sample import block, drafting, standard
+from vllm_gaudi_spec.sampling import drafts as drafting
+from vllm_gaudi_spec.sampling.rules import block, standard
 
 # Two tokens, the same laws behind every context: small enough to work out by hand.
 TARGET = Table(torch.tensor([[1 / 3, 2 / 3]]).log())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec.devices.cpu.rules import RULES
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 64, 49155])

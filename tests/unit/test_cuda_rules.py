@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.unit.verify_cases import Case, random_case
-from vllm_gaudi_spec.sample.noise import Stream, gumbel
-from vllm_gaudi_spec.sample.rules import TORCH, Rules
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 pytestmark = pytest.mark.cuda
 

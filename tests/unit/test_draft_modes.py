@@ -13,10 +13,10 @@ from tests.unit import laws
 from tests.unit.laws import ALPHA, Table, random_table, request_keys
 from tests.unit.reference.rules import race
 from tests.unit.test_noise import reference_mix
-from vllm_gaudi_spec.sample.drafting import Mode, draft
-from vllm_gaudi_spec.sample.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.strict import sample_random, verify
+from vllm_gaudi_spec.sampling.drafts import Mode, draft
+from vllm_gaudi_spec.sampling.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
 
 ROWS, VOCAB = 200, 40
 MASK = 0xFFFFFFFF
@@ -162,7 +162,7 @@ def test_uniform_law_and_range() -> None:
 def test_uniform_stays_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
     for hashed, least, below in ((-1, 1 - 2**-23, 1.0), (0, 0.0, 2**-24)):
         every_bit = torch.full((1, 1, 1), hashed, dtype=torch.int32)
-        monkeypatch.setattr("vllm_gaudi_spec.sample.noise.bits", lambda *_, result=every_bit: result)
+        monkeypatch.setattr("vllm_gaudi_spec.sampling.noise.bits", lambda *_, result=every_bit: result)
         value = uniform(request_keys(0, 1), torch.zeros(1, 1, dtype=torch.int32), Stream.ACCEPT).item()
         assert least <= value < below
 

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.runner.drafter_guard import Guard, alike, usable
 from vllm_gaudi_spec.runner.drafting import guard_of
 from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.host_drafting import HostDrafting
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.scheduling.health import DraftRound
 
 

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 K = 3
 VOCAB = 100

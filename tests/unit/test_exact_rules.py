@@ -18,9 +18,10 @@ from tests.unit import exact, laws
 from tests.unit.laws import ALPHA, Table, random_table, text_law, write
 from tests.unit.reference import rules as loops
 from tests.unit.verify_cases import counted, loop_tokens, random_case
-from vllm_gaudi_spec.sample import block, standard, stop, strict
-from vllm_gaudi_spec.sample import logits as edit
-from vllm_gaudi_spec.sample.noise import Stream
+from vllm_gaudi_spec.sampling import logits as edit
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.noise import Stream
+from vllm_gaudi_spec.sampling.rules import block, standard, strict
 
 RULES = {"standard": standard, "block": block}
 LOOPS = {"standard": loops.standard, "block": loops.block}

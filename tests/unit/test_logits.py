@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.reference import sampling as reference
-from vllm_gaudi_spec.sample import logits as edit
+from vllm_gaudi_spec.sampling import logits as edit
 
 VOCAB = 40
 

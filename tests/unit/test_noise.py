@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vllm_gaudi_spec.sample.noise import Stream, bits, exponential, fold_seed, fresh_seed, gumbel
+from vllm_gaudi_spec.sampling.noise import Stream, bits, exponential, fold_seed, fresh_seed, gumbel
 
 
 def keys(*seeds: int) -> torch.Tensor:

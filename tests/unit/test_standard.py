@@ -6,7 +6,8 @@ import torch
 
 from tests.unit import laws
 from tests.unit.laws import ALPHA, random_table, write
-from vllm_gaudi_spec.sample import standard, stop
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.rules import standard
 
 P = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
 Q = torch.tensor([[[0.2, 0.6, 0.0, 0.2]]])

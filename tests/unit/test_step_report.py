@@ -17,7 +17,7 @@ from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
 from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.verdict import Verdict
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.health import DraftRound
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.unit.reference.sampling import accept
-from vllm_gaudi_spec.sample.noise import fold_seed
-from vllm_gaudi_spec.sample.strict import sample_greedy, sample_random, verify
+from vllm_gaudi_spec.sampling.noise import fold_seed
+from vllm_gaudi_spec.sampling.rules.strict import sample_greedy, sample_random, verify
 
 
 def test_verify_equals_the_loop() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from tests.unit.reference import rules as loops
 from tests.unit.verify_cases import Case, counted, loop_noise, random_case
-from vllm_gaudi_spec.sample import strict, synthetic
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.rules import strict, synthetic
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 RATES = [0.9, 0.6, 0.6, 0.1]
 

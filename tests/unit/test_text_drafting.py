@@ -30,7 +30,7 @@ from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.runner.text_drafting import TextDrafting
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 NUM_ROWS, MAX_LEN = 4, 256
 

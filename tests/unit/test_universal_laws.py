@@ -18,9 +18,9 @@ from tests.unit.laws import ALPHA, FIRST, Table, Texts, random_table, request_ke
 from tests.unit.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
 from vllm_gaudi_spec.proposers.translation import MappedTokens
 from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
-from vllm_gaudi_spec.sample import strict
-from vllm_gaudi_spec.sample.drafting import draft
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.drafts import draft
+from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 VOCAB = 100
 DRAFTERS_OWN = 30

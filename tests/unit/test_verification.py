@@ -12,10 +12,10 @@ from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import Proposed, Rule, choose_rule
-from vllm_gaudi_spec.sample import block, standard
-from vllm_gaudi_spec.sample.noise import fold_seed
-from vllm_gaudi_spec.sample.strict import sample_random, verify
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import fold_seed
+from vllm_gaudi_spec.sampling.rules import block, standard
+from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 ROWS, K, VOCAB = 64, 3, 12
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.laws import request_keys
 from tests.unit.reference.rules import Noise
-from vllm_gaudi_spec.sample.noise import Stream, gumbel, keys_of_block, uniform
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 Loop = Callable[..., list[int]]
 

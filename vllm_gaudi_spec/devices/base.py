@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
-    from vllm_gaudi_spec.sample.rules import Rules
+    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.proposers.base import Model
     from vllm_gaudi_spec.proposers.translation import Translation
-    from vllm_gaudi_spec.sample.drafting import Drafted
+    from vllm_gaudi_spec.sampling.drafts import Drafted
 
 NUM_NEWEST = 2
 """Tokens that the first call takes."""

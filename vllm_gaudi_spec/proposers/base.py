@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
-    from vllm_gaudi_spec.sample.drafting import Drafted
+    from vllm_gaudi_spec.sampling.drafts import Drafted
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class CustomProcessors:
     @classmethod
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
-        """None when the user brought none: the built-in ones are ours (see logit_rules.py, sample/logits.py)."""
+        """None when the user brought none: the built-in ones are ours (see logit_rules.py, sampling/logits.py)."""
         if vllm_config.speculative_config is not None:
             return None  # refused together at start-up
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())

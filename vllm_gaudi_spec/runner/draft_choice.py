@@ -11,7 +11,7 @@ from vllm_gaudi_spec.proposers.base import DraftRequest
 from vllm_gaudi_spec.runner.drafting_memory import laws_shape
 from vllm_gaudi_spec.runner.sampling import Branch
 from vllm_gaudi_spec.runner.verification import restrict
-from vllm_gaudi_spec.sample.drafting import Drafted, Mode, draft
+from vllm_gaudi_spec.sampling.drafts import Drafted, Mode, draft
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.proposers.base import Drafts, Hidden
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
-    from vllm_gaudi_spec.sample.rules import Rules
+    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]
 

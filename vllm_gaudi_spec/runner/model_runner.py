@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.batch import SampleBatch
-    from vllm_gaudi_spec.sample.verdict import Verdict
+    from vllm_gaudi_spec.sampling.verdict import Verdict
     from vllm_gaudi_spec.scheduling.health import Word
 
 

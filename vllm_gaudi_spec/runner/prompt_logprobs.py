@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from vllm_gaudi_spec.runner.shapes import PREFILL
-from vllm_gaudi_spec.sample.logprobs import gather_logprobs
+from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.verdict import Verdict
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.health import DraftRound
 

@@ -17,7 +17,7 @@ import torch
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
-from vllm_gaudi_spec.sample.noise import fold_seed, fresh_seed
+from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.proposers.base import Drafts
     from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
-    from vllm_gaudi_spec.sample.verdict import Verdict
+    from vllm_gaudi_spec.sampling.verdict import Verdict
 
 NO_ROW = -1
 

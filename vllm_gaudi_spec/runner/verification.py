@@ -14,10 +14,10 @@ import torch
 
 from vllm_gaudi_spec.config import ACCEPTANCE_RULES, UnsupportedConfigError
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
-from vllm_gaudi_spec.sample import logits as edit
-from vllm_gaudi_spec.sample import synthetic
-from vllm_gaudi_spec.sample.logprobs import gather_logprobs
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling import logits as edit
+from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
+from vllm_gaudi_spec.sampling.rules import synthetic
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
-    from vllm_gaudi_spec.sample.rules import Rules
+    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
 class Proposed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Slow, obvious versions of what sample/ does with whole tensors: one row, one position, plain Python."""
+"""Slow, obvious versions of what sampling/ does with whole tensors: one row, one position, plain Python."""
 
 from __future__ import annotations
 

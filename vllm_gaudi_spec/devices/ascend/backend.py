@@ -20,7 +20,7 @@ from vllm_gaudi_spec.devices.ascend.device import torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.common.stream_device import StreamDevice
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

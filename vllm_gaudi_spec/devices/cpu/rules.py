@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.sample import strict
-from vllm_gaudi_spec.sample.rules import TORCH
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_gaudi_spec.sample.rules import Rules
+    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
 class Backend(StreamDevice):

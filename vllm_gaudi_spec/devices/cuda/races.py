@@ -1,4 +1,4 @@
-"""Noise and races in Triton: what `sample/noise.py` says, and the argmax of logits plus noise.
+"""Noise and races in Triton: what `sampling/noise.py` says, and the argmax of logits plus noise.
 
 A race needs two logarithms a token, too much for the speed of the memory. So groups of a row's tokens are ranked by an
 upper bound of their best score, which costs none, and the scores are computed of those groups that can hold the winner:
@@ -14,7 +14,7 @@ _STREAM_ACCEPT = tl.constexpr(1)
 # Tokens whose scores are computed at once: more would cost registers that the reading needs.
 PIECE = tl.constexpr(512)
 
-# --- noise: sample/noise.py in unsigned integers ---
+# --- noise: sampling/noise.py in unsigned integers ---
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton kernels of the acceptance rules. `cuda_rules.py` calls them; `sample/` is their reference.
+"""Triton kernels of the acceptance rules. `rules.py` calls them; `sampling/` is their reference.
 
 A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it,
 and the last that finishes a row of a request judges it: launches for the few numbers that are left would cost more than

@@ -1,4 +1,4 @@
-"""Sampling and acceptance on a CUDA GPU: what `sample/` does, in one to three launches of `cuda_rule_kernels.py`."""
+"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `cuda_rule_kernels.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import triton
 
 from vllm_gaudi_spec.devices.cuda import rule_kernels as kernels
-from vllm_gaudi_spec.sample.noise import Stream
-from vllm_gaudi_spec.sample.rules import Rules
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream
+from vllm_gaudi_spec.sampling.rules.registry import Rules
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 # Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535

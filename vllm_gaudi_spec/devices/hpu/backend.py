@@ -26,7 +26,7 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
-from vllm_gaudi_spec.sample.rules import TORCH
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.sample import block, standard, strict
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.rules import block, standard, strict
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 class Rules(NamedTuple):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.sample.noise import Stream, gumbel
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from vllm_gaudi_spec.sample.noise import Stream, keys_of_block
-from vllm_gaudi_spec.sample.rules import Rules
+from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block
+from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Mode = Literal["greedy", "probabilistic", "coupled"]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.sample import stop
-from vllm_gaudi_spec.sample.noise import Stream, uniform
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.noise import Stream, uniform
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def accept_probs(

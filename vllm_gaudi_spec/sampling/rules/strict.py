@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.sample.noise import Stream, gumbel
-from vllm_gaudi_spec.sample.verdict import Verdict
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Acceptance rules: logits, drafts and noise in, tokens out."""
