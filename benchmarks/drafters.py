@@ -16,9 +16,9 @@ from typing import Any
 import common
 import numpy as np
 
-from vllm_gaudi_spec.proposers.base import Context
-from vllm_gaudi_spec.proposers.ngram import NgramProposer
-from vllm_gaudi_spec.proposers.suffix import SuffixProposer
+from vllm_gaudi_spec.drafting.base import Context
+from vllm_gaudi_spec.drafting.ngram import NgramProposer
+from vllm_gaudi_spec.drafting.suffix import SuffixProposer
 
 STEPS = 200
 

@@ -31,11 +31,11 @@ import common  # noqa: E402
 
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
+from vllm_gaudi_spec.drafting.drafter_state import DrafterState  # noqa: E402
+from vllm_gaudi_spec.drafting.head_reading import HeadReading  # noqa: E402
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
+from vllm_gaudi_spec.drafting.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
-from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.runner.drafter_state import DrafterState  # noqa: E402
-from vllm_gaudi_spec.runner.head_reading import HeadReading  # noqa: E402
-from vllm_gaudi_spec.runner.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.runner.sampling import Sampling  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shapes  # noqa: E402
 

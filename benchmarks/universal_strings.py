@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
-from vllm_gaudi_spec.proposers.universal import pairs
-from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer
-from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
+from vllm_gaudi_spec.drafting.universal import pairs
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 
 
 def match_strings() -> None:

@@ -19,8 +19,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group
-from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.weights import check_overrides
 

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as EngineRequest
 
-from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.runner.batch import Batch
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
 from vllm_gaudi_spec.runner.report import Report, Step

@@ -33,7 +33,7 @@ from tests.full_tests.tiny_models import (
     save_deepseek_with_mtp,
     save_untrained_head,
 )
-from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer
+from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 
 NUM_TOKENS = 32
 LENGTHS = [3, 17, 32, 33, 64, 90, 150, 200]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.full_tests.repetitive import repetitive_prompts
-from vllm_gaudi_spec.proposers.universal.encoder import Encoder
-from vllm_gaudi_spec.proposers.universal.pairs import Pair, Texts
-from vllm_gaudi_spec.proposers.universal.timeline import Timeline
-from vllm_gaudi_spec.proposers.universal.token_bytes import load_tokenizer
-from vllm_gaudi_spec.proposers.universal.vocab_map import vocab_map
+from vllm_gaudi_spec.drafting.universal.encoder import Encoder
+from vllm_gaudi_spec.drafting.universal.pairs import Pair, Texts
+from vllm_gaudi_spec.drafting.universal.timeline import Timeline
+from vllm_gaudi_spec.drafting.universal.token_bytes import load_tokenizer
+from vllm_gaudi_spec.drafting.universal.vocab_map import vocab_map
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 ROOT = Path(__file__).parents[2]

@@ -92,7 +92,7 @@ def test_a_drafter_that_reads_a_value_inside_its_graph(tiny_llama: str) -> None:
 
 
 def spoil_device_drafter() -> None:
-    from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer
+    from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 
     original = DeviceNgramProposer.propose
 

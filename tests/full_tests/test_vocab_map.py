@@ -18,8 +18,8 @@ from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 from tests.full_tests.gemma import gemma_path
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.repetitive import repetitive_prompts
-from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
-from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap, match, vocab_map
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,10 @@ from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 from tests.integrations import models
 from tests.integrations.scene import CPU, FALSE, LIMITS, K, Scene, configuration, made, runner, start
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal.pairs import Pair
 from vllm_gaudi_spec.integrations.vllm_ascend import patches
 from vllm_gaudi_spec.integrations.vllm_ascend.proposer import AscendUniversalDraftProposer
 from vllm_gaudi_spec.patching import wrap
-from vllm_gaudi_spec.proposers.universal.pairs import Pair
 
 DOCS = Path(__file__).parents[2] / "docs" / "ascend_vllm_ascend.md"
 TEXTS = [
@@ -353,7 +353,7 @@ def test_options_that_it_does_not_heed_are_refused(folders: dict[str, str], opti
 
 
 def test_no_token_in_common_is_an_error(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.proposers.universal import vocab_map
+    from vllm_gaudi_spec.drafting.universal import vocab_map
 
     real = vocab_map.read_vocabulary
 

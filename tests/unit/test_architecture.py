@@ -18,17 +18,17 @@ MAY_IMPORT = {
     "__init__": {"compat", "devices", "platforms", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {
-        *("integrations", "config", "environment", "patching", "proposers.translation", "proposers.universal"),
+        *("integrations", "config", "environment", "patching", "drafting.vocabulary", "drafting.universal"),
     },
     "platforms": {
         *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
         "runner.shapes",
     },
-    "worker": {"devices", "config", "environment", "lora.manager", "runner"},
+    "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner"},
     "scheduling": {"devices", "config", "runner.shapes", "scheduling"},
     "runner": {
         "cached_files",
-        "proposers",
+        "drafting",
         "sampling",
         "attention",
         "devices.base",
@@ -45,7 +45,10 @@ MAY_IMPORT = {
     "devices": {"compat", "config", "environment", "devices", "attention", "emulator", "quantization", "sampling"},
     "emulator": {"emulator", "devices.hpu.compile_time"},
     "cached_files": set(),
-    "proposers": {"cached_files", "proposers", "sampling", "attention.inputs", "devices.base", "config"},
+    "drafting": {
+        *("attention", "cached_files", "compat", "config", "devices.base", "drafting", "environment"),
+        *("runner", "sampling", "scheduling"),
+    },
     "sampling": {"sampling"},
     "config": set(),
     "environment": {"config"},
@@ -72,8 +75,8 @@ MAY_IMPORT = {
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
-        *("devices", "config", "environment", "integrations", "platforms", "proposers.universal"),
-        *("quantization.fingerprint", "refusals", "runner.drafting_memory", "variables", "versions"),
+        *("devices", "config", "environment", "integrations", "platforms", "drafting.universal"),
+        *("quantization.fingerprint", "refusals", "drafting.memory", "variables", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),

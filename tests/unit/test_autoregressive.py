@@ -16,17 +16,17 @@ from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, cached, 
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
-from vllm_gaudi_spec.proposers.base import DeviceProposer, Hidden
-from vllm_gaudi_spec.proposers.length_split import LengthSplit
-from vllm_gaudi_spec.proposers.translation import SameTokens
+from vllm_gaudi_spec.drafting.base import DeviceProposer, Hidden
+from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
+from vllm_gaudi_spec.drafting.drafter_state import DrafterState
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
+from vllm_gaudi_spec.drafting.reading import Reading
+from vllm_gaudi_spec.drafting.vocabulary import SameTokens
 from vllm_gaudi_spec.runner.batch import Batch, Planned, locate, make_batch, make_sample_batch
-from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
-from vllm_gaudi_spec.runner.draft_choice import DraftLaws
-from vllm_gaudi_spec.runner.drafter_guard import Guard
-from vllm_gaudi_spec.runner.drafter_state import DrafterState
-from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
-from vllm_gaudi_spec.runner.reading import Reading
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling

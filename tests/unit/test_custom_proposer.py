@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec.proposers.base import Context
-from vllm_gaudi_spec.proposers.custom import CustomProposer
+from vllm_gaudi_spec.drafting.base import Context
+from vllm_gaudi_spec.drafting.custom import CustomProposer
 
 
 class Scripted:

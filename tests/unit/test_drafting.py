@@ -11,14 +11,14 @@ from tests.unit.fakes import HostBackend, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.proposers.base import Context, DraftRequest, Drafts
-from vllm_gaudi_spec.proposers.length_split import LengthSplit
+from vllm_gaudi_spec.drafting.base import Context, DraftRequest, Drafts
+from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
-from vllm_gaudi_spec.runner.draft_choice import DraftLaws
-from vllm_gaudi_spec.runner.drafter_guard import Guard
-from vllm_gaudi_spec.runner.followed import Followed
-from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests

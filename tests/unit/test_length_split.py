@@ -8,8 +8,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.proposers.length_split import LengthSplit
-from vllm_gaudi_spec.proposers.length_split import wanted as wanted_on_device
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.limits import wanted as wanted_on_device
 
 K = 4
 

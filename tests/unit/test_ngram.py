@@ -8,8 +8,8 @@ import torch
 
 from tests.unit.reference.ngram import ngram_drafts
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.proposers.base import Context, DraftRequest
-from vllm_gaudi_spec.proposers.ngram import DeviceNgramProposer, NgramProposer
+from vllm_gaudi_spec.drafting.base import Context, DraftRequest
+from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
 from vllm_gaudi_spec.sampling.drafts import Drafted
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]

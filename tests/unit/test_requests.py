@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.drafting.base import Drafts
 from vllm_gaudi_spec.runner.requests import NO_ROW, Requests
 from vllm_gaudi_spec.sampling.noise import fold_seed
 from vllm_gaudi_spec.sampling.verdict import Verdict

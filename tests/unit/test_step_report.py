@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
-from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
+from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step

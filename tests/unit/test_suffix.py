@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.reference.suffix import suffix_drafts
-from vllm_gaudi_spec.proposers import suffix
-from vllm_gaudi_spec.proposers.base import Context
-from vllm_gaudi_spec.proposers.suffix import NOTHING, Draft, SuffixCache, SuffixProposer, Text
+from vllm_gaudi_spec.drafting import suffix
+from vllm_gaudi_spec.drafting.base import Context
+from vllm_gaudi_spec.drafting.suffix import NOTHING, Draft, SuffixCache, SuffixProposer, Text
 
 OPTIONS = [(24, 8, 1.0, 0.1), (24, 3, 2.0, 0.5), (6, 8, 1.0, 0.0), (3, 8, 4.0, 0.3), (9, 5, 0.5, 1.0), (1, 4, 1.0, 0.1)]
 

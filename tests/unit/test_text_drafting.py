@@ -17,19 +17,19 @@ from tests.unit.test_shapes import shapes
 from tests.unit.test_token_bytes import random_texts
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.proposers.length_split import LengthSplit
-from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
-from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens, Translation
-from vllm_gaudi_spec.proposers.universal.timeline import Timeline
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
+from vllm_gaudi_spec.drafting.universal.timeline import Timeline
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
-from vllm_gaudi_spec.runner.drafter_guard import Guard
-from vllm_gaudi_spec.runner.followed import Followed
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.runner.text_drafting import TextDrafting
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 NUM_ROWS, MAX_LEN = 4, 256

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.proposers.universal.token_bytes import (
+from vllm_gaudi_spec.drafting.universal.token_bytes import (
     ModelTokenizer,
     Vocabulary,
     content_hash,

@@ -16,8 +16,8 @@ import torch
 from tests.unit import exact, laws
 from tests.unit.laws import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_law, write
 from tests.unit.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
-from vllm_gaudi_spec.proposers.translation import MappedTokens
-from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens
 from vllm_gaudi_spec.sampling.drafts import draft
 from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.registry import TORCH

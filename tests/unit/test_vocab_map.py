@@ -28,9 +28,9 @@ from tests.unit.test_token_bytes import (
     wrapped,
 )
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.proposers.universal import vocab_map as module
-from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
-from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap, match, vocab_map
+from vllm_gaudi_spec.drafting.universal import vocab_map as module
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
 
 PADDING = 37
 """The models' vocabularies are larger than their tokenizers'."""

@@ -11,13 +11,14 @@ import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
+from vllm_gaudi_spec.drafting.load import Drafting, load_drafter, load_drafting
+from vllm_gaudi_spec.drafting.memory import drafting_bytes
+from vllm_gaudi_spec.drafting.universal.slab import block_of
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
 from vllm_gaudi_spec.runner.batch import Batch, Planned, Rows, build_inputs, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
-from vllm_gaudi_spec.runner.drafting import Drafting, load_drafter, load_drafting
-from vllm_gaudi_spec.runner.drafting_memory import drafting_bytes
 from vllm_gaudi_spec.runner.in_step import InStep
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.landing import Landing
@@ -30,7 +31,6 @@ from vllm_gaudi_spec.runner.requests import Request, Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.slab import block_of
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.runner.weights import ModelWeights

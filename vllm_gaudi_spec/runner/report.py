@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED, Drafts
+from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED, Drafts
 from vllm_gaudi_spec.sampling.verdict import Verdict
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.health import DraftRound

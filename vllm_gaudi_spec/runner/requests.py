@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.proposers.base import FAULTY, UNVERIFIED
+from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.drafting.base import Drafts
     from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
     from vllm_gaudi_spec.sampling.verdict import Verdict
 

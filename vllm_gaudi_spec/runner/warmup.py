@@ -22,7 +22,7 @@ from vllm_gaudi_spec.runner.shapes import DECODE
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-    from vllm_gaudi_spec.runner.drafting import Draft
+    from vllm_gaudi_spec.drafting.load import Draft
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
     from vllm_gaudi_spec.runner.shapes import Shape
 

@@ -21,8 +21,8 @@ import pytest
 
 from tests.full_tests.speculation import accepted, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
+from vllm_gaudi_spec.drafting.universal import vocab_map
 from vllm_gaudi_spec.environment import cache_folder
-from vllm_gaudi_spec.proposers.universal import vocab_map
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.tools import demo_model
 

@@ -35,7 +35,7 @@ def one_rank_fails(tmp_path_factory: pytest.TempPathFactory) -> Injected:
     """Once armed: of two drafters that work alike one raises, each time."""
     return Injected(
         tmp_path_factory.mktemp("injected"),
-        "vllm_gaudi_spec.proposers.suffix.SuffixProposer.propose",
+        "vllm_gaudi_spec.drafting.suffix.SuffixProposer.propose",
         "import torch; assert torch.distributed.get_rank() == 0, 'injected: this rank fails'",
     )
 

@@ -1,6 +1,6 @@
 """Method `universal_draft` for users of vllm-ascend, who keep its platform, its worker and its version of vLLM.
 
-Nothing here or below needs the vLLM of our own platform: what is shared with it is proposers/universal/, config.py
+Nothing here or below needs the vLLM of our own platform: what is shared with it is drafting/universal/, config.py
 and environment.py.
 versions.py says what it is made for, patches.py what it changes there, proposer.py is the drafter.
 """

@@ -14,10 +14,10 @@ from vllm_ascend.ascend_config import get_ascend_config
 from vllm_ascend.spec_decode.draft_proposer import AscendDraftModelProposer
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal.pairs import Pair
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.integrations.vllm_ascend.versions import VLLM_ASCEND
-from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens
-from vllm_gaudi_spec.proposers.universal.pairs import Pair
 
 
 class AscendUniversalDraftProposer(AscendDraftModelProposer):

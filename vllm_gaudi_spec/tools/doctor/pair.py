@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import host_memory
+from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
+from vllm_gaudi_spec.drafting.universal.coverage import ENOUGH
+from vllm_gaudi_spec.drafting.universal.pairs import Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
-from vllm_gaudi_spec.proposers.universal.coverage import ENOUGH
-from vllm_gaudi_spec.proposers.universal.pairs import Pair, same_tokens
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files
-from vllm_gaudi_spec.runner.drafting_memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.tools.io.one_line import in_one_line
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS

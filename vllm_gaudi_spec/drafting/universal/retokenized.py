@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.proposers.autoregressive import draft_behind, forward
-from vllm_gaudi_spec.proposers.base import Hidden
+from vllm_gaudi_spec.drafting.base import Hidden
+from vllm_gaudi_spec.drafting.draft_model import draft_behind, forward
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
-    from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts, Model
-    from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Model
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_gaudi_spec.proposers.universal.encoder import Encoder
-from vllm_gaudi_spec.proposers.universal.token_bytes import Vocabulary
+from vllm_gaudi_spec.drafting.universal.encoder import Encoder
+from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 # How many characters before the draft are encoded with it: its first word may go on with the last one known.
 _CONTEXT = 48

@@ -18,29 +18,29 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
-from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
-from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer, Unread
-from vllm_gaudi_spec.proposers.universal.timeline import Timeline
-from vllm_gaudi_spec.runner.drafter_guard import Guard
+from vllm_gaudi_spec.drafting.base import FAULTY, Drafts
+from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer, Unread
+from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.proposers.universal.coverage import Coverage
-    from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
-    from vllm_gaudi_spec.proposers.universal.timeline import Reader
+    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+    from vllm_gaudi_spec.drafting.followed import Drafter, Followed
+    from vllm_gaudi_spec.drafting.load import Draft
+    from vllm_gaudi_spec.drafting.universal.coverage import Coverage
+    from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
+    from vllm_gaudi_spec.drafting.universal.slab import Slab
+    from vllm_gaudi_spec.drafting.universal.timeline import Reader
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
-    from vllm_gaudi_spec.runner.drafting import Draft
-    from vllm_gaudi_spec.runner.followed import Drafter, Followed
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.runner.slab import Slab
     from vllm_gaudi_spec.scheduling.health import DraftRound
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_gaudi_spec.proposers.autoregressive import gathered
+from vllm_gaudi_spec.drafting.draft_model import gathered
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts
-    from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
 
 
 class Heads(Protocol):

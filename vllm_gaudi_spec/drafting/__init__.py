@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.proposers.base import DeviceProposer, HostProposer, Model
-    from vllm_gaudi_spec.proposers.translation import Translation
-    from vllm_gaudi_spec.proposers.universal.pairs import Pair
+    from vllm_gaudi_spec.drafting.base import DeviceProposer, HostProposer, Model
+    from vllm_gaudi_spec.drafting.universal.pairs import Pair
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _custom(setting: Setting) -> dict[str, Any]:
 
 
 def _draft_model(setting: Setting) -> dict[str, Any]:
-    from vllm_gaudi_spec.proposers.universal.pairs import same_tokens
+    from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 
     if setting.pair is not None:
         translation: Translation = setting.pair.mapped(setting.device)
@@ -77,7 +77,7 @@ def _head(setting: Setting) -> dict[str, Any]:
 
 def _of_head(setting: Setting) -> Translation:
     """A head reads the target's tokens, and may say fewer."""
-    from vllm_gaudi_spec.proposers.translation import FewerTokens, SameTokens
+    from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 
     assert setting.model is not None
     said = setting.model.said
@@ -89,7 +89,7 @@ _METHODS = {
     "ngram_gpu": _Method("ngram.DeviceNgramProposer", _ngram),
     "suffix": _Method("suffix.SuffixProposer", _suffix),
     "custom_class": _Method("custom.CustomProposer", _custom),
-    "draft_model": _Method("autoregressive.AutoregressiveProposer", _draft_model),
+    "draft_model": _Method("draft_model.AutoregressiveProposer", _draft_model),
     **dict.fromkeys(HEAD_METHODS, _Method("head.HeadProposer", _head)),
     MEDUSA: _Method("medusa.MedusaProposer", _head),
 }

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_gaudi_spec.proposers.universal.encoder import Encoded, Encoder, num_equal
-from vllm_gaudi_spec.proposers.universal.token_bytes import Vocabulary
+from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder, num_equal
+from vllm_gaudi_spec.drafting.universal.token_bytes import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.runner.drafting_memory import KVBlock, slab_blocks
+from vllm_gaudi_spec.drafting.memory import KVBlock, slab_blocks
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 
 if TYPE_CHECKING:

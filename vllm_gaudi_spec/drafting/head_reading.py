@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
-from vllm_gaudi_spec.proposers.base import Hidden
-from vllm_gaudi_spec.runner.reading import Placed, Reading
+from vllm_gaudi_spec.drafting.base import Hidden
+from vllm_gaudi_spec.drafting.reading import Placed, Reading
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_gaudi_spec.proposers.base import Model
-    from vllm_gaudi_spec.proposers.length_split import LengthSplit
+    from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.limits import LengthSplit
+    from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.landing import Landing
-    from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shapes

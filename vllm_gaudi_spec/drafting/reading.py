@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from vllm_gaudi_spec.proposers.base import Drafts, Hidden
+    from vllm_gaudi_spec.drafting.base import Drafts, Hidden
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
     from vllm_gaudi_spec.runner.requests import Request
 

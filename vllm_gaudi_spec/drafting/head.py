@@ -3,18 +3,18 @@
 At position p it reads token p + 1 and what the target says behind token p, keeps its KV there, and its answer is a
 guess at what the target will say behind token p + 1: the next draft follows from it, and the step after that reads it
 in the target's place. Whatever it wrote for drafts is written again, from the target's own states, once it is known
-which were accepted (`runner/head_reading.py`).
+which were accepted (`drafting/head_reading.py`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.proposers.autoregressive import draft_behind
+from vllm_gaudi_spec.drafting.draft_model import draft_behind
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts, Model
-    from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Model
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
 
 
 class HeadProposer:

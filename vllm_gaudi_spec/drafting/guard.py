@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.proposers.base import FAULTY, Drafts
+from vllm_gaudi_spec.drafting.base import FAULTY, Drafts
 from vllm_gaudi_spec.scheduling.health import DraftRound
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed import GroupCoordinator
 
-    from vllm_gaudi_spec.proposers.base import DraftRequest
+    from vllm_gaudi_spec.drafting.base import DraftRequest
     from vllm_gaudi_spec.runner.requests import Request
 
 logger = init_logger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.proposers.universal.token_bytes import ModelTokenizer
+    from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer
 
 # How many tokens are encoded again when a text goes on. What follows changes the last word, or the last few where a
 # tokenizer has no words; the first of a window may differ from what they are in the middle of a text.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.proposers.base import Drafts
+from vllm_gaudi_spec.drafting.base import Drafts
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_gaudi_spec.proposers.length_split import LengthSplit
+    from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
 

@@ -10,17 +10,12 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
-from vllm_gaudi_spec.proposers.translation import MappedTokens, OwnTokens, SameTokens
-from vllm_gaudi_spec.proposers.universal.encoder import Encoder
-from vllm_gaudi_spec.proposers.universal.rewriting import Rewriter
-from vllm_gaudi_spec.proposers.universal.timeline import Reader
-from vllm_gaudi_spec.proposers.universal.token_bytes import (
-    ModelTokenizer,
-    Vocabulary,
-    load_tokenizer,
-    read_vocabulary,
-)
-from vllm_gaudi_spec.proposers.universal.vocab_map import VocabMap, vocab_map
+from vllm_gaudi_spec.drafting.universal.encoder import Encoder
+from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
+from vllm_gaudi_spec.drafting.universal.timeline import Reader
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, vocab_map
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, SameTokens
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.proposers.base import DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
-    from vllm_gaudi_spec.proposers.base import Model
-    from vllm_gaudi_spec.proposers.translation import Translation
+    from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.sampling.drafts import Drafted
 
 NUM_NEWEST = 2

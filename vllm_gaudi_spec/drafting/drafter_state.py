@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.proposers.autoregressive import NUM_NEWEST
-from vllm_gaudi_spec.runner.reading import Placed, Reading
+from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST
+from vllm_gaudi_spec.drafting.reading import Placed, Reading
 from vllm_gaudi_spec.runner.shapes import PREFILL
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
-    from vllm_gaudi_spec.proposers.base import Drafts
+    from vllm_gaudi_spec.drafting.base import Drafts
+    from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.shapes import Shape, Shapes

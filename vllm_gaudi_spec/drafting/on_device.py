@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts
-from vllm_gaudi_spec.proposers.length_split import wanted
-from vllm_gaudi_spec.runner.draft_choice import DraftChoice
-from vllm_gaudi_spec.runner.drafter_guard import Guard
-from vllm_gaudi_spec.runner.reading import NOWHERE, Placed, Reading
+from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafts
+from vllm_gaudi_spec.drafting.choice import DraftChoice
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import wanted
+from vllm_gaudi_spec.drafting.reading import NOWHERE, Placed, Reading
 from vllm_gaudi_spec.runner.sampling import Branch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
-    from vllm_gaudi_spec.proposers.length_split import LengthSplit
-    from vllm_gaudi_spec.proposers.universal.coverage import Coverage
+    from vllm_gaudi_spec.drafting.choice import DraftLaws
+    from vllm_gaudi_spec.drafting.limits import LengthSplit
+    from vllm_gaudi_spec.drafting.load import Draft
+    from vllm_gaudi_spec.drafting.universal.coverage import Coverage
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.draft_choice import DraftLaws
-    from vllm_gaudi_spec.runner.drafting import Draft
     from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.proposers.base import Context, Drafts, HostProposer
-from vllm_gaudi_spec.runner.drafter_guard import Guard
+from vllm_gaudi_spec.drafting.base import Context, Drafts, HostProposer
+from vllm_gaudi_spec.drafting.guard import Guard
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_spec.drafting.followed import Drafter, Followed
+    from vllm_gaudi_spec.drafting.guard import Agree
+    from vllm_gaudi_spec.drafting.load import Draft
     from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.drafter_guard import Agree
-    from vllm_gaudi_spec.runner.drafting import Draft
-    from vllm_gaudi_spec.runner.followed import Drafter, Followed
     from vllm_gaudi_spec.runner.report import Step
     from vllm_gaudi_spec.runner.requests import Request, Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs

@@ -13,29 +13,29 @@ from vllm.config import replace
 from vllm.distributed import get_pp_group
 
 from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError
+from vllm_gaudi_spec.drafting import Setting, build_proposer
+from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafts, HostProposer
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.custom import CustomProposer
+from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
+from vllm_gaudi_spec.drafting.drafter_state import DrafterState
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard, agreement
+from vllm_gaudi_spec.drafting.head_reading import HeadReading, LastState
+from vllm_gaudi_spec.drafting.heads import load_head
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
+from vllm_gaudi_spec.drafting.reading import Reading
+from vllm_gaudi_spec.drafting.universal.coverage import Coverage
+from vllm_gaudi_spec.drafting.universal.pairs import Pair, Texts
+from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.drafting.universal.slab import Slab
+from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
 from vllm_gaudi_spec.environment import cache_folder
-from vllm_gaudi_spec.proposers import Setting, build_proposer
-from vllm_gaudi_spec.proposers.autoregressive import AutoregressiveProposer
-from vllm_gaudi_spec.proposers.base import DeviceProposer, Drafts, HostProposer
-from vllm_gaudi_spec.proposers.custom import CustomProposer
-from vllm_gaudi_spec.proposers.length_split import LengthSplit
-from vllm_gaudi_spec.proposers.retokenized import RetokenizedProposer
-from vllm_gaudi_spec.proposers.universal.coverage import Coverage
-from vllm_gaudi_spec.proposers.universal.pairs import Pair, Texts
-from vllm_gaudi_spec.runner.device_drafting import DeviceDrafting
-from vllm_gaudi_spec.runner.draft_choice import DraftChoice, DraftLaws
-from vllm_gaudi_spec.runner.drafter_guard import Guard, agreement
-from vllm_gaudi_spec.runner.drafter_state import DrafterState
-from vllm_gaudi_spec.runner.followed import Followed
-from vllm_gaudi_spec.runner.head_reading import HeadReading, LastState
-from vllm_gaudi_spec.runner.heads import load_head
-from vllm_gaudi_spec.runner.host_drafting import HostDrafting
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.quantization import Quantization
-from vllm_gaudi_spec.runner.read_blocks import ReadBlocks
-from vllm_gaudi_spec.runner.reading import Reading
-from vllm_gaudi_spec.runner.slab import Slab
-from vllm_gaudi_spec.runner.text_drafting import TextDrafting
 
 if TYPE_CHECKING:
     import numpy as np
