@@ -921,7 +921,9 @@ MULTIMODAL: dict[str, Recipe] = {
 }
 MULTIMODAL = {name: replace(recipe, vision=True) for name, recipe in MULTIMODAL.items()}
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
-MULTIMODAL |= {f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY) for name, recipe in MULTIMODAL.items()} | {
+MULTIMODAL |= {
+    f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY) for name, recipe in MULTIMODAL.items()
+} | {
     f"{name}@limits": replace(MULTIMODAL[name], engine=dict(limit_mm_per_prompt=limits))
     for name, limits in {
         "qwen2.5-vl": dict(image=0, video=0),
