@@ -342,6 +342,7 @@ def node(worker: Any) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_two_nodes_of_ray(two_nodes: None, setup_of: Callable[[str], Setup], said: Said) -> None:
     """A rank on each, with the drafter whole on both."""
     given = setup_of("draft_model")

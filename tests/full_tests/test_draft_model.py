@@ -35,7 +35,6 @@ def drafting(model: str, k: int, method: str = "draft_model", **options: Any) ->
 CASES = [
     ("itself", 3, COUPLED, "overlapping"),
     ("cousin", 1, STRICT, "chunked, cached, preempted"),
-    ("cousin", 5, COUPLED, "one by one"),
     ("stranger", 3, COUPLED, "overlapping"),
     ("stranger", 3, {}, "chunked, cached, preempted"),
     ("twin", 3, COUPLED, "chunked, cached, preempted"),

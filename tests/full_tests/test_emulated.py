@@ -88,7 +88,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["coupled", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.slow  # drafters that are models: test_emulated_models.py, and the universal one below
+@pytest.mark.parametrize("mode", MODES)
 def test_a_draft_model(mode: str, looping_llama: str, requests: list[Request], alone: Reference) -> None:
     """The target drafts for itself: what it drafts for greedy requests, and with the same noise, is right."""
     config = dict(method="draft_model", model=looping_llama, num_speculative_tokens=3, **MODES[mode])

@@ -18,7 +18,7 @@ QUICK = ("medusa",)
 
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(task, marks=pytest.mark.every_card if task in QUICK else pytest.mark.slow) for task in TASKS],
+    [pytest.param(task, marks=() if task in QUICK else pytest.mark.slow) for task in TASKS],
 )
 def test_a_task(task: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"

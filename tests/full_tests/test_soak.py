@@ -21,19 +21,11 @@ def soak(seconds: int, method: str, folder: Path) -> subprocess.CompletedProcess
     return done
 
 
+@pytest.mark.slow  # what a server keeps, tests/full_tests/abuse looks at as well
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("method", "seconds"),
-    [
-        ("draft_model", 120),
-        *(
-            pytest.param(method, 300, marks=pytest.mark.slow)
-            for method in ("universal_draft", "retokenize", "suffix", "ngram_gpu", "ngram")
-        ),
-    ],
-)
-def test_nothing_is_left_behind(method: str, seconds: int, tmp_path: Path) -> None:
-    done = soak(seconds, method, tmp_path)
+@pytest.mark.parametrize("method", ["draft_model", "universal_draft", "retokenize", "suffix", "ngram_gpu", "ngram"])
+def test_nothing_is_left_behind(method: str, tmp_path: Path) -> None:
+    done = soak(300, method, tmp_path)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-3000:]}"
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["load_compared"] > 50

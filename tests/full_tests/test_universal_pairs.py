@@ -118,7 +118,6 @@ def check(llm: LLM, work: Work, expected: list[list[int]], reference: Callable[[
     assert accepted(llm) > 0.05 * drafted > 0, "too little was accepted for this to show anything"
 
 
-QUICK = [("smollm2", "other-vocab", 3, COUPLED)]
 ALL = [
     (target, drafter, k, options)
     for target, drafter in (("smollm2", "same-vocab"), ("smollm2", "other-vocab"), ("gemma3", "smollm2"))
@@ -131,11 +130,8 @@ def name(value: Any) -> str:
     return value.get("draft_sample_method", "greedy") if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize(
-    ("target", "drafter", "k", "options"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)],
-    ids=name,
-)
+@pytest.mark.slow  # CI's real pair is that of test_spec_decode_script.py
+@pytest.mark.parametrize(("target", "drafter", "k", "options"), ALL, ids=name)
 def test_greedy_and_seeded(
     target: str, drafter: str, k: int, options: dict[str, Any], plain: Any, reference: Any
 ) -> None:

@@ -376,10 +376,8 @@ def spoil_one_round(worker: Any) -> None:
 ONE_RANK = [("draft_model", "greedy"), ("draft_model", "probabilistic"), ("retokenize", "greedy"), ("slem", "greedy")]
 
 
-@pytest.mark.parametrize(
-    ("method", "mode"),
-    [case if case == ONE_RANK[0] else pytest.param(*case, marks=pytest.mark.slow) for case in ONE_RANK],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "mode"), ONE_RANK)
 def test_no_number_on_one_rank(
     method: str, mode: str, way: Way, requests: list[Request], plain: Plain, errors: list[str]
 ) -> None:
