@@ -36,8 +36,9 @@ from vllm_gaudi_spec.drafting.head_reading import HeadReading  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
 from vllm_gaudi_spec.drafting.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
+from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
 from vllm_gaudi_spec.runner.sampling import Sampling  # noqa: E402
-from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shapes  # noqa: E402
+from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
 
 VOCAB = 128256
 MAX_LOGPROBS = 20
@@ -77,7 +78,7 @@ class Graphs:
     draft_random: int = 0
     """and with probabilistic or coupled ones."""
     draft_head: int = 0
-    """The same of a head with greedy drafts, and what it reads behind each verdict."""
+    """The same of a head with greedy drafts, and what it reads behind each verification."""
     worker_decode: int | None = None
     """Decode buckets of the existing worker,"""
     worker_prompt: int | None = None

@@ -152,8 +152,8 @@ def accept_ours(logits: torch.Tensor, drafts: torch.Tensor) -> tuple[list[list[i
     backend = Backend()
 
     def accept(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
-        verdict = strict.verify(strict.sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
-        return torch.cat((verdict.tokens_BQ, verdict.num_sampled_B[:, None]), dim=1)
+        verification = strict.verify(strict.sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
+        return torch.cat((verification.tokens_BQ, verification.num_sampled_B[:, None]), dim=1)
 
     program = backend.graph(accept)
     num_drafts = torch.full((drafts.shape[0],), drafts.shape[1], dtype=torch.int32)

@@ -227,7 +227,7 @@ def is_inside(found: Estimate, reference: float, digits: int) -> bool:
     return found.low - half <= reference <= found.high + half
 
 
-def verdict(plain: Sequence[int], ties: dict[str, list[int]], ours: Sequence[int]) -> str:
+def conclusion(plain: Sequence[int], ties: dict[str, list[int]], ours: Sequence[int]) -> str:
     first = next((i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b), None)
     if first is None:
         return "equal"
@@ -307,7 +307,7 @@ def compare_texts(cases: dict[str, Any]) -> dict[str, dict[str, int]]:
     texts = {}
     for platform in PLATFORMS:
         theirs = cases[f"{platform}/{COMPARED_K}"][QUESTIONS]["token_ids"]
-        found = [verdict(*each) for each in zip(plain["token_ids"], plain["ties"], theirs, strict=True)]
+        found = [conclusion(*each) for each in zip(plain["token_ids"], plain["ties"], theirs, strict=True)]
         texts[platform] = {name: found.count(name) for name in ("equal", "tied", "different")}
     return texts
 
@@ -337,8 +337,8 @@ def show(rows: list[dict[str, Any]], texts: dict[str, dict[str, int]], options: 
             steps = ", ".join(f"{side} {num}" for side, num in row["steps"].items())
             common.say(f"target steps, {row['prompts']}, k = {row['k']}: {steps}")
     for platform, found in texts.items():
-        verdicts = ", ".join(f"{num} {name}" for name, num in found.items())
-        common.say(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {verdicts}")
+        conclusions = ", ".join(f"{num} {name}" for name, num in found.items())
+        common.say(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {conclusions}")
     if (options.held_out, options.questions, options.tokens) != (NUM_HELD_OUT, 40, 128):
         common.say(f"The reference is for {NUM_HELD_OUT} prompts held out, 40 questions, and 128 tokens.")
 

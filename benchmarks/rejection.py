@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import common
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 RULES = ("greedy", "strict", "sure", "standard", "block")
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -110,7 +110,7 @@ def must_read(rule: str, batch: int, drafts: int, vocab: int, accepted: float) -
 # ---- ours ----------------------------------------------------------------------------------------------
 
 
-def judge(rules: Rules, case: Case) -> Verdict:
+def judge(rules: Rules, case: Case) -> Verification:
     drafts = case.drafts_BK, case.num_drafts_B
     noise = case.temperature_B, case.keys_B2, case.positions_BQ
     if case.rule == "greedy":
@@ -123,7 +123,7 @@ def judge(rules: Rules, case: Case) -> Verdict:
 # ---- upstream's ----------------------------------------------------------------------------------------
 
 
-def prepare_newer(case: Case) -> Callable[[], Verdict]:
+def prepare_newer(case: Case) -> Callable[[], Verification]:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
     device = case.logits_BQV.device
@@ -137,8 +137,8 @@ def prepare_newer(case: Case) -> Callable[[], Verdict]:
     place_in_row = torch.arange(places, dtype=torch.int32, device=device).repeat(batch)
     positions, seeds = case.positions_BQ.flatten().long(), case.keys_B2[:, 0].long()
 
-    def run() -> Verdict:
-        return Verdict(
+    def run() -> Verification:
+        return Verification(
             *rejection_sample(
                 logits,
                 case.draft_logits_BKV,
@@ -158,7 +158,7 @@ def prepare_newer(case: Case) -> Callable[[], Verdict]:
     return run
 
 
-def prepare_older(case: Case) -> Callable[[], Verdict]:
+def prepare_older(case: Case) -> Callable[[], Verification]:
     from vllm.v1.sample.ops.topk_topp_sampler import random_sample
     from vllm.v1.sample.rejection_sampler import rejection_sample
 
@@ -173,12 +173,12 @@ def prepare_older(case: Case) -> Callable[[], Verdict]:
         all_greedy=is_greedy, all_random=not is_greedy, temperature=case.temperature_B, generators={}
     )
 
-    def run() -> Verdict:
+    def run() -> Verification:
         behind = last.argmax(-1) if is_greedy else random_sample(last.softmax(-1), {})
         tokens = rejection_sample(
             chosen, [drafts] * batch, drafts, ends, probs, target, behind[:, None].contiguous(), metadata
         )
-        return Verdict(tokens, (tokens >= 0).sum(-1))
+        return Verification(tokens, (tokens >= 0).sum(-1))
 
     return run
 
@@ -216,7 +216,7 @@ def check_equal(rules: Rules, case: Case) -> int:
     return num
 
 
-def check_rate(run: Callable[[Case], Verdict], rule: str, device: str) -> float:
+def check_rate(run: Callable[[Case], Verification], rule: str, device: str) -> float:
     """Over many rows of a small vocabulary, the first draft is accepted as often as the laws say; else an error. In
     standard deviations."""
     case = make_case(rule, 4096, 1, 64, device, seed=5)
@@ -255,7 +255,7 @@ def check(rules: Rules, device: str, shapes: list[tuple[int, int, int]]) -> dict
 # ---- time ----------------------------------------------------------------------------------------------
 
 
-def captured_seconds(runs: list[Callable[[], Verdict]]) -> float:
+def captured_seconds(runs: list[Callable[[], Verification]]) -> float:
     """Of one run, as replays of a graph of all of them."""
     for run in runs[:2]:
         run()
@@ -322,7 +322,7 @@ def measure(rule: str, batch: int, drafts: int, vocab: int, rules: Rules) -> Cel
     logits = 4 * batch * (drafts + 1) * vocab
     sets = max(1, min(MOST_SETS, math.ceil(SET_BYTES / logits)))
     cases = [make_case(rule, batch, drafts, vocab, "cuda", seed) for seed in range(sets)]
-    runs: dict[str, list[Callable[[], Verdict]]] = {"ours": [lambda c=case: judge(rules, c) for case in cases]}
+    runs: dict[str, list[Callable[[], Verification]]] = {"ours": [lambda c=case: judge(rules, c) for case in cases]}
     for name, prepare in UPSTREAM.items():
         if has_rule(name, rule):
             runs[name] = [prepare(case) for case in cases]

@@ -6,7 +6,7 @@ Each k is an engine of its own, since a step that verifies is k + 1 tokens wide.
 (which ask for 0) take turns, so that a slow minute of the machine meets both.
 
 The bound is accepted length x plain step / (verify + draft), medians of this engine's own decode steps, taken inside
-the runner: a step is the forward, the verdict and its report; "draft" is what the drafter took of it, "verify" the
+the runner: a step is the forward, the verification and its report; "draft" is what the drafter took of it, "verify" the
 rest. A drafter without weights in an engine beside this one could time the verify step too, but at another moment of a
 noisy machine, its drafts made in another place. What is missing to the bound is the prompt, which is counted in
 the tokens/s and is no decode step, and what vLLM does between two steps.

@@ -3,10 +3,11 @@
 python benchmarks/verify.py --json .bench/verify.json
 VGS_DEVICE=cuda python benchmarks/verify.py --size 8b --json .bench/verify.json
 
-The runner's own programs, at a chosen context. A step is the forward and the verdict behind it; on an accelerator the
-time is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their request's
-blocks: only its forward differs, so its step is that forward with the rectangle's verdict. The roofline is what a plain
-step must read, the weights and the KV of all rows, over the datasheet's bandwidth and over that of a large copy.
+The runner's own programs, at a chosen context. A step is the forward and the verification after it; on an accelerator
+the time is the device's own. Flattened is the layout with one row a token, [B*(k+1), 1], whose rows repeat their
+request's blocks: only its forward differs, so its step is that forward with the rectangle's verification. The roofline
+is what a plain step must read, the weights and the KV of all rows, over the datasheet's
+bandwidth and over that of a large copy.
 Each program is made when it is first needed, not in a warm-up.
 """
 
@@ -27,8 +28,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_gaudi_spec.runner.batch import Planned, make_batch, make_sample_batch
-from vllm_gaudi_spec.runner.shapes import DECODE, Shape
+from vllm_gaudi_spec.records import DECODE, Planned, Shape
+from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 
 CHUNK = 256
 GRIDS = {
@@ -124,7 +125,9 @@ class Steps:
         members = [runner.requests.by_id[name] for name in names]
         ends = [request.num_computed + queries for request in members]
         shape = Shape(DECODE, len(members), queries, runner.shapes.decode_context(ends))
-        planned = Planned(shape, members, [queries] * len(members), [True] * len(members))
+        planned = Planned(
+            shape=shape, requests=members, counts=[queries] * len(members), finishes=[True] * len(members)
+        )
         batch = make_batch(runner.requests, planned)
         return partial(runner._run_forward, shape.phase, queries, batch.uploaded)
 
@@ -136,7 +139,7 @@ class Steps:
         return partial(runner._run_finish, queries, batch.rows_B, runner.sampling.prepare(batch, {}))
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
-        """Of a rectangle: its forward, its verdict, and both."""
+        """Of a rectangle: its forward, its verification, and both."""
         put = self.place(context, num_drafts)
         names = [row[0] for row in self._rows[:batch]]
         forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)

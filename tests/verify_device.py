@@ -148,7 +148,7 @@ class Row:
     must_agree: bool
 
     @property
-    def verdict(self) -> str:
+    def conclusion(self) -> str:
         if self.card is None:
             return NOT_COUNTED
         if self.emulated is None:
@@ -198,7 +198,7 @@ def _reads_per_step(result: dict[str, Any]) -> float:
 
 
 def agrees(rows: Sequence[Row]) -> bool:
-    return all(row.verdict != "DIFFERENT" for row in rows)
+    return all(row.conclusion != "DIFFERENT" for row in rows)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def check_lines(check: dict[str, Any], rehearsal: bool) -> list[str]:
     card = "in place of the card" if rehearsal else "card"
     lines = [f"| count | {card} | emulated | |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| {row['name']} | {number(row['card'])} | {number(row['emulated'])} | {row['verdict']} |"
+        f"| {row['name']} | {number(row['card'])} | {number(row['emulated'])} | {row['conclusion']} |"
         for row in check["rows"]
     ]
     for place, found in check["findings"].items():
@@ -303,7 +303,7 @@ def run_check(check: Check, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "title": check.title,
         "error": None,
-        "rows": [{**asdict(row), "verdict": row.verdict} for row in rows],
+        "rows": [{**asdict(row), "conclusion": row.conclusion} for row in rows],
         "findings": findings,
         "good": agrees(rows) and not any(findings.values()),
         "results": results,

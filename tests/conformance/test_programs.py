@@ -77,7 +77,7 @@ def test_results_stay_until_their_program_runs_again(backend: DeviceBackend) -> 
 
 
 def test_a_result_goes_into_the_next_program(backend: DeviceBackend) -> None:
-    """As drafts and verdicts do, also into the program that they come from."""
+    """As drafts and verifications do, also into the program that they come from."""
     double, add = backend.graph(lambda x: x * 2), backend.graph(lambda x, y: x + y)
     found = double(backend.upload(numbers(1, 2)))
     for _ in range(3):

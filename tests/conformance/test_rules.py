@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.unit.verify_cases import counted, random_case
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -34,12 +34,12 @@ def case(vocab: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
-def test_verdicts(backend: DeviceBackend, rule: str) -> None:
+def test_verifications(backend: DeviceBackend, rule: str) -> None:
     given = case(FEW_TOKENS)
     inputs = [given[name].clone() for name in INPUTS.get(rule, BY_LAW)]
-    expected: Verdict = getattr(TORCH, rule)(*inputs)
+    expected: Verification = getattr(TORCH, rule)(*inputs)
     found = backend.graph(getattr(backend.rules, rule))(*(backend.upload(tensor.clone()) for tensor in inputs))
-    found = Verdict(*(backend.download(tensor) for tensor in found))
+    found = Verification(*(backend.download(tensor) for tensor in found))
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING
     assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, PLACES + 1))

@@ -24,7 +24,7 @@ def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
 
 @dataclass
 class Tally:
-    """Collects the verdicts of many comparisons; `check` fails with all differences at once."""
+    """Collects the verifications of many comparisons; `check` fails with all differences at once."""
 
     equal: int = 0
     ties: int = 0

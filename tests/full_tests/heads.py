@@ -19,10 +19,9 @@ from vllm import SamplingParams
 from tests.full_tests.equality import Tally
 from tests.full_tests.prompts import PROMPTS
 from tests.full_tests.workload import Request, mixed_requests
-from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
-from vllm_gaudi_spec.sampling.drafts import Drafted
+from vllm_gaudi_spec.records import Drafted, DraftRequest, Drafts
 
 TINY = Path(__file__).parents[2] / "demo" / "tiny"
 METHODS = ("eagle", "eagle3", "mtp", "medusa")

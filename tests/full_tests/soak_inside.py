@@ -13,13 +13,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as EngineRequest
 
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.runner.batch import Batch
-from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
-from vllm_gaudi_spec.runner.report import Report, Step
-from vllm_gaudi_spec.runner.requests import Request
+from vllm_gaudi_spec.records import Batch, PromptScores, Request, StepResult
+from vllm_gaudi_spec.runner.report import Report
 
 # Made for a request or for a step; none of them should outlive what it was made for by more than a step.
-SHORT_LIVED = (EngineRequest, SchedulerOutput, Request, Batch, Step, Report, PromptScores, Timeline)
+SHORT_LIVED = (EngineRequest, SchedulerOutput, Request, Batch, StepResult, Report, PromptScores, Timeline)
 
 
 class Inside:

@@ -126,13 +126,13 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
         check_report(report, 3)
         assert report["matches_baseline"]["different"] == 0
         assert report["speedup"] == speedup(base["seconds"], report["seconds"])
-        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in report["matches_baseline"].items())
+        verifications = ", ".join(f"{n} {verification}" for verification, n in report["matches_baseline"].items())
         assert table[name] == [
             f"{report['speedup']['ratio']:.2f}",
             "{low:.2f} to {high:.2f}".format(**report["speedup"]),
             f"{report['tokens_per_step']:.2f}",
             f"{report['acc_rate']:.3f}",
-            verdicts,
+            verifications,
         ]
     assert all(reports[name]["tokens_per_step"] > 1.5 for name in ("draft_model", "universal"))
 

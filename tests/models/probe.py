@@ -84,13 +84,13 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
 
 def doctor(job: dict[str, Any]) -> dict[str, Any]:
     """What `gaudi-spec doctor --model` answers."""
-    from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, verdict
+    from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, conclusion
     from vllm_gaudi_spec.tools.doctor.pair import examine
 
     findings = list(examine(engine_arguments(job, ours=True)))
     return {
         "outcome": "problem" if any(one.severity == PROBLEM for one in findings) else "fine",
-        "error": verdict(findings),
+        "error": conclusion(findings),
     }
 
 

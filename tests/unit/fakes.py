@@ -10,12 +10,12 @@ from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_gaudi_spec.runner.batch import Batch, make_batch
+from vllm_gaudi_spec.records import Batch, Verification
+from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def batches_of(
@@ -81,13 +81,13 @@ class CapturingBackend(HostBackend):
         return run
 
 
-def sampled(answers: list[list[int]], num_rows: int) -> Verdict:
+def sampled(answers: list[list[int]], num_rows: int) -> Verification:
     """Each row got these tokens; rows behind them are padding."""
     tokens = torch.zeros(num_rows, max(map(len, answers)), dtype=torch.int32)
     counts = torch.ones(num_rows, dtype=torch.int32)
     for index, answer in enumerate(answers):
         tokens[index, : len(answer)], counts[index] = torch.tensor(answer), len(answer)
-    return Verdict(tokens, counts)
+    return Verification(tokens, counts)
 
 
 def new_request(

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from scipy import stats
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.drafts import draft
 from vllm_gaudi_spec.sampling.noise import fold_seed
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 # All p-values of one whole run of the suite, about 300 of them, together reject a correct sampler once in 1000 runs.
 # Each of them is compared with this.
@@ -25,7 +25,7 @@ MIN_EXPECTED = 10
 # The position of the first query: neither 0 nor anything the tests rely on.
 FIRST = 7
 
-Rule = Callable[..., Verdict]
+Rule = Callable[..., Verification]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def step(
         logits.append(target.logits_CV[context])
         context = target.after(context, drafted.tokens_B.numpy())
     logits.append(target.logits_CV[context])
-    verdict = rule(
+    verification = rule(
         torch.stack(logits, 1),
         torch.stack(laws, 1),
         torch.stack(drafts, 1),
@@ -131,7 +131,7 @@ def step(
         keys_N2,
         starts_N[:, None] + torch.arange(num_places + 1, dtype=torch.int32),
     )
-    tokens, num = verdict.tokens_BQ.numpy().astype(np.int64), verdict.num_sampled_B.numpy()
+    tokens, num = verification.tokens_BQ.numpy().astype(np.int64), verification.num_sampled_B.numpy()
     for place in range(num_places + 1):
         texts.append(target, tokens[:, place], place < num)
     return num - 1

@@ -34,7 +34,7 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
-from vllm_gaudi_spec.drafting.base import Hidden
+from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.warmup import manifest
 

@@ -23,9 +23,10 @@ from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
-from vllm_gaudi_spec.runner.batch import Planned, make_batch
+from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
+from vllm_gaudi_spec.runner.batch import make_batch
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL, Shape, Shapes
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 # --- when it is chosen ---
 
@@ -323,7 +324,9 @@ def rows_of(backend: HostBackend) -> Requests:
 def test_devices_that_do_not_ask_are_told_nothing() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
-    batch = make_batch(requests, Planned(Shape(PREFILL, 2, 48, 64), members, [40, 1], [True, True]))
+    batch = make_batch(
+        requests, Planned(shape=Shape(PREFILL, 2, 48, 64), requests=members, counts=[40, 1], finishes=[True, True])
+    )
     assert batch.uploaded.blocks.lengths_B is None
     given = rectangle(torch.zeros(2, 48, dtype=torch.int32), *batch.uploaded.host_2B.unbind(0), batch.uploaded.blocks)
     assert given.calls[0].host_lengths_B is None
@@ -346,7 +349,9 @@ def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int],
     members = list(requests.by_id.values())
     for request, num in zip(members, computed, strict=True):
         request.num_computed = num
-    blocks = make_batch(requests, Planned(shape, members, counts, [True, True])).uploaded.blocks
+    blocks = make_batch(
+        requests, Planned(shape=shape, requests=members, counts=counts, finishes=[True, True])
+    ).uploaded.blocks
     assert blocks.lengths_B is not None
     assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")
     assert blocks.lengths_B.tolist() == lengths

@@ -16,7 +16,7 @@ from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, cached, 
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.base import DeviceProposer, Hidden
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.choice import DraftLaws
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.drafter_state import DrafterState
@@ -26,7 +26,8 @@ from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.reading import Reading
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
-from vllm_gaudi_spec.runner.batch import Batch, Planned, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.records import Batch, Hidden, Planned
+from vllm_gaudi_spec.runner.batch import locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.recorder import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
@@ -174,7 +175,7 @@ class Rows:
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
         batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), queries, members, ends)
-        verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
             if name in self.rejected:  # else its prompt ends here
@@ -182,9 +183,9 @@ class Rows:
                 members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
             self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
-        self.requests.advance(batch.rows_B, last, verdict)
+        self.requests.advance(batch.rows_B, last, verification)
         inputs = self.sampling.prepare(batch, {})
-        lengths = last + 1 + verdict.num_sampled_B
+        lengths = last + 1 + verification.num_sampled_B
         self.drafting.settle(batch.rows_B, lengths)
         drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
         found: dict[str, list[int]] = {name: [] for name in answers}
@@ -222,7 +223,7 @@ class Rows:
 
     def check_warm_up(self) -> None:
         for shape in self.shapes.all():
-            self.drafting.follow(make_batch(self.requests, Planned(shape, [], [], [])))
+            self.drafting.follow(make_batch(self.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
         for num_rows, branch, draft in self.drafting.rounds(self.sampling):
             batch = make_sample_batch(self.requests, num_rows, 1, [], [])
             draft(batch, torch.zeros(num_rows).int(), self.sampling.inputs_of(batch, branch, {}))

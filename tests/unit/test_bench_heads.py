@@ -72,6 +72,6 @@ def test_reference_is_known_to_its_digits_only() -> None:
 
 def test_texts_are_equal_tied_or_different() -> None:
     ties = {"1": [5, 6]}
-    assert heads.verdict([4, 5, 8], ties, [4, 5, 8]) == "equal"
-    assert heads.verdict([4, 5, 8], ties, [4, 6, 9]) == "tied"
-    assert heads.verdict([4, 5, 8], ties, [4, 5, 9]) == "different"
+    assert heads.conclusion([4, 5, 8], ties, [4, 5, 8]) == "equal"
+    assert heads.conclusion([4, 5, 8], ties, [4, 6, 9]) == "tied"
+    assert heads.conclusion([4, 5, 8], ties, [4, 5, 9]) == "different"

@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import rejection
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def test_the_reference_passes_the_checks() -> None:
@@ -25,10 +25,10 @@ def test_the_reference_passes_the_checks() -> None:
 
 @pytest.mark.parametrize("rule", ["greedy", "standard", "block"])
 def test_a_wrong_rule_does_not(rule: str) -> None:
-    def accept_all(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
-        def run(*inputs: torch.Tensor) -> Verdict:
-            verdict = verify(*inputs)
-            return verdict._replace(num_sampled_B=torch.full_like(verdict.num_sampled_B, 2))
+    def accept_all(verify: Callable[..., Verification]) -> Callable[..., Verification]:
+        def run(*inputs: torch.Tensor) -> Verification:
+            verification = verify(*inputs)
+            return verification._replace(num_sampled_B=torch.full_like(verification.num_sampled_B, 2))
 
         return run
 

@@ -13,10 +13,11 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.grammar import Grammar
-from vllm_gaudi_spec.runner.report import Reports, Step
+from vllm_gaudi_spec.runner.report import Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Branch, Sampling
 from vllm_gaudi_spec.runner.verification import choose_rule, verify
@@ -156,7 +157,7 @@ class Case:
             None,
             mode,
         )
-        done = Step(members, verified.verdict, verified.logprobs, verified.scores, num_drafts_B=num_drafts_B)
+        done = StepResult(members, verified.verification, verified.logprobs, verified.scores, num_drafts_B=num_drafts_B)
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:

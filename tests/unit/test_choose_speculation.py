@@ -185,7 +185,7 @@ def test_drafts_are_turned_off_where_they_lose() -> None:
     words = found.serve_arguments("some/model")
     assert words[:5] == ["vllm", "serve", "some/model", "--max-num-seqs", "12"]
     assert json.loads(words[-1]) == config
-    assert "6 to 12" in choice.verdict(found, "some/model")
+    assert "6 to 12" in choice.conclusion(found, "some/model")
 
 
 def test_a_size_where_drafts_are_off_counts_as_no_loss() -> None:
@@ -206,7 +206,7 @@ def test_when_speculation_does_not_pay() -> None:
     assert found.chosen is found.best_at(1) is None
     assert found.schedule() == [[1, 4, 0]]
     assert found.serve_arguments("m") == ["vllm", "serve", "m", "--max-num-seqs", "4"]
-    assert "does not pay" in choice.verdict(found, "m")
+    assert "does not pay" in choice.conclusion(found, "m")
     written = found.as_json("m")
     assert (written["pays"], written["num_speculative_tokens"], written["speculative_config"]) == (False, 0, None)
     assert [row["gain"] for row in written["by_batch"]] == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""The command line without an engine: options, workload, counting, verdicts, and the comparison of verify-gaudi."""
+"""The command line without an engine: options, workload, counting, conclusions, and the comparison of verify-gaudi."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ def test_a_clean_run() -> None:
     assert (result["graphs"]["captured"], result["graphs"]["never_used"]) == (3, 1)
     assert result["graphs"]["by_name"]["Runner._forward"] == {"captured": 2, "never_used": 1}
     assert result["findings"] == []
-    assert summary.verdict(result).startswith("clean: ")
+    assert summary.conclusion(result).startswith("clean: ")
     table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 never used here" in table
     assert "host reads per step 1.00, 1 at most" in table
@@ -499,7 +499,7 @@ def test_a_compile_is_found_with_its_line() -> None:
     result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
     (finding,) = result["findings"]
     assert finding == "compiled after warm-up, in the mixed phase: 2 programs: my/drafter.py:12 (propose)"
-    assert summary.verdict(result) == f"not clean: {finding}"
+    assert summary.conclusion(result) == f"not clean: {finding}"
     assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in summary.table(result).splitlines()
 
 
@@ -552,7 +552,7 @@ def test_a_card_counts_less() -> None:
     assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
     assert "not counted on this device" in summary.table(result)
-    assert "the runner reads the host once a step" in summary.verdict(result)
+    assert "the runner reads the host once a step" in summary.conclusion(result)
     found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
     assert found == ["compiled after warm-up, in the mixed phase: 2 programs"]
 
@@ -571,9 +571,9 @@ def card_and_emulated() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_comparison_of_card_and_emulation() -> None:
     rows = verify_device.compare(*card_and_emulated())
-    verdicts = {row.name: row.verdict for row in rows}
-    assert verdicts["KV bytes read"] == verdicts["host reads, all"] == verify_device.NOT_COUNTED
-    assert {verdict for verdict in verdicts.values() if verdict != verify_device.NOT_COUNTED} == {"equal"}
+    conclusions = {row.name: row.conclusion for row in rows}
+    assert conclusions["KV bytes read"] == conclusions["host reads, all"] == verify_device.NOT_COUNTED
+    assert {conclusion for conclusion in conclusions.values() if conclusion != verify_device.NOT_COUNTED} == {"equal"}
     assert verify_device.agrees(rows)
 
 
@@ -582,8 +582,8 @@ def test_a_difference_that_matters() -> None:
     card["phases"]["mixed"]["compiles"] = 2
     card["phases"]["mixed"]["steps"] += 1
     rows = {row.name: row for row in verify_device.compare(card, emulated)}
-    assert rows["programs compiled after warm-up"].verdict == "DIFFERENT"
-    assert rows["steps"].verdict == "different"
+    assert rows["programs compiled after warm-up"].conclusion == "DIFFERENT"
+    assert rows["steps"].conclusion == "different"
     assert not verify_device.agrees(list(rows.values()))
 
 
@@ -591,7 +591,7 @@ def checked(title: str, rows: Sequence[verify_device.Row]) -> dict[str, Any]:
     return {
         "title": title,
         "error": None,
-        "rows": [{**row.__dict__, "verdict": row.verdict} for row in rows],
+        "rows": [{**row.__dict__, "conclusion": row.conclusion} for row in rows],
         "findings": {"card": [], "emulated card": ["2 programs"]},
     }
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.unit.verify_cases import Case, random_case
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 pytestmark = pytest.mark.cuda
 
@@ -38,19 +38,19 @@ def case_on_gpu(rows: int, places: int, vocab: int, seed: int = 0, masked: float
     return on_gpu(case)
 
 
-def verify(rules: Rules, rule: str, given: dict[str, torch.Tensor]) -> Verdict:
+def verify(rules: Rules, rule: str, given: dict[str, torch.Tensor]) -> Verification:
     drafts = given["drafts_BK"], given["num_drafts_B"]
     noise = given["temperature_B"], given["keys_B2"], given["positions_BQ"]
     if rule == "strict_greedy":
         return rules.strict_greedy(given["logits_BQV"], *drafts)
     if rule == "strict_random":
         return rules.strict_random(given["logits_BQV"], *drafts, *noise)
-    by_law: Verdict = getattr(rules, rule)(given["logits_BQV"], given["draft_probs_BKV"], *drafts, *noise)
+    by_law: Verification = getattr(rules, rule)(given["logits_BQV"], given["draft_probs_BKV"], *drafts, *noise)
     return by_law
 
 
-def counted(verdict: Verdict) -> list[list[int]]:
-    rows = zip(verdict.tokens_BQ.tolist(), verdict.num_sampled_B.tolist(), strict=True)
+def counted(verification: Verification) -> list[list[int]]:
+    rows = zip(verification.tokens_BQ.tolist(), verification.num_sampled_B.tolist(), strict=True)
     return [row[:number] for row, number in rows]
 
 
@@ -86,7 +86,7 @@ def test_samples(cuda: Rules, rows: int, places: int, vocab: int, dtype: torch.d
 
 @pytest.mark.parametrize(("rows", "places", "vocab"), SHAPES)
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
-def test_verdicts(cuda: Rules, rule: str, rows: int, places: int, vocab: int) -> None:
+def test_verifications(cuda: Rules, rule: str, rows: int, places: int, vocab: int) -> None:
     given = case_on_gpu(rows, places, vocab, seed=1)
     found, expected = counted(verify(cuda, rule, given)), counted(verify(TORCH, rule, given))
     # A draw may lie within rounding of a probability, a score of another.
@@ -107,7 +107,7 @@ def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes minutes")
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
 def test_programs_that_run_one_behind_the_other(cuda: Rules, work: None, rule: str) -> None:
-    test_verdicts(cuda, rule, 280, 4, 32_000)
+    test_verifications(cuda, rule, 280, 4, 32_000)
 
 
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
@@ -164,10 +164,10 @@ def test_captured(cuda: Rules, rule: str) -> None:
     expected = [counted(verify(cuda, rule, inputs)) for inputs in (given, other)]
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verdict = verify(cuda, rule, given)
+        verification = verify(cuda, rule, given)
     graph.replay()
-    assert counted(verdict) == expected[0]
+    assert counted(verification) == expected[0]
     for name, value in other.items():
         given[name].copy_(value)
     graph.replay()
-    assert counted(verdict) == expected[1]
+    assert counted(verification) == expected[1]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec.drafting.base import Context
 from vllm_gaudi_spec.drafting.custom import CustomProposer
+from vllm_gaudi_spec.records import Context
 
 
 class Scripted:
@@ -41,7 +41,9 @@ def build(name: str = "Scripted", width: int = 16) -> tuple[CustomProposer, Any]
 
 
 def context(req_id: str, tokens: list[int], num_prompt: int, num_wanted: int = 4) -> Context:
-    return Context(req_id, np.array(tokens, dtype=np.int32), num_prompt, num_wanted)
+    return Context(
+        req_id=req_id, tokens_np=np.array(tokens, dtype=np.int32), num_prompt=num_prompt, num_wanted=num_wanted
+    )
 
 
 def test_arrays_hold_the_rows_that_may_draft() -> None:

@@ -1,4 +1,4 @@
-"""What doctor says of machines that are fine, and of those that are not: the verdict, the remedy, the exit status."""
+"""What doctor says of good and of bad machines: the conclusion, the remedy, the exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli.output import python
 from vllm_gaudi_spec.tools.doctor import machine, probe
-from vllm_gaudi_spec.tools.doctor.findings import Finding, verdict
+from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
 from vllm_gaudi_spec.variables import VARIABLES
 
 DEMO = ROOT / "demo"
@@ -71,7 +71,7 @@ def only_problem(found: dict[str, Any]) -> dict[str, str]:
     (problem,) = (one for one in found["findings"] if one["severity"] == "problem")
     assert problem["remedy"]
     assert found["problems"] == 1
-    assert found["verdict"].endswith(problem["remedy"])
+    assert found["conclusion"].endswith(problem["remedy"])
     told: dict[str, str] = problem
     return told
 
@@ -110,7 +110,7 @@ def probed_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = here(capsys, *PAIR)
     assert (status, found["problems"]) == (0, 0), found
-    assert found["verdict"].startswith("fine")
+    assert found["conclusion"].startswith("fine")
     assert any(severity == "ok" and text.startswith("cpu: no Gaudi and no ") for severity, text in of(found, "device"))
     assert ("ok", "cpu, mode eager") in of(found, "device")
     assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform")]
@@ -595,13 +595,13 @@ def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def test_verdicts() -> None:
+def test_verifications() -> None:
     fine, warned = Finding("ok", "a", "b"), Finding("warning", "a", "b", "c")
-    assert verdict([fine]) == "fine"
-    assert verdict([fine, warned, warned]) == "fine, with 2 warnings"
+    assert conclusion([fine]) == "fine"
+    assert conclusion([fine, warned, warned]) == "fine, with 2 warnings"
     wrong = Finding.refusal("models", "too long; leave out --this")
     assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
-    assert verdict([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
+    assert conclusion([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
     assert Finding.refusal("models", "simply wrong").text == "simply wrong"
 
 
@@ -615,7 +615,7 @@ def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
     assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(devices.DEVICES).split()]
     assert "  VGS_DEVICE=tpu" in lines
-    assert lines[-1].startswith("verdict: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
+    assert lines[-1].startswith("conclusion: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.records import DraftRound, WorkerCounts
 from vllm_gaudi_spec.scheduling import counts as draft_counts
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
-from vllm_gaudi_spec.scheduling.health import DraftRound
 from vllm_gaudi_spec.scheduling.metrics import (
     COMPILED,
     COVERAGE,
@@ -28,7 +28,6 @@ from vllm_gaudi_spec.scheduling.metrics import (
     ROWS_BY_CHOICE,
     ROWS_WITHOUT_DRAFTS,
     STEPS,
-    Worked,
 )
 from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
 
@@ -375,9 +374,9 @@ def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
     play = Play(Scheduler, tmp_path)
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
-    play.step(worked=Worked(4, 3, 0, coverage))
+    play.step(worked=WorkerCounts(4, 3, 0, coverage))
     assert play.counted == {STEPS: {"": 4}, HOST_READS: {"": 3}, COVERAGE: coverage}
-    play.step(worked=Worked(5, 4, 2, coverage))
+    play.step(worked=WorkerCounts(5, 4, 2, coverage))
     assert [play.counted[name][""] for name in (STEPS, HOST_READS, COMPILED)] == [5, 4, 2]
     assert play.counted[COVERAGE] == coverage
 
@@ -388,7 +387,7 @@ def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
     play.scheduler.log_stats = False
     play.admit("a")
     for _ in range(3):
-        play.step(worked=Worked(1, 1, 0, {}))
+        play.step(worked=WorkerCounts(1, 1, 0, {}))
     assert not play.counted
     assert not [name for name in vars(play.scheduler) if name.startswith("_gaudi_spec")]
 

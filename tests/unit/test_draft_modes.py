@@ -104,8 +104,8 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
     drafted = draft(TORCH, drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, place, place)
     positions = place[:, None] + torch.arange(2, dtype=torch.int32)
     sampled = sample_random(target.logits_CV.expand(rows, 2, 8), ones, keys, positions)
-    verdict = verify(sampled, drafted.tokens_B[:, None], torch.ones(rows, dtype=torch.int32))
-    accepted = (verdict.num_sampled_B - 1).float().mean().item()
+    verification = verify(sampled, drafted.tokens_B[:, None], torch.ones(rows, dtype=torch.int32))
+    accepted = (verification.num_sampled_B - 1).float().mean().item()
     distance = np.abs(target.probs_CV - drafter.probs_CV).sum() / 2
     margin = 4 * math.sqrt(0.25 / rows)
     assert (1 - distance) / (1 + distance) - margin < accepted < 1 - distance + margin

@@ -13,14 +13,13 @@ from tests.unit.fakes import CapturingBackend, HostBackend, step
 from tests.unit.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.test_heads import HeadRows
-from vllm_gaudi_spec.drafting.base import FAULTY, Drafts
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.drafting.followed import Followed
 from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
 from vllm_gaudi_spec.drafting.load import guard_of
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 def request(wanted: list[int]) -> Any:

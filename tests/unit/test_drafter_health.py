@@ -17,7 +17,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.scheduling.health import DrafterHealth, DraftRound, Word
+from vllm_gaudi_spec.records import DraftRound
+from vllm_gaudi_spec.scheduling.health import DrafterHealth, Word
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
 

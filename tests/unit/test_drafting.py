@@ -11,19 +11,17 @@ from tests.unit.fakes import HostBackend, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.base import Context, DraftRequest, Drafts
 from vllm_gaudi_spec.drafting.choice import DraftLaws
 from vllm_gaudi_spec.drafting.followed import Followed
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, StepResult, Verification
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 K = 3
 VOCAB = 100
@@ -94,16 +92,16 @@ def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, 
     return requests, split, ["a", "b", "c"]
 
 
-def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[Step, torch.Tensor]:
+def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[StepResult, torch.Tensor]:
     """A step in which each row got its tokens, padded by one row; and the lengths after it."""
     members = [requests.by_id[name] for name in names]
     width = max(map(len, tokens))
     tokens_BQ = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tokens, []]], dtype=torch.int32)
-    verdict = Verdict(tokens_BQ, torch.tensor([*map(len, tokens), 1], dtype=torch.int32))
+    verification = Verification(tokens_BQ, torch.tensor([*map(len, tokens), 1], dtype=torch.int32))
     last = torch.tensor([*(len(member.known) - 1 for member in members), -1], dtype=torch.int32)
     rows = torch.tensor([*(member.row for member in members), requests.pad_row])
-    requests.advance(rows, last, verdict)
-    return Step(members, verdict), last + 1 + verdict.num_sampled_B
+    requests.advance(rows, last, verification)
+    return StepResult(members, verification), last + 1 + verification.num_sampled_B
 
 
 def waiting(requests: Requests, name: str, length: int) -> list[int]:
@@ -112,7 +110,7 @@ def waiting(requests: Requests, name: str, length: int) -> list[int]:
     return requests.history_RM[row, length : length + int(requests.num_drafts_R[row])].tolist()
 
 
-def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, Step]:
+def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
     """A host drafter that was asked behind a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
@@ -135,7 +133,7 @@ def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
 def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=3)
     drafting.propose_behind(sampled(requests, ["a"], [[1]])[0], 0)
-    drafting.propose_behind(Step([]), K)  # nobody sampled: prompts go on
+    drafting.propose_behind(StepResult([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []
     assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
 
@@ -165,7 +163,7 @@ def test_the_host_drafter_hears_who_has_ended() -> None:
     assert proposer.forgotten == ["b"]
 
 
-def test_the_device_drafter_proposes_behind_the_verdict() -> None:
+def test_the_device_drafter_proposes_behind_the_verification() -> None:
     requests, split, names = started(drafter_max_len=8)
     proposer = CountsOnDevice()
     drafting, recorder = on_device(proposer, split, requests)

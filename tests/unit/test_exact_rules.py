@@ -43,11 +43,11 @@ every_rule = pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("num_places", [1, 2, 3, 5])
 def test_equals_the_loop(rule: str, num_places: int) -> None:
     case = random_case(400, num_places, seed=num_places)
-    verdict = RULES[rule].verify(**case.tensors())
-    assert verdict.tokens_BQ.dtype == verdict.num_sampled_B.dtype == torch.int32
+    verification = RULES[rule].verify(**case.tensors())
+    assert verification.tokens_BQ.dtype == verification.num_sampled_B.dtype == torch.int32
     for row in range(400):
-        assert counted(verdict, row) == loop_tokens(LOOPS[rule], case, row, keyed_by_start=rule == "block"), row
-    lengths = set(verdict.num_sampled_B.tolist())
+        assert counted(verification, row) == loop_tokens(LOOPS[rule], case, row, keyed_by_start=rule == "block"), row
+    lengths = set(verification.num_sampled_B.tolist())
     assert lengths == set(range(1, num_places + 2)), "the case does not show every number of accepted drafts"
 
 
@@ -57,23 +57,23 @@ def test_all_accepted_rows_keep_their_bonus(rule: str) -> None:
     case = random_case(300, 4, seed=1, masked=0)
     case.logits_BQV[:, :4] = case.draft_probs_BKV.log()
     case.drafts_BK = case.draft_probs_BKV.flatten(0, 1).multinomial(1).view(300, 4).int()
-    verdict = RULES[rule].verify(**case.tensors())
+    verification = RULES[rule].verify(**case.tensors())
     # p / q is 1 but for rounding
-    assert (verdict.num_sampled_B == case.num_drafts_B + 1).float().mean() > 0.99
+    assert (verification.num_sampled_B == case.num_drafts_B + 1).float().mean() > 0.99
     own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
     for row in range(300):
-        if verdict.num_sampled_B[row] == case.num_drafts_B[row] + 1:
-            assert verdict.tokens_BQ[row, case.num_drafts_B[row]] == own[row, case.num_drafts_B[row]]
+        if verification.num_sampled_B[row] == case.num_drafts_B[row] + 1:
+            assert verification.tokens_BQ[row, case.num_drafts_B[row]] == own[row, case.num_drafts_B[row]]
 
 
 @every_rule
 def test_rows_without_drafts_are_ordinary_sampling(rule: str) -> None:
     case = random_case(200, 3, vocab=50)
     case.num_drafts_B.zero_()
-    verdict = RULES[rule].verify(**case.tensors())
+    verification = RULES[rule].verify(**case.tensors())
     own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
-    assert (verdict.num_sampled_B == 1).all()
-    assert torch.equal(verdict.tokens_BQ[:, 0], own[:, 0])
+    assert (verification.num_sampled_B == 1).all()
+    assert torch.equal(verification.tokens_BQ[:, 0], own[:, 0])
 
 
 @every_rule
@@ -118,12 +118,12 @@ def test_greedy_rows_follow_the_argmax(rule: str) -> None:
     case = random_case(300, 4, vocab=3, masked=0)
     case.temperature_B[::2] = 0
     case.draft_probs_BKV[::4] = 0
-    verdict = RULES[rule].verify(**case.tensors())
+    verification = RULES[rule].verify(**case.tensors())
     best = strict.sample_greedy(case.logits_BQV)
     expected = strict.verify(best, case.drafts_BK, case.num_drafts_B)
     for row in range(0, 300, 2):
-        assert counted(verdict, row) == counted(expected, row)
-    assert verdict.num_sampled_B[::2].unique().tolist() == [1, 2, 3, 4, 5]
+        assert counted(verification, row) == counted(expected, row)
+    assert verification.num_sampled_B[::2].unique().tolist() == [1, 2, 3, 4, 5]
 
 
 @every_rule
@@ -134,9 +134,9 @@ def test_impossible_drafts_are_rejected(rule: str) -> None:
     case.drafts_BK[:50], case.drafts_BK[50:100], case.drafts_BK[100:] = -1, 6, 2
     case.logits_BQV[100:150, 0, 2] = -torch.inf
     case.draft_probs_BKV[150:, 0, 2] = 0
-    verdict = RULES[rule].verify(**case.tensors())
-    assert (verdict.num_sampled_B == 1).all()
-    chosen = case.logits_BQV[:, 0].gather(1, verdict.tokens_BQ[:, :1].long())
+    verification = RULES[rule].verify(**case.tensors())
+    assert (verification.num_sampled_B == 1).all()
+    chosen = case.logits_BQV[:, 0].gather(1, verification.tokens_BQ[:, :1].long())
     assert torch.isfinite(chosen).all()
 
 

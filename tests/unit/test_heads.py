@@ -20,7 +20,6 @@ from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, cached, 
 from tests.unit.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.base import Hidden
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.head_reading import HeadReading, LastState
 from vllm_gaudi_spec.drafting.heads import LoadedHead, carried_too, layers_of, share
@@ -28,10 +27,10 @@ from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
-from vllm_gaudi_spec.runner.batch import Batch, Located, locate
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
+from vllm_gaudi_spec.runner.batch import Located, locate
 from vllm_gaudi_spec.runner.landing import Landing
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
-from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 NOBODYS = 89.0  # the state of what is no real token
 

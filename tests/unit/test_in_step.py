@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.records import DECODE, Planned, Request
 from vllm_gaudi_spec.runner import in_step
-from vllm_gaudi_spec.runner.batch import Planned
 from vllm_gaudi_spec.runner.in_step import InStep, Rectangle, Together, merged
-from vllm_gaudi_spec.runner.requests import Request
-from vllm_gaudi_spec.runner.shapes import DECODE, Shapes
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
 CHUNKS = st.builds(Rectangle, st.just(0), st.just(1), st.sampled_from((16, 32, 64)))
@@ -67,11 +66,13 @@ def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.
     group = SimpleNamespace(rank_in_group=0)
     monkeypatch.setattr(in_step, "get_dp_group", lambda: group)
     listed = set(shapes.all())
-    member: Any = Request("a", None, (0, 0), [1] * 60, row=0, known=[1] * 60, num_computed=60)  # type: ignore[arg-type]
+    member: Any = Request(
+        req_id="a", params=None, seed_words=(0, 0), prompt=[1] * 60, row=0, known=[1] * 60, num_computed=60
+    )  # type: ignore[arg-type]
     own: dict[str, list[Planned]] = {
         "nothing": [],
-        "a decode": [Planned(shapes.decode(1, [61]), [member], [1], [True])],
-        "a chunk": [Planned(shapes.prefill(1, 5, 60), [member], [5], [False])],
+        "a decode": [Planned(shape=shapes.decode(1, [61]), requests=[member], counts=[1], finishes=[True])],
+        "a chunk": [Planned(shape=shapes.prefill(1, 5, 60), requests=[member], counts=[5], finishes=[False])],
     }
     for mine in own.values():
         ours = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in mine]

@@ -7,13 +7,13 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.unit.fakes import HostBackend
+from vllm_gaudi_spec.records import Request
 from vllm_gaudi_spec.runner.logit_rules import LogitRules
-from vllm_gaudi_spec.runner.requests import Request
 
 
 def request(row: int, **params: object) -> Request:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    return Request("a", sampling, (0, 0), [1], row=row)
+    return Request(req_id="a", params=sampling, seed_words=(0, 0), prompt=[1], row=row)
 
 
 def gathered(rules: LogitRules, row: int) -> list[np.ndarray]:

@@ -8,9 +8,8 @@ import torch
 
 from tests.unit.reference.ngram import ngram_drafts
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.drafting.base import Context, DraftRequest
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
-from vllm_gaudi_spec.sampling.drafts import Drafted
+from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
 NEVER = 999
@@ -22,7 +21,9 @@ def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
 
 
 def on_host(tokens: list[int], sizes: tuple[int, int], num_wanted: int) -> list[int]:
-    context = Context("a", np.array(tokens, dtype=np.int32), len(tokens), num_wanted)
+    context = Context(
+        req_id="a", tokens_np=np.array(tokens, dtype=np.int32), num_prompt=len(tokens), num_wanted=num_wanted
+    )
     return list(NgramProposer(*sizes).propose([context])[0])
 
 
@@ -72,7 +73,7 @@ def test_a_text_too_short_to_repeat(tokens: list[int]) -> None:
 def test_host_reads_inside_the_view_only() -> None:
     """The array behind the view goes on."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
-    context = Context("a", array[1:6], 2, 4)
+    context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, num_wanted=4)
     assert list(NgramProposer(1, 3).propose([context])[0]) == [5, 1, 2, 5]
 
 
@@ -113,7 +114,15 @@ def test_device_program_depends_on_shapes_alone() -> None:
 
     class Program(torch.nn.Module):
         def forward(self, rows_B, history_RM, lengths_B, num_wanted_B):
-            request = DraftRequest(rows_B, history_RM, lengths_B, num_wanted_B, 4, Blocks((), ()), no_model)
+            request = DraftRequest(
+                rows_B=rows_B,
+                history_RM=history_RM,
+                lengths_B=lengths_B,
+                num_wanted_B=num_wanted_B,
+                num_drafts=4,
+                blocks=Blocks((), ()),
+                choose=no_model,
+            )
             return tuple(DeviceNgramProposer(1, 3).propose(request))[:2]
 
     rows = torch.arange(3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
-from vllm_gaudi_spec.drafting.base import Hidden
+from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner import loaded_model
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.unit.fakes import HostBackend, cached, new_request, step
-from vllm_gaudi_spec.drafting.base import Drafts
-from vllm_gaudi_spec.runner.requests import NO_ROW, Requests
+from vllm_gaudi_spec.records import NO_ROW, Drafts, Verification
+from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.noise import fold_seed
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 @pytest.fixture
@@ -132,11 +131,11 @@ def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) ->
     requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
     row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
     rows = torch.tensor([row_b, row_a, requests.pad_row])
-    verdict = Verdict(
+    verification = Verification(
         tokens_BQ=torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32),
         num_sampled_B=torch.tensor([2, 3, 1], dtype=torch.int32),
     )
-    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), verdict)
+    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), verification)
     assert history(requests, "b", 6) == [4, 5, 50, 51, 0, 0]
     assert history(requests, "a", 7) == [1, 2, 3, 60, 61, 62, 0]
     assert requests.computed_R[row_b] == 3, "all but the newest token have KV"
@@ -154,8 +153,8 @@ def test_drafts_wait_behind_the_last_token_and_go_with_the_next(requests: Reques
     assert history(requests, "a", 6) == [1, 2, 3, 50, 51, 0]
     assert history(requests, "b", 4) == [4, 5, 0, 0]
     assert requests.num_drafts_R[rows].tolist() == [2, 0, 0], "padding never has a draft"
-    verdict = Verdict(torch.tensor([[80]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
-    requests.advance(rows[:1], torch.tensor([2], dtype=torch.int32), verdict)
+    verification = Verification(torch.tensor([[80]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    requests.advance(rows[:1], torch.tensor([2], dtype=torch.int32), verification)
     assert history(requests, "a", 4) == [1, 2, 3, 80]
     assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
 

@@ -8,10 +8,10 @@ import torch
 from tests.unit.fakes import HostBackend, batches_of, cached, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
-from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED, Drafts
-from vllm_gaudi_spec.runner.batch import Batch, Located, build_inputs, locate
+from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, Batch, Drafts, Shape
+from vllm_gaudi_spec.runner.batch import Located, build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.shapes import Shape, Shapes
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 @pytest.fixture

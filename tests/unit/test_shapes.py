@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
-from vllm_gaudi_spec.runner.shapes import DECODE, Shapes
+from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 def shapes(

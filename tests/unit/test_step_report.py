@@ -11,23 +11,21 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
-from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED, Drafts
+from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput, Step
-from vllm_gaudi_spec.runner.requests import Request, Requests
+from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
-from vllm_gaudi_spec.sampling.verdict import Verdict
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
-def send(step: Step, backend: HostBackend) -> Report:
+def send(step: StepResult, backend: HostBackend) -> Report:
     return Reports(backend, Downloads(backend, overlap=True)).send(step)  # type: ignore[arg-type]
 
 
 def request(name: str, **params: Any) -> Request:
-    return Request(name, SamplingParams(**params), (0, 0), [1])
+    return Request(req_id=name, params=SamplingParams(**params), seed_words=(0, 0), prompt=[1])
 
 
 def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
@@ -38,10 +36,10 @@ def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
 def test_ragged_tokens_in_one_read() -> None:
     backend = HostBackend()
     a, b, c = request("a"), request("b"), request("c")
-    verdict = Verdict(
+    verification = Verification(
         torch.tensor([[5, 6, 7], [8, 9, 10], [0, 0, 0]], dtype=torch.int32), torch.tensor([2, 3, 1]).int()
     )
-    output = send(Step([a, b], verdict, unfinished=[c]), backend).get_output()
+    output = send(StepResult([a, b], verification, unfinished=[c]), backend).get_output()
     assert backend.num_host_reads == 1
     assert output.req_ids == ["a", "b", "c"]
     assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
@@ -51,7 +49,7 @@ def test_ragged_tokens_in_one_read() -> None:
 
 def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
     backend = HostBackend()
-    output = send(Step([], unfinished=[request("c")]), backend).get_output()
+    output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
     assert output.sampled_token_ids == [[]]
     assert backend.num_host_reads == 0
 
@@ -61,9 +59,9 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
     backend = HostBackend()
     top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
     tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
-    step = Step(
+    step = StepResult(
         [top, named, none],
-        Verdict(tokens, torch.tensor([2, 2, 1]).int()),
+        Verification(tokens, torch.tensor([2, 2, 1]).int()),
         logprobs=logprobs(6, 4, 0),
         scores=logprobs(6, 3, 100),
     )
@@ -136,9 +134,9 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
             chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
             scoring.collect(batch, seen.add)
         finishing = [member for batch in pending for member, _ in batch.finishing()]
-        done = Step(finishing, prompt_logprobs=take(finishing))
+        done = StepResult(finishing, prompt_logprobs=take(finishing))
         done.unfinished = [member for batch in pending for member in batch.continuing()]
-        done.verdict = Verdict(torch.ones(4, 1).int(), torch.ones(4).int())
+        done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
         before = backend.num_host_reads
         output = send(done, backend).get_output()
         assert backend.num_host_reads == before + 1
@@ -172,9 +170,9 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
 def test_drafts_and_their_number_travel_in_the_same_read() -> None:
     backend = HostBackend()
     a, b = request("a"), request("b")
-    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
     drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
-    report = send(Step([a, b], verdict, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)
+    report = send(StepResult([a, b], verification, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)
     output = report.get_output()
     assert backend.num_host_reads == 1
     assert isinstance(output, SpeculativeOutput)
@@ -198,11 +196,11 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
 )
 def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
     backend = HostBackend()
-    verdict = Verdict(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
     seen = DraftRound(("c",), worked=False)
     a, b = request("a"), request("b")
     numbers_B = torch.tensor(numbers).int()
-    step = Step([a, b], verdict, started=[b], num_drafts_B=numbers_B, draft_rounds=[seen])
+    step = StepResult([a, b], verification, started=[b], num_drafts_B=numbers_B, draft_rounds=[seen])
     output = send(step, backend).get_output()
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}

@@ -15,10 +15,10 @@ def test_verify_equals_the_loop() -> None:
         sampled = torch.randint(0, 2, (200, drafts + 1), generator=generator, dtype=torch.int32)
         proposed = torch.randint(-1, 2, (200, drafts), generator=generator, dtype=torch.int32)
         num = torch.randint(0, drafts + 1, (200,), generator=generator, dtype=torch.int32)
-        verdict = verify(sampled, proposed, num)
+        verification = verify(sampled, proposed, num)
         for row in range(200):
             expected = accept(proposed[row, : num[row]].tolist(), sampled[row].tolist())
-            assert verdict.tokens_BQ[row, : verdict.num_sampled_B[row]].tolist() == expected
+            assert verification.tokens_BQ[row, : verification.num_sampled_B[row]].tolist() == expected
 
 
 def test_greedy_rows_of_a_random_batch_take_their_argmax() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.reference.suffix import suffix_drafts
 from vllm_gaudi_spec.drafting import suffix
-from vllm_gaudi_spec.drafting.base import Context
 from vllm_gaudi_spec.drafting.suffix import NOTHING, Draft, SuffixCache, SuffixProposer, Text
+from vllm_gaudi_spec.records import Context
 
 OPTIONS = [(24, 8, 1.0, 0.1), (24, 3, 2.0, 0.5), (6, 8, 1.0, 0.0), (3, 8, 4.0, 0.3), (9, 5, 0.5, 1.0), (1, 4, 1.0, 0.1)]
 
@@ -147,7 +147,7 @@ def proposer(monkeypatch: pytest.MonkeyPatch) -> SuffixProposer:
 
 def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: str = "a", wanted: int = 4) -> list[int]:
     array = np.array(tokens, dtype=np.int32)
-    (drafts,) = proposer.propose([Context(req_id, array, num_prompt, wanted)])
+    (drafts,) = proposer.propose([Context(req_id=req_id, tokens_np=array, num_prompt=num_prompt, num_wanted=wanted)])
     array[:] = 77  # the view is valid during the call only
     return list(drafts)
 

@@ -9,14 +9,14 @@ import torch
 
 from tests.unit.reference import rules as loops
 from tests.unit.verify_cases import Case, counted, loop_noise, random_case
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules import strict, synthetic
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 RATES = [0.9, 0.6, 0.6, 0.1]
 
 
-def verify(case: Case, rates: list[float]) -> Verdict:
+def verify(case: Case, rates: list[float]) -> Verification:
     inputs = case.tensors()
     del inputs["draft_probs_BKV"]
     return synthetic.verify(TORCH, **inputs, rates_K=torch.tensor(rates))
@@ -24,12 +24,12 @@ def verify(case: Case, rates: list[float]) -> Verdict:
 
 def test_equals_the_loop() -> None:
     case = random_case(300, 4)
-    verdict = verify(case, RATES)
+    verification = verify(case, RATES)
     for row in range(300):
         target = case.logits_BQV[row].double().softmax(-1).tolist()
         drafts = case.drafts_BK[row, : case.num_drafts_B[row]].tolist()
         expected = loops.synthetic(target, torch.tensor(RATES).tolist(), drafts, loop_noise(case, row, False))
-        assert counted(verdict, row) == expected, row
+        assert counted(verification, row) == expected, row
 
 
 @pytest.mark.parametrize("rates", [RATES, [0.5, 0.0, 0.0, 0.0], [1.0, 1.0, 0.3, 0.3]])
@@ -51,12 +51,12 @@ def test_the_targets_own_token_follows(rate: float) -> None:
     case.drafts_BK.clamp_(0, 5)
     case.temperature_B[::2] = 0
     case.drafts_BK[torch.arange(4) >= case.num_drafts_B[:, None]] = -1
-    verdict = verify(case, [rate] * 4)
+    verification = verify(case, [rate] * 4)
     expected = case.num_drafts_B if rate else torch.zeros_like(case.num_drafts_B)
-    assert torch.equal(verdict.num_sampled_B, expected + 1)
+    assert torch.equal(verification.num_sampled_B, expected + 1)
     own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
     for row, accepted in enumerate(expected.tolist()):
-        assert counted(verdict, row) == [*case.drafts_BK[row, :accepted].tolist(), own[row, accepted].item()]
+        assert counted(verification, row) == [*case.drafts_BK[row, :accepted].tolist(), own[row, accepted].item()]
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

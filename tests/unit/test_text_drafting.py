@@ -25,9 +25,9 @@ from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
+from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import Step
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
@@ -126,14 +126,14 @@ class Rows:
         """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
         members = [self.requests.by_id[name] for name in answers]
         batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, [100] * len(members))
-        verdict, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
             self.tokens[name] += answer
-        self.requests.advance(batch.rows_B, last, verdict)
-        inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verdict.num_sampled_B
+        self.requests.advance(batch.rows_B, last, verification)
+        inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verification.num_sampled_B
         assert self.drafting.propose(batch, lengths, inputs, 0) is None
-        done = Step(members, verdict)
+        done = StepResult(members, verification)
         self.drafting.propose_behind(done, self.num_drafts if most is None else most)
         waiting = {name: self.waiting(name) for name in answers}
         told = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
@@ -286,7 +286,7 @@ def test_a_grammar_sees_the_drafts() -> None:
     rows.requests.by_id["b"].params.structured_outputs = StructuredOutputsParams(regex="a*")
     members = [rows.requests.by_id["b"]]
     drafts = rows.sample({"b": [8]})["b"]
-    assert rows.drafting.drafts_of(Step(members)).draft_token_ids == [drafts]
+    assert rows.drafting.drafts_of(StepResult(members)).draft_token_ids == [drafts]
 
 
 def test_the_law_of_a_sampled_draft_is_kept() -> None:
@@ -323,11 +323,12 @@ def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
 
 def test_warm_up_runs_every_shape_that_can_come() -> None:
     """On a device with several contexts as well."""
-    from vllm_gaudi_spec.runner.batch import Planned, make_batch
+    from vllm_gaudi_spec.records import Planned
+    from vllm_gaudi_spec.runner.batch import make_batch
 
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
     for shape in rows.shapes.all():
-        rows.drafting.follow(make_batch(rows.requests, Planned(shape, [], [], [])))
+        rows.drafting.follow(make_batch(rows.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
     for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
         batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
         draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))

@@ -185,9 +185,9 @@ def write_coupled(made: Pair, num_places: int, length: int, rows: int) -> tuple[
             context = made.target.after(context, drafted.tokens_B.numpy())
         logits.append(made.target.logits_CV[context])
         own_NQ = strict.sample_random(torch.stack(logits, 1), temperature_N, keys_N2, positions_NQ)
-        verdict = strict.verify(own_NQ, drafts, torch.full((rows,), num_places, dtype=torch.int32))
-        steps.append(verdict.num_sampled_B.numpy() - 1)
-        tokens_NQ = verdict.tokens_BQ.numpy().astype(np.int64)
+        verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_places, dtype=torch.int32))
+        steps.append(verification.num_sampled_B.numpy() - 1)
+        tokens_NQ = verification.tokens_BQ.numpy().astype(np.int64)
         for place in range(num_places + 1):
             texts.append(made.target, tokens_NQ[:, place], place <= steps[-1])
     return texts, steps

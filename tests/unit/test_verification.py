@@ -10,12 +10,12 @@ import torch
 
 from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.verification import Proposed, Rule, choose_rule
+from vllm_gaudi_spec.runner.verification import Rule, choose_rule
 from vllm_gaudi_spec.sampling.noise import fold_seed
 from vllm_gaudi_spec.sampling.rules import block, standard
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 ROWS, K, VOCAB = 64, 3, 12
 
@@ -33,7 +33,7 @@ def test_a_rule_that_is_not_known_is_refused() -> None:
         rule("typical", "greedy")
 
 
-def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Proposed, Any]:
+def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Drafts, Any]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, K + 1, VOCAB, generator=generator)
     probs = torch.randn(ROWS, K, VOCAB, generator=generator).softmax(-1)
@@ -46,15 +46,15 @@ def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Proposed, Any]:
         keys_B2=torch.tensor([fold_seed(row) for row in range(ROWS)], dtype=torch.int32),
         free_B=None,
     )
-    return logits, positions, Proposed(drafts, num, probs), inputs
+    return logits, positions, Drafts(drafts, num, probs), inputs
 
 
-def texts(verdict: Verdict) -> list[list[int]]:
-    rows = zip(verdict.tokens_BQ.tolist(), verdict.num_sampled_B.tolist(), strict=True)
+def texts(verification: Verification) -> list[list[int]]:
+    rows = zip(verification.tokens_BQ.tolist(), verification.num_sampled_B.tolist(), strict=True)
     return [row[:count] for row, count in rows]
 
 
-def strictly(logits: torch.Tensor, positions: torch.Tensor, drafted: Proposed, inputs: Any) -> list[list[int]]:
+def strictly(logits: torch.Tensor, positions: torch.Tensor, drafted: Drafts, inputs: Any) -> list[list[int]]:
     sampled = sample_random(logits, inputs.floats["temperature"], inputs.keys_B2, positions)
     return texts(verify(sampled, drafted.tokens_BK, drafted.num_drafts_B))
 
@@ -93,7 +93,7 @@ def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(n
 
 def test_a_step_of_one_place_is_ordinary_sampling_under_every_rule() -> None:
     logits, positions, drafted, inputs = case()
-    none = Proposed(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
+    none = Drafts(drafted.tokens_BK[:, :0], torch.zeros(ROWS).int(), None)
     expected = strictly(logits[:, :1], positions[:, :1], none, inputs)
     for name, drafting in (("strict", "greedy"), ("block", "probabilistic"), ("synthetic", "greedy")):
         assert texts(rule(name, drafting)(logits[:, :1], positions[:, :1], none, inputs)) == expected

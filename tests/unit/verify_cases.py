@@ -1,4 +1,4 @@
-"""Random inputs of the acceptance rules, with everything a rule must cope with, and the loops' verdict on them."""
+"""Random inputs of the acceptance rules, with everything a rule must cope with, and the loops' verification on them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.laws import request_keys
 from tests.unit.reference.rules import Noise
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel, keys_of_block, uniform
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 Loop = Callable[..., list[int]]
 
@@ -76,6 +76,6 @@ def loop_tokens(loop: Loop, case: Case, row: int, keyed_by_start: bool) -> list[
     return loop(target, case.draft_probs_BKV[row].double().tolist(), drafts, noise)
 
 
-def counted(verdict: Verdict, row: int = 0) -> list[int]:
+def counted(verification: Verification, row: int = 0) -> list[int]:
     """The tokens of a row that count."""
-    return verdict.tokens_BQ[row, : verdict.num_sampled_B[row]].tolist()
+    return verification.tokens_BQ[row, : verification.num_sampled_B[row]].tolist()

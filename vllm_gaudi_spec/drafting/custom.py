@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 
-from vllm_gaudi_spec.drafting.base import Context
+from vllm_gaudi_spec.records import Context
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

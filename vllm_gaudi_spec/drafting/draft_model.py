@@ -1,4 +1,4 @@
-"""A drafter that is a model: k steps of it behind each verdict, as one loop of static shapes.
+"""A drafter that is a model: k steps of it behind each verification, as one loop of static shapes.
 
 Its KV stands beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
 written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.records import DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.sampling.drafts import Drafted
+    from vllm_gaudi_spec.records import Drafted
 
 NUM_NEWEST = 2
 """Tokens that the first call takes."""

@@ -17,16 +17,15 @@ import torch
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST
 from vllm_gaudi_spec.drafting.reading import Placed, Reading
-from vllm_gaudi_spec.runner.shapes import PREFILL
+from vllm_gaudi_spec.records import PREFILL
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
-    from vllm_gaudi_spec.drafting.base import Drafts
     from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.records import Batch, Drafts, Request, SampleBatch, Shape
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.shapes import Shape, Shapes
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 class Read(NamedTuple):
@@ -211,7 +210,7 @@ class DrafterState(Reading):
         self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks))
 
     def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Once behind each verdict: beyond the newest token nothing counts that was written for drafts. They were
+        """Once behind each verification: beyond the newest token nothing counts that was written for drafts. They were
         rejected."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 

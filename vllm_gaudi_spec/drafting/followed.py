@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.drafting.base import Drafts
+from vllm_gaudi_spec.records import Drafts
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.drafting.limits import LengthSplit
-    from vllm_gaudi_spec.runner.report import Step
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.records import Request, StepResult
+    from vllm_gaudi_spec.runner.requests import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Followed:
         """int32: a view that is valid until the next step."""
         return self._history_np[row, begin : self._lengths_np[row]]
 
-    def append(self, step: Step) -> list[list[int]]:
+    def append(self, step: StepResult) -> list[list[int]]:
         """What each row of the step sampled."""
-        verdict = step.verdict
-        if verdict is None:
+        verification = step.verification
+        if verification is None:
             return []
         rows_np = _rows_of(step)
-        counts_np = verdict.num_sampled_B.numpy()[: len(rows_np)]
-        tokens_np = verdict.tokens_BQ.numpy()[: len(rows_np)]
+        counts_np = verification.num_sampled_B.numpy()[: len(rows_np)]
+        tokens_np = verification.tokens_BQ.numpy()[: len(rows_np)]
         place = np.arange(tokens_np.shape[1])
         new = place < counts_np[:, None]
         target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
@@ -68,7 +68,7 @@ class Followed:
         self._lengths_np[rows_np] += counts_np
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
-    def drafters(self, step: Step, new: list[list[int]], most: int) -> list[Drafter]:
+    def drafters(self, step: StepResult, new: list[list[int]], most: int) -> list[Drafter]:
         """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
         request."""
         rows_np = _rows_of(step)
@@ -79,7 +79,7 @@ class Followed:
             if not _stops(step.requests[place].params, new[place])
         ]
 
-    def put(self, step: Step, drafts: dict[str, list[int]]) -> None:
+    def put(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
         """Upload, in the shape of all rows so that it is the same program in every step."""
         all_rows_np, small = self._nothing()
         rows_np = _rows_of(step)
@@ -109,7 +109,7 @@ class Followed:
         self._requests.put_drafts(rows_R, small_RN[:, 0], Drafts(small_RN[:, 2:], small_RN[:, 1]))
 
 
-def _rows_of(step: Step) -> np.ndarray:
+def _rows_of(step: StepResult) -> np.ndarray:
     return np.array([request.row for request in step.requests], dtype=np.int64)
 
 

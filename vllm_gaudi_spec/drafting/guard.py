@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.drafting.base import FAULTY, Drafts
-from vllm_gaudi_spec.scheduling.health import DraftRound
+from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed import GroupCoordinator
 
-    from vllm_gaudi_spec.drafting.base import DraftRequest
-    from vllm_gaudi_spec.runner.requests import Request
+    from vllm_gaudi_spec.records import DraftRequest, Request
 
 logger = init_logger(__name__)
 

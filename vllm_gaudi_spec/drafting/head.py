@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.drafting.draft_model import draft_behind
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Model
+    from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import DraftRequest, Drafts
 
 
 class HeadProposer:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
-from vllm_gaudi_spec.drafting.base import Hidden
 from vllm_gaudi_spec.drafting.reading import Placed, Reading
-from vllm_gaudi_spec.runner.shapes import PREFILL
+from vllm_gaudi_spec.records import PREFILL, Hidden
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.records import Batch, Request, SampleBatch
     from vllm_gaudi_spec.runner.landing import Landing
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 

@@ -14,7 +14,7 @@ from vllm.distributed import get_pp_group
 
 from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError
 from vllm_gaudi_spec.drafting import Setting, build_proposer
-from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafts, HostProposer
+from vllm_gaudi_spec.drafting.base import DeviceProposer, HostProposer
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.drafting.custom import CustomProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
@@ -34,6 +34,7 @@ from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.drafting.universal.slab import Slab
 from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.quantization import Quantization
 
@@ -46,15 +47,13 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.landing import Landing
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.report import Step
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 Draft = Callable[["SampleBatch", "torch.Tensor", "SamplingInputs"], object]
@@ -98,14 +97,14 @@ class Drafting(Protocol):
         ...
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        """Behind the verdict, on the device. `lengths_B`: known tokens of each row; `most` drafts a row at most."""
+        """On the device, after the verification. `lengths_B`: tokens of each row; `most` drafts a row at most."""
         ...
 
-    def propose_behind(self, step: Step, most: int) -> None:
+    def propose_behind(self, step: StepResult, most: int) -> None:
         """Behind the read of a step, on the host."""
         ...
 
-    def drafts_of(self, step: Step) -> DraftTokenIds:
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
         """What was drafted behind a step that lies on the host."""
         ...
 

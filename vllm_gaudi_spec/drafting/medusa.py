@@ -10,8 +10,8 @@ from vllm_gaudi_spec.drafting.draft_model import gathered
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import DraftRequest, Drafts
 
 
 class Heads(Protocol):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.drafting.base import Context, DraftRequest, Drafts
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs

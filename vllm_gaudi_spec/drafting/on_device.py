@@ -1,4 +1,4 @@
-"""Drafters that work on device tensors, between the verdict and the report: steps may overlap."""
+"""Drafters that work on device tensors, between the verification and the report: steps may overlap."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafts
+from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.choice import DraftChoice
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.limits import wanted
 from vllm_gaudi_spec.drafting.reading import NOWHERE, Placed, Reading
+from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.runner.sampling import Branch
 
 if TYPE_CHECKING:
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.load import Draft
     from vllm_gaudi_spec.drafting.universal.coverage import Coverage
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.report import Step
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 class DeviceDrafting:
@@ -179,10 +178,10 @@ class DeviceDrafting:
 
     # --- behind a step ---
 
-    def propose_behind(self, step: Step, most: int) -> None:
+    def propose_behind(self, step: StepResult, most: int) -> None:
         """It is done."""
 
-    def drafts_of(self, step: Step) -> DraftTokenIds:
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if step.drafts is None:
             return DraftTokenIds(names, [[] for _ in names])

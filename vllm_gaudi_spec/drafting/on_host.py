@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.drafting.base import Context, Drafts, HostProposer
+from vllm_gaudi_spec.drafting.base import HostProposer
 from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.records import Context, Drafts
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +20,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.followed import Drafter, Followed
     from vllm_gaudi_spec.drafting.guard import Agree
     from vllm_gaudi_spec.drafting.load import Draft
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.report import Step
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
-    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 class HostDrafting:
@@ -67,7 +66,7 @@ class HostDrafting:
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         return None
 
-    def propose_behind(self, step: Step, most: int) -> None:
+    def propose_behind(self, step: StepResult, most: int) -> None:
         self._drafts = {}
         new = self._followed.append(step)
         drafters = self._followed.drafters(step, new, most) if new else []
@@ -94,10 +93,10 @@ class HostDrafting:
         """Drafts of requests that have some, and requests whose drafts can not be used."""
         contexts = [
             Context(
-                drafter.request.req_id,
-                self._followed.tokens_np(drafter.request.row),
-                drafter.request.num_prompt,
-                drafter.num_wanted,
+                req_id=drafter.request.req_id,
+                tokens_np=self._followed.tokens_np(drafter.request.row),
+                num_prompt=drafter.request.num_prompt,
+                num_wanted=drafter.num_wanted,
             )
             for drafter in drafters
         ]
@@ -120,7 +119,7 @@ class HostDrafting:
             return None
         return tokens if all(0 <= token < self._vocab_size for token in tokens) else None
 
-    def drafts_of(self, step: Step) -> DraftTokenIds:
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
 

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from vllm_gaudi_spec.drafting.base import Drafts, Hidden
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
-    from vllm_gaudi_spec.runner.requests import Request
+    from vllm_gaudi_spec.records import Batch, Drafts, Hidden, Request, SampleBatch
 
 
 class Placed(NamedTuple):
@@ -34,7 +32,7 @@ class Reading:
     has_kv = False
     """Whether rounds of drafts read and write KV of the drafter's own."""
     every_step = False
-    """Whether something is read behind each verdict, drafts or no drafts."""
+    """Whether something is read behind each verification, drafts or no drafts."""
 
     # --- host ---
 
@@ -45,7 +43,7 @@ class Reading:
         """A batch that the target has computed."""
 
     def before_round(self, batch: SampleBatch, lengths_B: torch.Tensor, able_np: np.ndarray, placed: Placed) -> None:
-        """Behind each verdict. `able_np`: the most drafts that each request may have now."""
+        """Behind each verification. `able_np`: the most drafts that each request may have now."""
 
     def drafted(self, requests: list[Request], able_np: np.ndarray) -> None:
         """A round was run."""

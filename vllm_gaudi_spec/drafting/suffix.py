@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.drafting.base import Context
+from vllm_gaudi_spec.records import Context
 
 logger = init_logger(__name__)
 

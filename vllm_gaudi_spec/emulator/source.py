@@ -22,23 +22,23 @@ _SKIPPED = (
 )
 # Devices copy, wait and start programs for others: of what they cost, the cause is who called them.
 _PASSING_ON = (*_SKIPPED, os.path.join(os.path.dirname(os.path.dirname(__file__)), "devices") + os.sep)
-_verdicts: dict[CodeType, bool] = {}
-_verdicts_on_cause: dict[CodeType, bool] = {}
+_verifications: dict[CodeType, bool] = {}
+_verifications_on_cause: dict[CodeType, bool] = {}
 
 
 def caller() -> Line:
     """Who issued an operation: the innermost frame outside torch and outside this package."""
-    return _innermost(_SKIPPED, _verdicts)
+    return _innermost(_SKIPPED, _verifications)
 
 
-def _innermost(skipped: tuple[str, ...], verdicts: dict[CodeType, bool]) -> Line:
-    """The innermost frame of another file. Cheap: the verdict on a code object is kept."""
+def _innermost(skipped: tuple[str, ...], verifications: dict[CodeType, bool]) -> Line:
+    """The innermost frame of another file. Cheap: the verification on a code object is kept."""
     frame = sys._getframe(2)
     while True:
         code = frame.f_code
-        skip = verdicts.get(code)
+        skip = verifications.get(code)
         if skip is None:
-            skip = verdicts[code] = code.co_filename.startswith(skipped)
+            skip = verifications[code] = code.co_filename.startswith(skipped)
         if not skip or frame.f_back is None:
             return code, frame.f_lineno
         frame = frame.f_back
@@ -70,4 +70,4 @@ def describe(line: Line) -> str:
 
 def here() -> str:
     """Who caused what happens now: the innermost frame outside torch, this package and the devices."""
-    return own_caller(_innermost(_PASSING_ON, _verdicts_on_cause))
+    return own_caller(_innermost(_PASSING_ON, _verifications_on_cause))

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
-from vllm_gaudi_spec.runner.shapes import DECODE
+from vllm_gaudi_spec.attention.inputs import Inputs, rectangle
+from vllm_gaudi_spec.records import DECODE, Batch, Planned, Rows, SampleBatch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.runner.requests import Request, Requests
-    from vllm_gaudi_spec.runner.shapes import Shape
-
-
-class Rows(NamedTuple):
-    """What of a rectangle is uploaded."""
-
-    rows_B: torch.Tensor
-    """int64: the rows of `Requests`; padding has the pad row."""
-    host_2B: torch.Tensor
-    """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
-    blocks: Blocks
+    from vllm_gaudi_spec.records import Request
+    from vllm_gaudi_spec.runner.requests import Requests
 
 
 class Located(NamedTuple):
@@ -34,55 +22,6 @@ class Located(NamedTuple):
     """int32: position of each row's first token."""
     num_real_B: torch.Tensor
     """int32: how many of the Q tokens are real."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A batch as the host has it: B rows of Q tokens; rows behind `requests` are padding."""
-
-    shape: Shape
-    requests: list[Request]
-    counts: list[int]
-    """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
-    counts."""
-    finishes: list[bool]
-    """Requests that sample in this step: all but those whose prompt goes on."""
-
-    def finishing(self) -> list[tuple[Request, int]]:
-        """Requests that sample, and the most tokens that each has then, its drafts included."""
-        ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
-        return list(compress(zip(self.requests, ends, strict=True), self.finishes))
-
-    def continuing(self) -> list[Request]:
-        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
-
-    @property
-    def num_sampled(self) -> int:
-        """Positions at which a row of this batch may sample."""
-        return self.shape.queries if self.shape.phase == DECODE else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Planned):
-    """One that may run."""
-
-    uploaded: Rows
-
-
-@dataclass(frozen=True, slots=True)
-class SampleBatch:
-    """The B rows of a step that sample, at Q positions each: one pass over all of them, whatever batch computed them.
-
-    A row that comes from a prompt is a verify of zero drafts.
-    """
-
-    requests: list[Request]
-    num_queries: int
-    rows_np: np.ndarray
-    rows_B: torch.Tensor
-    """int64; padding has the pad row."""
-    ends: list[int]
-    """The most tokens that each request knows, its drafts of this step included."""
 
 
 def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
@@ -146,4 +85,4 @@ def make_sample_batch(
     rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
     rows_B = requests.backend.upload(torch.from_numpy(rows_np))
-    return SampleBatch(members, num_queries, rows_np, rows_B, ends)
+    return SampleBatch(requests=members, num_queries=num_queries, rows_np=rows_np, rows_B=rows_B, ends=ends)

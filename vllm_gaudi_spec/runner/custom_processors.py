@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
-    from vllm_gaudi_spec.runner.requests import Request
+    from vllm_gaudi_spec.records import Request
 
 
 class CustomProcessors:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_dp_group
 
-from vllm_gaudi_spec.runner.batch import Planned
-from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
+from vllm_gaudi_spec.records import DECODE, PREFILL, Planned
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.shapes import Shapes
@@ -96,4 +95,4 @@ class InStep:
             end = max(starts, default=0) + longest
             shape = self._shapes.prefill(rows, queries, end + queries - longest)
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
-        return Planned(shape, members, counts, finishes)
+        return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)

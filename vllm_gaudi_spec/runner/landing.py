@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.records import DECODE, PREFILL
 from vllm_gaudi_spec.runner.batch import Located, sampled_places
-from vllm_gaudi_spec.runner.shapes import DECODE, PREFILL
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.drafting.base import Hidden
+    from vllm_gaudi_spec.records import Hidden
 
 
 class Landed(NamedTuple):

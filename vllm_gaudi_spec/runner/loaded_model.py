@@ -19,7 +19,7 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent, packing
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
-from vllm_gaudi_spec.drafting.base import Hidden
+from vllm_gaudi_spec.records import Hidden
 
 if TYPE_CHECKING:
     from torch import nn

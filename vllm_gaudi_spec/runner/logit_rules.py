@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.requests import Request
+    from vllm_gaudi_spec.records import Request
 
 logger = init_logger(__name__)
 

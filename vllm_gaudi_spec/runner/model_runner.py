@@ -14,9 +14,10 @@ from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.drafting.load import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.drafting.memory import drafting_bytes
 from vllm_gaudi_spec.drafting.universal.slab import block_of
+from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
 from vllm_gaudi_spec.runner import grammar
 from vllm_gaudi_spec.runner.adapters import Adapters
-from vllm_gaudi_spec.runner.batch import Batch, Planned, Rows, build_inputs, locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
 from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.in_step import InStep
@@ -26,8 +27,8 @@ from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.quantization import Quantization
 from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import CountedOutput, Report, Reports, SpeculativeOutput, Step
-from vllm_gaudi_spec.runner.requests import Request, Requests
+from vllm_gaudi_spec.runner.report import CountedOutput, Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
 from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -44,15 +45,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import SampleBatch
-    from vllm_gaudi_spec.sampling.verdict import Verdict
+    from vllm_gaudi_spec.records import SampleBatch, Verification
     from vllm_gaudi_spec.scheduling.health import Word
 
 
 class Finished(NamedTuple):
     """What a sampling pass leaves on the device."""
 
-    verdict: Verdict
+    verification: Verification
     logprobs: LogprobsTensors | None
     scores: LogprobsTensors | None
     num_drafts_B: torch.Tensor
@@ -212,7 +212,7 @@ class ModelRunner:
         num_queries = max(batch.num_sampled for batch in pending)
         most = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
         grammars = grammar.read(constraints, self.scheduled)
-        step = self.finish(finishing, num_queries, grammars, most) if finishing else Step([])
+        step = self.finish(finishing, num_queries, grammars, most) if finishing else StepResult([])
         step.unfinished = [request for batch in pending for request in batch.continuing()]
         step.started = [request for request in step.requests if request.num_computed < len(request.known)]
         self.report = self.send(step)
@@ -284,7 +284,7 @@ class ModelRunner:
 
     def finish(
         self, finishing: list[tuple[Request, int]], num_queries: int, grammars: dict[str, grammar.Grammar], most: int
-    ) -> Step:
+    ) -> StepResult:
         """One pass over all rows that sample; with each the most tokens that it has. A prompt's last position is a
         verify of zero drafts."""
         requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
@@ -294,10 +294,10 @@ class ModelRunner:
         step.prompt_logprobs = take(requests)
         return step
 
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs, most: int) -> Step:
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs, most: int) -> StepResult:
         self.recorder.saw(self.sampling.signature(batch, inputs.branch))
         done = self._run_finish(batch.num_queries, batch.rows_B, inputs)
-        step = Step(batch.requests, done.verdict, done.logprobs, done.scores)
+        step = StepResult(batch.requests, done.verification, done.logprobs, done.scores)
         step.signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
         if self.drafting is not None:
             step.num_drafts_B = done.num_drafts_B
@@ -305,8 +305,8 @@ class ModelRunner:
             step.draft_rounds = self.drafting.take_rounds()
         return step
 
-    def send(self, step: Step) -> Report:
-        if step.verdict is not None:
+    def send(self, step: StepResult) -> Report:
+        if step.verification is not None:
             self.recorder.saw(("report", *step.signature, step.drafts is not None))
         report = self.reports.send(step)
         report.worked = self.recorder.worked(self.backend)
@@ -349,13 +349,13 @@ class ModelRunner:
             self.custom,
             self.sampling.logprobs_mode,
         )
-        verdict, last_B = verified.verdict, positions_BQ[:, 0]
+        verification, last_B = verified.verification, positions_BQ[:, 0]
         told_B = num_drafts_B if self.drafting is None else self.requests.told_drafts(rows_B, num_drafts_B)
-        self.requests.advance(rows_B, last_B, verdict)
-        lengths_B = last_B + 1 + verdict.num_sampled_B
+        self.requests.advance(rows_B, last_B, verification)
+        lengths_B = last_B + 1 + verification.num_sampled_B
         if self.drafting is not None:
             self.drafting.settle(rows_B, lengths_B)
-        return Finished(verdict, verified.logprobs, verified.scores, told_B, lengths_B)
+        return Finished(verification, verified.logprobs, verified.scores, told_B, lengths_B)
 
     # --- what programs that bring their own functions reach for, by the names of vLLM's runner ---
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_gaudi_spec.runner.shapes import PREFILL
+from vllm_gaudi_spec.records import PREFILL, PromptScores
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import Batch
+    from vllm_gaudi_spec.records import Batch, Request
     from vllm_gaudi_spec.runner.downloads import Downloads, Wait
     from vllm_gaudi_spec.runner.loaded_model import LoadedModel
-    from vllm_gaudi_spec.runner.requests import Request
     from vllm_gaudi_spec.runner.sampling import Sampling
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
@@ -59,7 +57,9 @@ class PromptLogprobs:
                 place = index * batch.shape.queries + first
                 packed, tokens = self._piece(place, following[first : first + _SLICE], count, request.row)
                 kept = count if wanted < 0 else wanted
-                request.prompt_logprobs.append(PromptScores(packed, tokens, count, kept))
+                request.prompt_logprobs.append(
+                    PromptScores(wait=packed, num_tokens=tokens, num_computed=count, num_requested=kept)
+                )
 
     def _piece(self, place: int, tokens: list[int], count: int, row: int) -> tuple[Wait, int]:
         """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
@@ -95,21 +95,11 @@ class PromptLogprobs:
         return map(self._signature, self._sampling.prompt_logprob_counts())
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Of some neighbouring tokens of a prompt, on their way to the host."""
-
-    wait: Wait
-    num_tokens: int
-    count: int
-    """The likeliest tokens of each,"""
-    kept: int
-    """of which so many were asked for."""
-
-    def tensors(self) -> LogprobsTensors:
-        words, width, kept = self.wait()[: self.num_tokens], 1 + self.count, 1 + self.kept
-        scores = words[:, width : 2 * width].contiguous().view(torch.float32)
-        return LogprobsTensors(words[:, :kept], scores[:, :kept], words[:, 2 * width])
+def prompt_tensors(scores: PromptScores) -> LogprobsTensors:
+    """What vLLM wants of them; waits for the copy."""
+    words, width, kept = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
+    scores_NC = words[:, width : 2 * width].contiguous().view(torch.float32)
+    return LogprobsTensors(words[:, :kept], scores_NC[:, :kept], words[:, 2 * width])
 
 
 def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:

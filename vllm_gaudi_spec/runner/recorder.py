@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.scheduling.metrics import Worked
+from vllm_gaudi_spec.records import WorkerCounts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -28,7 +28,7 @@ class StepRecorder:
         self._reads_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
-        """As `Worked` has it; set once, at load."""
+        """As `WorkerCounts` has it; set once, at load."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
         """Signatures that the configuration can reach: warm-up runs some and lists the others."""
@@ -51,13 +51,13 @@ class StepRecorder:
     def step_done(self) -> None:
         self.num_steps += 1
 
-    def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> Worked:
+    def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
         """For the scheduler, with each step. `is_last`: for long, maybe."""
         if is_last or self.num_steps % _ASK_EVERY == 0:
             # A device that is set back, or does not answer, counts from 0: what it said before was so.
             self._compiled = max(self._compiled, backend.compiled_after_warmup())
         reads = backend.num_host_reads - self._reads_before
-        return Worked(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
+        return WorkerCounts(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
 
     def report(self, num_host_reads: int) -> dict[str, object]:
         return {

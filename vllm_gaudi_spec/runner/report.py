@@ -2,70 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED, Drafts
-from vllm_gaudi_spec.sampling.verdict import Verdict
+from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, StepResult, Verification, WorkerCounts
+from vllm_gaudi_spec.runner.prompt_logprobs import prompt_tensors
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.health import DraftRound
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.runner.downloads import Downloads, Wait
-    from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
-    from vllm_gaudi_spec.runner.requests import Request
 
 
-@dataclass(slots=True)
-class Step:
-    """What a step leaves behind: B rows that sampled at Q positions each, and requests whose prompt goes on."""
+def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
+    """The same record with every tensor replaced by what `move` makes of it, always in one order."""
 
-    requests: list[Request]
-    verdict: Verdict | None = None
-    """None when nobody sampled."""
-    logprobs: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and the likeliest."""
-    scores: LogprobsTensors | None = None
-    """B * Q rows: the sampled token and those a request named."""
-    prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
-    unfinished: list[Request] = field(default_factory=list)
-    started: list[Request] = field(default_factory=list)
-    """Those of `requests` whose prompt ended in this step, or all that they had when they were resumed: there was
-    nothing that could be verified."""
-    num_drafts_B: torch.Tensor | None = None
-    """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
-    signature: tuple[Hashable, ...] = ()
-    """Of what the device has of it."""
-    drafts: Drafts | None = None
-    """For the next step, when a device proposer made them."""
-    draft_rounds: list[DraftRound] = field(default_factory=list)
-    """What the host itself has seen of the drafter in this step."""
+    def scores(record: LogprobsTensors) -> LogprobsTensors:
+        return LogprobsTensors(*(move(tensor) for tensor in record[:3]))
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """The same record with every tensor replaced by what `move` makes of it, always in one order."""
-
-        def scores(record: LogprobsTensors) -> LogprobsTensors:
-            return LogprobsTensors(*(move(tensor) for tensor in record[:3]))
-
-        return Step(
-            self.requests,
-            self.verdict and Verdict(move(self.verdict.tokens_BQ), move(self.verdict.num_sampled_B)),
-            self.logprobs and scores(self.logprobs),
-            self.scores and scores(self.scores),
-            self.prompt_logprobs,
-            self.unfinished,
-            self.started,
-            None if self.num_drafts_B is None else move(self.num_drafts_B),
-            self.signature,
-            self.drafts and Drafts(move(self.drafts.tokens_BK), move(self.drafts.num_drafts_B)),
-            self.draft_rounds,
-        )
+    done, drafts, num_drafts_B = step.verification, step.drafts, step.num_drafts_B
+    return replace(
+        step,
+        verification=done and Verification(move(done.tokens_BQ), move(done.num_sampled_B)),
+        logprobs=step.logprobs and scores(step.logprobs),
+        scores=step.scores and scores(step.scores),
+        num_drafts_B=None if num_drafts_B is None else move(num_drafts_B),
+        drafts=drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B)),
+    )
 
 
 class Reports:
@@ -75,14 +43,14 @@ class Reports:
         self._downloads = downloads
         self._pack = backend.graph(_pack)
 
-    def send(self, step: Step) -> Report:
+    def send(self, step: StepResult) -> Report:
         parts: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
             parts.append(tensor)
             return tensor
 
-        step.moved(collect)
+        _moved(step, collect)
         return Report(step, self._downloads.start(self._pack(*parts)) if parts else None)
 
 
@@ -93,11 +61,11 @@ def _pack(*parts: torch.Tensor) -> torch.Tensor:
 class _Copy:
     """All results in one tensor on its way to the host, to be cut up again there."""
 
-    def __init__(self, step: Step, wait: Wait | None) -> None:
+    def __init__(self, step: StepResult, wait: Wait | None) -> None:
         self._step = step
         self._wait = wait
 
-    def to_host(self) -> Step:
+    def to_host(self) -> StepResult:
         """Waits for the device."""
         if self._wait is None:
             return self._step
@@ -110,12 +78,12 @@ class _Copy:
             begin += like.numel()
             return piece.view(like.dtype).view(like.shape)
 
-        return self._step.moved(cut)
+        return _moved(self._step, cut)
 
 
 @dataclass
 class CountedOutput(ModelRunnerOutput):
-    worked: metrics.Worked | None = None
+    worked: WorkerCounts | None = None
 
 
 @dataclass
@@ -133,11 +101,11 @@ class SpeculativeOutput(CountedOutput):
 class Report(AsyncModelRunnerOutput):
     """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
 
-    def __init__(self, step: Step, wait: Wait | None) -> None:
+    def __init__(self, step: StepResult, wait: Wait | None) -> None:
         self._copy = _Copy(step, wait)
-        self.step: Step | None = None
+        self.step: StepResult | None = None
         """The step on the host; known once `get_output` was called."""
-        self.worked: metrics.Worked | None = None
+        self.worked: WorkerCounts | None = None
         """What the worker says of itself with this step."""
 
     def get_output(self) -> ModelRunnerOutput:
@@ -152,7 +120,7 @@ class Report(AsyncModelRunnerOutput):
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
             logprobs=_join(step, answers),
             prompt_logprobs_dict={
-                request.req_id: LogprobsTensors.cat([piece.tensors() for piece in pieces])
+                request.req_id: LogprobsTensors.cat([prompt_tensors(piece) for piece in pieces])
                 for request, pieces in step.prompt_logprobs
             },
         )
@@ -178,20 +146,20 @@ def _verified_round(told: dict[str, int]) -> list[DraftRound]:
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
-def _answers(step: Step) -> list[list[int]]:
+def _answers(step: StepResult) -> list[list[int]]:
     """Each sampling request's new tokens."""
-    if step.verdict is None:
+    if step.verification is None:
         return []
-    rows, counts = step.verdict.tokens_BQ.tolist(), step.verdict.num_sampled_B.tolist()
+    rows, counts = step.verification.tokens_BQ.tolist(), step.verification.num_sampled_B.tolist()
     return [row[:count] for row, count in zip(rows, counts, strict=True)][: len(step.requests)]
 
 
-def _join(step: Step, answers: list[list[int]]) -> LogprobsLists | None:
+def _join(step: StepResult, answers: list[list[int]]) -> LogprobsLists | None:
     """One table over all tokens of the step; requests that asked for less leave columns or rows empty."""
     if step.logprobs is None and step.scores is None:
         return None
-    assert step.verdict is not None
-    num_queries = step.verdict.tokens_BQ.shape[1]
+    assert step.verification is not None
+    num_queries = step.verification.tokens_BQ.shape[1]
     parts: list[LogprobsLists | None] = []
     for index, (request, new) in enumerate(zip(step.requests, answers, strict=True)):
         source = step.scores if request.params.logprob_token_ids else step.logprobs

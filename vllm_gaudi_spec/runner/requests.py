@@ -8,51 +8,21 @@ Row `pad_row` belongs to nobody: padding reads and writes there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.drafting.base import FAULTY, UNVERIFIED
+from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Request
 from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.drafting.base import Drafts
-    from vllm_gaudi_spec.runner.prompt_logprobs import PromptScores
-    from vllm_gaudi_spec.sampling.verdict import Verdict
-
-NO_ROW = -1
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """The host's view of a request. It lives until the request finishes, with or without a row."""
-
-    req_id: str
-    params: SamplingParams
-    seed_words: tuple[int, int]
-    prompt: list[int]
-    outputs: list[int] = field(default_factory=list)
-    """Output tokens that have reached the host, for processors that users bring; else those at admission."""
-    row: int = NO_ROW
-    known: list[int] = field(default_factory=list)
-    """Every token the host was told at admission: the prompt, and outputs if the request was preempted."""
-    num_computed: int = 0
-    prompt_logprobs: list[PromptScores] = field(default_factory=list)
-    """Those of the prompt chunks done so far."""
-    lora: LoRARequest | None = None
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt)
+    from vllm_gaudi_spec.records import Drafts, Verification
 
 
 class Requests:
@@ -146,7 +116,9 @@ class Requests:
         else:
             seed_words = request.seed_words
         if request is None:
-            request = Request(new.req_id, new.sampling_params, seed_words, list(new.prompt_token_ids))
+            request = Request(
+                req_id=new.req_id, params=new.sampling_params, seed_words=seed_words, prompt=list(new.prompt_token_ids)
+            )
             self.by_id[new.req_id] = request
         request.params, request.seed_words, request.lora = new.sampling_params, seed_words, new.lora_request
         request.prompt = list(new.prompt_token_ids)
@@ -249,14 +221,14 @@ class Requests:
         index = rows_B.view(-1, *[1] * (len(shape) - 1)) * self.max_len + positions_BQ
         return self._history.index_select(0, index.flatten()).view(shape)
 
-    def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verdict: Verdict) -> None:
+    def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
         """Append what was sampled. `last_B` is the position of each row's last token known before this step.
 
         Drafts behind the newest token are gone with it.
         """
-        self._append(rows_B, last_B + 1, verdict.tokens_BQ, verdict.num_sampled_B)
+        self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
         # KV exists for everything but the newest token.
-        self.set_computed(rows_B, last_B + verdict.num_sampled_B)
+        self.set_computed(rows_B, last_B + verification.num_sampled_B)
         self.num_drafts_R.index_fill_(0, rows_B, 0)
 
     def told_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:

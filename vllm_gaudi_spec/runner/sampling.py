@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.batch import SampleBatch
+    from vllm_gaudi_spec.records import Request, SampleBatch
     from vllm_gaudi_spec.runner.grammar import Grammar
-    from vllm_gaudi_spec.runner.requests import Request
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.runner.batch import Planned
+from vllm_gaudi_spec.records import Planned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.records import Request
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
 
@@ -64,11 +65,11 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     # Every row is padded to the bucket, so the context is that of a row as long as the longest.
     end = max(request.num_computed for request in members) + max(counts)
     shape = shapes.prefill(len(members), max(counts), end)
-    return Planned(shape, members, counts, finishes)
+    return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)
 
 
 def _decode_batch(members: list[Request], shapes: Shapes, num_drafts: dict[str, int]) -> Planned:
     counts = [1 + num_drafts.get(request.req_id, 0) for request in members]
     num_queries = shapes.decode_queries[0] if max(counts) == 1 else shapes.decode_queries[-1]
     shape = shapes.decode(num_queries, [request.num_computed + num_queries for request in members])
-    return Planned(shape, members, counts, [True] * len(members))
+    return Planned(shape=shape, requests=members, counts=counts, finishes=[True] * len(members))

@@ -6,31 +6,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError, ranks_in_step
+from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
 from vllm_gaudi_spec.runner.buckets import Buckets, round_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-
-DECODE, PREFILL = "decode", "prefill"
-
-
-class Shape(NamedTuple):
-    """`rows` requests with `queries` tokens each, over at most `context` tokens of KV a row; for a decode on a device
-    that lists the blocks of all rows, over at most `context` blocks of KV."""
-
-    phase: str
-    rows: int
-    queries: int
-    context: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.queries
 
 
 @dataclass(frozen=True, slots=True)

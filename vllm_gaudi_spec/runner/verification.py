@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from vllm_gaudi_spec.config import ACCEPTANCE_RULES, UnsupportedConfigError
+from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.sampling.rules import synthetic
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
@@ -30,25 +30,16 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
-class Proposed(NamedTuple):
-    """What is to be verified."""
-
-    tokens_BK: torch.Tensor
-    num_drafts_B: torch.Tensor
-    probs_BKV: torch.Tensor | None
-    """float32: the laws that the drafts were drawn from, where drafting is probabilistic."""
-
-
 class Rule(Protocol):
     """An acceptance rule over processed logits."""
 
     def __call__(
-        self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Proposed, inputs: SamplingInputs
-    ) -> Verdict: ...
+        self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Drafts, inputs: SamplingInputs
+    ) -> Verification: ...
 
 
 class Verified(NamedTuple):
-    verdict: Verdict
+    verification: Verification
     logprobs: LogprobsTensors | None
     """Of the sampled token and the likeliest, B * Q rows."""
     scores: LogprobsTensors | None
@@ -80,9 +71,9 @@ def _strict(
     rules: Rules,
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    proposed: Proposed,
+    proposed: Drafts,
     inputs: SamplingInputs,
-) -> Verdict:
+) -> Verification:
     drafts = proposed.tokens_BK, proposed.num_drafts_B
     if inputs.branch.random:
         temperature_B = inputs.floats["temperature"]
@@ -92,15 +83,15 @@ def _strict(
 
 def _by_law(
     rules: Rules,
-    verify: Callable[..., Verdict],
+    verify: Callable[..., Verification],
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    proposed: Proposed,
+    proposed: Drafts,
     inputs: SamplingInputs,
-) -> Verdict:
+) -> Verification:
     if not inputs.branch.random or proposed.probs_BKV is None or not proposed.tokens_BK.shape[1]:
         return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
-    verdict = verify(
+    verification = verify(
         logits_BQV,
         proposed.probs_BKV,
         proposed.tokens_BK,
@@ -110,13 +101,13 @@ def _by_law(
         positions_BQ,
     )
     if inputs.free_B is None:
-        return verdict
+        return verification
     # A grammar takes back drafts for what they are, and then these rules are not exact. The strict rule always is: the
     # target's own token does not depend on a draft.
     exact = _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
-    return Verdict(
-        torch.where(inputs.free_B[:, None], verdict.tokens_BQ, exact.tokens_BQ),
-        torch.where(inputs.free_B, verdict.num_sampled_B, exact.num_sampled_B),
+    return Verification(
+        torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
+        torch.where(inputs.free_B, verification.num_sampled_B, exact.num_sampled_B),
     )
 
 
@@ -124,10 +115,10 @@ def _synthetic(
     rules: Rules,
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
-    proposed: Proposed,
+    proposed: Drafts,
     inputs: SamplingInputs,
     rates_K: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     if not proposed.tokens_BK.shape[1]:
         return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return synthetic.verify(
@@ -156,18 +147,18 @@ def verify(
 ) -> Verified:
     """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
     raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
-    proposed = Proposed(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
-    verdict = rule(logits_BQV, positions_BQ, proposed, inputs)
+    proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
+    verification = rule(logits_BQV, positions_BQ, proposed, inputs)
     branch = inputs.branch
     if not (branch.reported or branch.scored):
-        return Verified(verdict, None, None)
+        return Verified(verification, None, None)
     scores = (logits_BQV if raw is None else raw).flatten(0, 1)
     if logprobs_mode.endswith("logprobs"):
         scores = scores.log_softmax(-1)
     return Verified(
-        verdict,
-        gather_logprobs(scores, verdict.tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
-        _scored(scores, verdict.tokens_BQ, inputs) if branch.scored else None,
+        verification,
+        gather_logprobs(scores, verification.tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
+        _scored(scores, verification.tokens_BQ, inputs) if branch.scored else None,
     )
 
 

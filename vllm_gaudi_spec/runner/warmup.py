@@ -15,16 +15,16 @@ from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import cached_files, environment
-from vllm_gaudi_spec.runner.batch import Planned, make_batch, make_sample_batch
+from vllm_gaudi_spec.records import DECODE, Planned
+from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.shapes import DECODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from vllm_gaudi_spec.drafting.load import Draft
+    from vllm_gaudi_spec.records import Shape
     from vllm_gaudi_spec.runner.model_runner import ModelRunner
-    from vllm_gaudi_spec.runner.shapes import Shape
 
     Job = tuple[str, Callable[[], None]]
 
@@ -149,7 +149,7 @@ def _touch_states(runner: ModelRunner) -> None:
 
 
 def _forward(runner: ModelRunner, shape: Shape) -> None:
-    runner.forward(make_batch(runner.requests, Planned(shape, [], [], [])))
+    runner.forward(make_batch(runner.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
 
 
 def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
+from vllm_gaudi_spec.records import Drafted
 from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block
 from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Mode = Literal["greedy", "probabilistic", "coupled"]
-
-
-class Drafted(NamedTuple):
-    tokens_B: torch.Tensor
-    """int32."""
-    probs_BV: torch.Tensor | None
-    """float32: the law the tokens were drawn from; the probabilistic mode only."""
-    sound_B: torch.Tensor | None = None
-    """bool: whether what they were chosen from were numbers, where somebody looked."""
 
 
 def draft(

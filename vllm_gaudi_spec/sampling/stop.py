@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -86,9 +86,11 @@ def sample_behind(
     return noise_BV.add_(torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)).argmax(-1).int()
 
 
-def verdict(drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int) -> Verdict:
-    """The accepted drafts with the token behind them; all entries are tokens, also those that do not count."""
+def verification(
+    drafts_BK: torch.Tensor, num_accepted_B: torch.Tensor, token_B: torch.Tensor, vocab: int
+) -> Verification:
+    """The accepted drafts and the token after them; all entries are tokens, also those that do not count."""
     place = torch.arange(drafts_BK.shape[1] + 1, device=drafts_BK.device)
     tokens_BQ = torch.cat((drafts_BK.clamp(0, vocab - 1), token_B[:, None]), dim=1)
     tokens_BQ = torch.where(place == num_accepted_B[:, None], token_B[:, None], tokens_BQ)
-    return Verdict(tokens_BQ=tokens_BQ, num_sampled_B=num_accepted_B + 1)
+    return Verification(tokens_BQ=tokens_BQ, num_sampled_B=num_accepted_B + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_gaudi_spec.config import Speculation, asked_drafts, last_use
+from vllm_gaudi_spec.records import WorkerCounts
 from vllm_gaudi_spec.scheduling import metrics
 
 _COUNTS = "_gaudi_spec_draft_counts"
@@ -123,7 +124,7 @@ def _counts_of(scheduler: Any) -> DraftCounts | None:
     return counts
 
 
-def _hear_worker(scheduler: Any, worked: metrics.Worked) -> None:
+def _hear_worker(scheduler: Any, worked: WorkerCounts) -> None:
     metrics.total(scheduler, metrics.STEPS, worked.steps)
     metrics.total(scheduler, metrics.HOST_READS, worked.host_reads)
     metrics.total(scheduler, metrics.COMPILED, worked.compiled)

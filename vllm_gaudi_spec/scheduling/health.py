@@ -12,20 +12,12 @@ import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from vllm_gaudi_spec.records import DraftRound
 from vllm_gaudi_spec.scheduling import counts, metrics
 
 logger = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 3
-
-
-class DraftRound(NamedTuple):
-    """What a worker tells of a round of drafts."""
-
-    faulty: tuple[str, ...] = ()
-    """Requests whose drafts could not be used."""
-    worked: bool = True
-    """Whether the drafter did its work for anybody."""
 
 
 class Word(NamedTuple):

@@ -105,16 +105,6 @@ Figures = dict[str, dict[str, float]]
 """By name and value of the label: how much to add to a counter, what to set a gauge to."""
 
 
-class Worked(NamedTuple):
-    """What a worker says of itself with each step's output; the counts are those since warm-up."""
-
-    steps: int
-    host_reads: int
-    compiled: int
-    coverage: Mapping[str, float]
-    """As `COVERAGE` has it; empty where the drafter has the target's vocabulary."""
-
-
 # --- a scheduler's ---
 
 _NEWS, _KNOWN = "_gaudi_spec_news", "_gaudi_spec_known"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.full_tests.drafters import Drafter
-from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts
+from vllm_gaudi_spec.records import DraftRequest, Drafts
 
 Answer = Callable[[list[list[int]]], Any]
 """From what was drafted to what is answered; it may as well raise."""

@@ -21,12 +21,12 @@ from tests.full_tests.faults import broken
 from tests.full_tests.ranks import ranks_agree
 from tests.full_tests.speculation import accepted, custom, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
-from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.records import DraftRequest, Drafts
 from vllm_gaudi_spec.runner.loaded_model import LoadedModel
 from vllm_gaudi_spec.scheduling.health import MOST_IN_A_ROW
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF

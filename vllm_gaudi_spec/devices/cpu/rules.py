@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits_BQV.numpy().argmax(-1)).int()
 
 
-def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
     return strict.verify(sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
 
 

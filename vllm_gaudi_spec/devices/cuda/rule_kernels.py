@@ -368,7 +368,7 @@ def behind_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The token behind the accepted drafts, and the verdict."""
+    """The token behind the accepted drafts, and the verification."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     accepted = tl.load(num_accepted + b)
     random = tl.load(temperature + b) > 0

@@ -9,9 +9,9 @@ import torch
 import triton
 
 from vllm_gaudi_spec.devices.cuda import rule_kernels as kernels
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import Rules
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 # Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535
@@ -146,8 +146,8 @@ def sample_random(
     return _strict(logits_BQV, None, None, temperature_B, keys_B2, positions_BQ, stream)[0]
 
 
-def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
-    return Verdict(*_strict(logits_BQV, drafts_BK, num_drafts_B, None, None, None))
+def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
+    return Verification(*_strict(logits_BQV, drafts_BK, num_drafts_B, None, None, None))
 
 
 def strict_random(
@@ -157,8 +157,8 @@ def strict_random(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
-    return Verdict(*_strict(logits_BQV, drafts_BK, num_drafts_B, temperature_B, keys_B2, positions_BQ))
+) -> Verification:
+    return Verification(*_strict(logits_BQV, drafts_BK, num_drafts_B, temperature_B, keys_B2, positions_BQ))
 
 
 def _by_law(
@@ -170,7 +170,7 @@ def _by_law(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     rows, num_drafts = drafts_BK.shape
     vocab = logits_BQV.shape[2]
     row_arrivals, arrivals = _arrivals(logits_BQV.device, rows * (num_drafts + 1))
@@ -245,14 +245,14 @@ def _by_law(
         PADDED_PLACES=_padded(num_drafts + 1, _PLACES),
         **chunks.settings(),
     )
-    return Verdict(tokens_BQ, num_sampled_B)
+    return Verification(tokens_BQ, num_sampled_B)
 
 
-def standard(*inputs: torch.Tensor) -> Verdict:
+def standard(*inputs: torch.Tensor) -> Verification:
     return _by_law(False, *inputs)
 
 
-def block(*inputs: torch.Tensor) -> Verdict:
+def block(*inputs: torch.Tensor) -> Verification:
     return _by_law(True, *inputs)
 
 

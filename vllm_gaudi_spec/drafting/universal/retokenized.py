@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.drafting.base import Hidden
 from vllm_gaudi_spec.drafting.draft_model import draft_behind, forward
+from vllm_gaudi_spec.records import Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
-    from vllm_gaudi_spec.drafting.base import DraftRequest, Drafts, Model
+    from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import DraftRequest, Drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.drafting.base import FAULTY, Drafts
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer, Unread
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.runner.shapes import PREFILL
+from vllm_gaudi_spec.records import FAULTY, PREFILL, Drafts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
     from vllm_gaudi_spec.drafting.universal.slab import Slab
     from vllm_gaudi_spec.drafting.universal.timeline import Reader
-    from vllm_gaudi_spec.runner.batch import Batch, SampleBatch
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.recorder import StepRecorder
-    from vllm_gaudi_spec.runner.report import Step
-    from vllm_gaudi_spec.runner.requests import Request, Requests
+    from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.scheduling.health import DraftRound
 
 
 # By so many tokens a text may shrink when its end is encoded again.
@@ -160,7 +157,7 @@ class TextDrafting:
         self._sampled = _Sampled(batch, lengths_B, inputs)
         return None
 
-    def drafts_of(self, step: Step) -> DraftTokenIds:
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # A grammar looks at the drafts before they are verified.
@@ -171,11 +168,11 @@ class TextDrafting:
 
     # --- behind a step ---
 
-    def propose_behind(self, step: Step, most: int) -> None:
+    def propose_behind(self, step: StepResult, most: int) -> None:
         self._drafts, self._unread_drafts = {}, None
         for request in step.requests:
             self._outgrown.pop(request.row, None)
-        if self._sampled is None or step.verdict is None:
+        if self._sampled is None or step.verification is None:
             return
         new = self._followed.append(step)
         try:
@@ -186,7 +183,7 @@ class TextDrafting:
             self._drafts, self._unread_drafts = {}, None
         self._sampled = None
 
-    def _draft_for(self, step: Step, new: list[list[int]], most: int) -> None:
+    def _draft_for(self, step: StepResult, new: list[list[int]], most: int) -> None:
         for request, tokens in zip(step.requests, new, strict=True):
             if (timeline := self._timelines.get(request.row)) is not None:
                 timeline.verified(tokens[:-1])
@@ -330,7 +327,7 @@ class TextDrafting:
             self._timelines[drafter.request.row].drafted(drafter.num_wanted)
             self._drafts[drafter.request.req_id] = [0] * drafter.num_wanted
 
-    def _put_rewritten(self, step: Step, drafters: list[Drafter], drafts: Drafts) -> None:
+    def _put_rewritten(self, step: StepResult, drafters: list[Drafter], drafts: Drafts) -> None:
         assert self._rewriter is not None
         said = self._backend.download(drafts.tokens_BK).tolist()
         faulty = [drafter.request.req_id for drafter in drafters if FAULTY in said[drafter.place]]

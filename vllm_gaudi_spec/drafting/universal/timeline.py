@@ -84,7 +84,7 @@ class Timeline:
         self._kv.extend(tokens[:-1])
 
     def verified(self, accepted: Sequence[int]) -> None:
-        """The target took these, its own tokens; once behind each verdict."""
+        """The target took these, its own tokens; once behind each verification."""
         if len(self._kv) == len(self):  # else they are known already
             self._kv.extend(self._reader.partner(token) for token in accepted[: max(self._num_drafts - 1, 0)])
         self._num_drafts = 0

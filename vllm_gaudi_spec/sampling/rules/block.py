@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.noise import Stream, keys_of_block, uniform
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def accept_probs(
@@ -49,7 +49,7 @@ def verify(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     """Accept the longest prefix of the drafts whose draw succeeds; a token from what is left of the target follows.
 
     Takes what `standard.verify` takes.
@@ -76,4 +76,4 @@ def verify(
         block_keys_B2,
         positions_BQ,
     )
-    return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)

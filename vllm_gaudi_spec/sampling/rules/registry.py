@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules import block, standard, strict
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 class Rules(NamedTuple):
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
-    strict_greedy: Callable[..., Verdict] = strict.verify_greedy
-    strict_random: Callable[..., Verdict] = strict.verify_random
-    standard: Callable[..., Verdict] = standard.verify
-    block: Callable[..., Verdict] = block.verify
+    strict_greedy: Callable[..., Verification] = strict.verify_greedy
+    strict_random: Callable[..., Verification] = strict.verify_random
+    standard: Callable[..., Verification] = standard.verify
+    block: Callable[..., Verification] = block.verify
 
 
 TORCH = Rules()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.noise import Stream, uniform
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def accept_probs(
@@ -27,7 +27,7 @@ def verify(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     """Accept drafts up to the first rejection; a token from what is left of the target comes behind them.
 
     The logits are those of the target after temperature and filters, the probabilities those that the drafts were
@@ -55,4 +55,4 @@ def verify(
         keys_B2,
         positions_BQ,
     )
-    return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
@@ -29,16 +29,16 @@ def sample_random(
     return noise.add_(logits_BQV).argmax(-1).int()
 
 
-def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
     """Accept drafts up to the first that differs from the target's own token; that token comes behind them."""
     num_places = drafts_BK.shape[1]
     place = torch.arange(num_places, device=sampled_BQ.device)
     equal = (drafts_BK == sampled_BQ[:, :num_places]) & (place < num_drafts_B[:, None])
     num_accepted = equal.int().cumprod(-1).sum(-1).int()
-    return Verdict(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)
+    return Verification(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)
 
 
-def verify_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verdict:
+def verify_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
     return verify(sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
 
 
@@ -49,5 +49,5 @@ def verify_random(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     return verify(sample_random(logits_BQV, temperature_B, keys_B2, positions_BQ), drafts_BK, num_drafts_B)

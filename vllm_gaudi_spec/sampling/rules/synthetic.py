@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.noise import Stream, uniform
 from vllm_gaudi_spec.sampling.rules.registry import Rules
-from vllm_gaudi_spec.sampling.verdict import Verdict
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def verify(
     temperature_B: torch.Tensor,
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
-) -> Verdict:
+) -> Verification:
     """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes behind them."""
     num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     drawn_BK = uniform(keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_probs(rates_K)
@@ -37,4 +37,4 @@ def verify(
     logits_BV = stop.at_place(logits_BQV, num_accepted_B)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     token_B = rules.sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
-    return stop.verdict(drafts_BK, num_accepted_B, token_B, vocab)
+    return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)

@@ -42,7 +42,7 @@ def checked(options: argparse.Namespace) -> int:
     if options.json != output_files.STDOUT:
         print(summary.table(result))
         print()
-        print(summary.verdict(result), flush=True)
+        print(summary.conclusion(result), flush=True)
     output_files.write_json(result, options.json)
     return 1 if result["findings"] else 0
 

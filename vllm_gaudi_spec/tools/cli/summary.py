@@ -1,4 +1,4 @@
-"""What graph-check prints, and its verdict."""
+"""What graph-check prints, and its conclusion."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _at(lines: Sequence[dict[str, Any]]) -> str:
     return f": {'; '.join(places[:3])}{more}" if places else ""
 
 
-def verdict(result: dict[str, Any]) -> str:
+def conclusion(result: dict[str, Any]) -> str:
     if result["findings"]:
         return "\n".join(f"not clean: {line}" for line in result["findings"])
     budget = result["settings"]["host_reads"]

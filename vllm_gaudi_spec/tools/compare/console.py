@@ -44,8 +44,8 @@ def show(report: dict[str, Any], device: dict[str, str], file: TextIO) -> None:
     say("")
 
 
-def counted(verdicts: dict[str, int]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in verdicts.items())
+def counted(conclusions: dict[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in conclusions.items())
 
 
 # ---- several tasks side by side -------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def show_several(
 
 
 def row_of(report: dict[str, Any]) -> tuple[str, ...]:
-    rate, verdicts = report["acc_rate"], report["matches_baseline"]
+    rate, conclusions = report["acc_rate"], report["matches_baseline"]
     return (
         report["task"],
         f"{report['tokens_per_s']:.1f}",
@@ -85,7 +85,7 @@ def row_of(report: dict[str, Any]) -> tuple[str, ...]:
         "-" if report["speedup"] is None else "{low:.2f} to {high:.2f}".format(**report["speedup"]),
         f"{report['tokens_per_step']:.2f}",
         "-" if rate is None else f"{rate:.3f}",
-        "-" if verdicts is None else counted(verdicts),
+        "-" if conclusions is None else counted(conclusions),
     )
 
 

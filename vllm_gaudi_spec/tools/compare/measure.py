@@ -252,8 +252,8 @@ def compare(base: Run, run: Run) -> dict[str, int]:
     """How many texts equal the baseline's, token by token, up to the first tie."""
     assert base.llm is not None, "the baseline's engine is asked about ties"
     pairs = zip(base.answers, run.answers, strict=True)
-    verdicts = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
-    return {name: verdicts.count(name) for name in ("equal", "tied", "different")}
+    conclusions = [compare_one(base.llm, *pair, base.setup.temperature) for pair in pairs]
+    return {name: conclusions.count(name) for name in ("equal", "tied", "different")}
 
 
 def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float) -> str:

@@ -26,7 +26,7 @@ def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str,
         found += probe(pair if missing_model is None else None)
     problems = sum(one.severity == of.PROBLEM for one in found)
     return {
-        "verdict": of.verdict(found),
+        "conclusion": of.conclusion(found),
         "problems": problems,
         "findings": [asdict(one) for one in found],
         "environment": environment(),

@@ -22,7 +22,7 @@ class Finding:
         return cls(PROBLEM, about, text or message, remedy if text else "")
 
 
-def verdict(findings: list[Finding]) -> str:
+def conclusion(findings: list[Finding]) -> str:
     counts = {name: sum(found.severity == name for found in findings) for name in (PROBLEM, WARNING)}
     told = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
     if not counts[PROBLEM]:

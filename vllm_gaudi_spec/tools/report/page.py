@@ -116,7 +116,7 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
 def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float) -> dict[str, Any]:
     speedup, drafted_steps = task["speedup"], sum(task["accepted_lengths"])
     speed = task["tokens_per_s"]
-    verdicts, graphs = task["matches_baseline"], task["graphs"]
+    conclusions, graphs = task["matches_baseline"], task["graphs"]
     return {
         "name": name,
         "way": _WAYS.get(name, ""),
@@ -129,7 +129,7 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
         "tokens_per_step": task["tokens_per_step"],
         "acc_rate": task["acc_rate"],
         "drafts": (task["num_accepted_tokens"], task["num_draft_tokens"]),
-        "same_text": _same_text(verdicts),
+        "same_text": _same_text(conclusions),
         # Of all steps that had drafts, how many accepted this one: later positions hang on earlier ones.
         "positions": [
             (place, _percent(count, task["num_drafts"])) for place, count in enumerate(task["acc_counts"], 1)
@@ -146,11 +146,11 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
     }
 
 
-def _same_text(verdicts: dict[str, int] | None) -> str:
-    if verdicts is None:
+def _same_text(conclusions: dict[str, int] | None) -> str:
+    if conclusions is None:
         return ""
-    told = f"{verdicts.get('equal', 0)} of {sum(verdicts.values())}"
-    return f"{told}, {verdicts['tied']} tied" if verdicts.get("tied") else told
+    told = f"{conclusions.get('equal', 0)} of {sum(conclusions.values())}"
+    return f"{told}, {conclusions['tied']} tied" if conclusions.get("tied") else told
 
 
 def _prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def _mark(best: Candidate | None, candidate: Candidate | None) -> str:
     return f"{text} best" if best is candidate else text
 
 
-def verdict(choice: Choice, model: str) -> str:
+def conclusion(choice: Choice, model: str) -> str:
     """What to do, and why, in a few lines."""
     chosen = choice.chosen
     command = shlex.join(choice.serve_arguments(model))

@@ -175,7 +175,7 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
     output_files.write_json(answer, options.json)
     if options.json == output_files.STDOUT:
         return
-    print(f"\n{choice.tables(found)}\n\n{costs}\n\n{choice.verdict(found, options.model)}")
+    print(f"\n{choice.tables(found)}\n\n{costs}\n\n{choice.conclusion(found, options.model)}")
     print(f"\nwritten to {options.out}: choice.json, choice.svg", flush=True)
 
 

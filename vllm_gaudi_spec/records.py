@@ -1,0 +1,284 @@
+"""What the parts of a step hand each other, from the scheduler's output to the report. Imports nothing that does work.
+
+Letters at the end of a tensor's name are its dimensions. In every file:
+
+    B  rows of a batch              P  rows of prompt chunks        T  tokens, flat
+    R  rows of the request state    M  tokens of a row's history    L  tokens of a prompt chunk
+    Q  positions a row, k + 1       K  drafts a row                 H  hidden size
+    V  vocabulary of the target     U  vocabulary of the drafter    D  size of an attention head
+    G  KV cache groups              N  KV blocks                    W  blocks of a block table, words of a bit mask
+
+A digit is that many. Another letter has a legend at the top of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
+
+    from vllm_gaudi_spec.attention.inputs import Blocks
+
+# --- requests ---
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Log-probabilities of neighbouring tokens of a prompt, on their way to the host."""
+
+    wait: Callable[[], torch.Tensor]
+    """Answers with the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""
+    num_tokens: int
+    num_computed: int
+    """How many of the likeliest tokens were computed for each position,"""
+    num_requested: int
+    """and how many of those the request asked for."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """The host's view of a request. It lives until the request finishes, with or without a row."""
+
+    req_id: str
+    params: SamplingParams
+    seed_words: tuple[int, int]
+    prompt: list[int]
+    outputs: list[int] = field(default_factory=list)
+    """Output tokens that have reached the host, for processors that users bring; else those at admission."""
+    row: int = NO_ROW
+    known: list[int] = field(default_factory=list)
+    """All tokens at admission: the prompt, and outputs if the request was preempted."""
+    num_computed: int = 0
+    prompt_logprobs: list[PromptScores] = field(default_factory=list)
+    """Those of the prompt chunks done so far."""
+    lora: LoRARequest | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+
+# --- batches ---
+
+DECODE, PREFILL = "decode", "prefill"
+
+
+class Shape(NamedTuple):
+    """`rows` requests with `queries` tokens each, over at most `context` tokens of KV a row; for a decode on a device
+    that lists the blocks of all rows, over at most `context` blocks of KV."""
+
+    phase: str
+    rows: int
+    queries: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.queries
+
+
+class Rows(NamedTuple):
+    """The uploaded part of a rectangle."""
+
+    rows_B: torch.Tensor
+    """int64: rows of the request state; padding has the pad row."""
+    host_2B: torch.Tensor
+    """int32, as the host knows them: the position of each row's first token, and how many tokens it has."""
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A batch on the host: B rows of Q tokens; rows after those of `requests` are padding."""
+
+    shape: Shape
+    requests: list[Request]
+    counts: list[int]
+    """The host's number of tokens a row: exact for a prompt chunk, the most for a decode, whose drafts the device
+    counts."""
+    finishes: list[bool]
+    """Requests that sample in this step: all but those whose prompt goes on."""
+
+    def finishing(self) -> list[tuple[Request, int]]:
+        """Requests that sample, and the most tokens that each has then, its drafts included."""
+        ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
+        return list(compress(zip(self.requests, ends, strict=True), self.finishes))
+
+    def continuing(self) -> list[Request]:
+        return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions at which a row of this batch may sample."""
+        return self.shape.queries if self.shape.phase == DECODE else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(Planned):
+    """A planned batch whose rows are on the device."""
+
+    uploaded: Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """The B rows of a step that sample, at Q positions each: one pass over all of them, whatever batch computed them.
+
+    A row that comes from a prompt is a verify of zero drafts.
+    """
+
+    requests: list[Request]
+    num_queries: int
+    rows_np: np.ndarray
+    rows_B: torch.Tensor
+    """int64; padding has the pad row."""
+    ends: list[int]
+    """The most tokens that each request may have now, its drafts of this step included."""
+
+
+# --- drafts ---
+
+
+class Hidden(NamedTuple):
+    """Hidden states of tokens: a model's answer."""
+
+    last: torch.Tensor
+    """What logits are made of."""
+    carried: torch.Tensor | None = None
+    """What a head reads of them, beside the token that follows; often the same."""
+
+
+class Drafted(NamedTuple):
+    """One draft a row."""
+
+    tokens_B: torch.Tensor
+    """int32."""
+    probs_BV: torch.Tensor | None
+    """float32: the distribution that the tokens were drawn from; the probabilistic mode only."""
+    sound_B: torch.Tensor | None = None
+    """bool: whether the logits were numbers, where somebody looked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A request that may draft, for proposers on the host."""
+
+    req_id: str
+    tokens_np: np.ndarray
+    """int32 [n]: prompt and outputs. A view that is valid during the call only."""
+    num_prompt: int
+    num_wanted: int
+    """At least 1: the most drafts that this request has use for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """The rows of a step, for proposers on the device. Padding has the pad row and `num_wanted` 0."""
+
+    rows_B: torch.Tensor
+    """int64: rows of the request state."""
+    history_RM: torch.Tensor
+    """int32: prompt and outputs of every row; nothing after a row's length is to be read."""
+    lengths_B: torch.Tensor
+    """int32: tokens of each row, the newest included."""
+    num_wanted_B: torch.Tensor
+    """int32: the most drafts that a row has use for, 0 to K."""
+    num_drafts: int
+    """K."""
+    blocks: Blocks
+    """The rows' KV blocks, with room for all drafts but the last; none where the drafter keeps no KV."""
+    choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
+    """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] of the tokens that
+    they follow, to drafts: as the configuration says, with the rows' temperatures and filters."""
+    hidden: Hidden | None = None
+    """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
+
+
+FAULTY = -1
+"""In place of a row's number of drafts: there are none, because what was drafted cannot be used."""
+UNVERIFIED = -2
+"""In place of how many of a row's drafts a step verified: it had some, and a grammar or the scheduler let none be."""
+
+
+class Drafts(NamedTuple):
+    """The drafts of a batch."""
+
+    tokens_BK: torch.Tensor
+    """int32; after a row's `num_drafts` any token."""
+    num_drafts_B: torch.Tensor
+    """int32: at most `num_wanted_B`."""
+    probs_BKV: torch.Tensor | None = None
+    """float32: the distribution that each draft was drawn from, where drafting is probabilistic."""
+    sound_BK: torch.Tensor | None = None
+    """bool: whether the logits that each draft was chosen from were numbers; None where there were none."""
+
+    @property
+    def known(self) -> Drafts:
+        """As the host may read them: a row with a fault has no drafts."""
+        return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
+
+
+class DraftRound(NamedTuple):
+    """How the drafter did in one round, as a worker reports it."""
+
+    faulty: tuple[str, ...] = ()
+    """Requests whose drafts could not be used."""
+    worked: bool = True
+    """Whether the drafter did its work for anybody."""
+
+
+# --- results ---
+
+
+class Verification(NamedTuple):
+    """What a verify step decided."""
+
+    tokens_BQ: torch.Tensor
+    """int32; only the first `num_sampled` of a row count."""
+    num_sampled_B: torch.Tensor
+    """int32: accepted drafts and one more; 0 for rows that do not sample in this step."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step leaves: B rows that sampled at Q positions each, and requests whose prompt goes on."""
+
+    requests: list[Request]
+    verification: Verification | None = None
+    """None when nobody sampled."""
+    logprobs: LogprobsTensors | None = None
+    """B * Q rows: the sampled token and the likeliest."""
+    scores: LogprobsTensors | None = None
+    """B * Q rows: the sampled token and those that a request named."""
+    prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
+    unfinished: list[Request] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    """Those of `requests` whose prompt ended in this step, or that were resumed: there was nothing to verify."""
+    num_drafts_B: torch.Tensor | None = None
+    """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
+    signature: tuple[Hashable, ...] = ()
+    """Of what the device has of it."""
+    drafts: Drafts | None = None
+    """For the next step, when a device proposer made them."""
+    draft_rounds: list[DraftRound] = field(default_factory=list)
+    """What the host itself has seen of the drafter in this step."""
+
+
+class WorkerCounts(NamedTuple):
+    """What a worker reports of itself with each step's output; counted since warm-up."""
+
+    steps: int
+    host_reads: int
+    compiled: int
+    coverage: Mapping[str, float]
+    """Share of the output that each vocabulary covers; empty where the drafter has the target's vocabulary."""
