@@ -37,8 +37,8 @@ from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
 from vllm_gaudi_spec.drafting.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
-from vllm_gaudi_spec.runner.sampling import Sampling  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
+from vllm_gaudi_spec.sampling.params import Sampling  # noqa: E402
 
 VOCAB = 128256
 MAX_LOGPROBS = 20

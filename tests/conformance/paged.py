@@ -15,7 +15,7 @@ from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.common import torch_ops
-from vllm_gaudi_spec.runner.host_lengths import host_lengths
+from vllm_gaudi_spec.runner.requests import host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -11,7 +11,7 @@ from tests.conformance.paged import Kind, Layer, allocate
 from tests.conformance.programs import compiled
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.attention.metadata import AttentionCall
-from vllm_gaudi_spec.runner.host_lengths import host_lengths
+from vllm_gaudi_spec.runner.requests import host_lengths
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend

@@ -11,9 +11,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_gaudi_spec.records import Batch, Verification
-from vllm_gaudi_spec.runner.batch import make_batch
+from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 

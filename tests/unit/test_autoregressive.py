@@ -28,9 +28,9 @@ from vllm_gaudi_spec.drafting.reading import Reading
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
 from vllm_gaudi_spec.records import Batch, Hidden, Planned
 from vllm_gaudi_spec.runner.batch import locate, make_batch, make_sample_batch
-from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.sampling.params import Sampling
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # of a row

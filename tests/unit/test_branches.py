@@ -15,12 +15,11 @@ from tests.unit.fakes import CapturingBackend, HostBackend, new_request, step
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.downloads import Downloads
-from vllm_gaudi_spec.runner.grammar import Grammar
-from vllm_gaudi_spec.runner.report import Reports
+from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Branch, Sampling
-from vllm_gaudi_spec.runner.verification import choose_rule, verify
+from vllm_gaudi_spec.sampling.grammar import Grammar
+from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.sampling.verify import choose_rule, verify
 
 VOCABS = (2, 40, 64, 65, 1500, 50_000)
 MOST_LOGPROBS = (0, 1, 5, 20, 30, -1)

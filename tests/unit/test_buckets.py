@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
-from vllm_gaudi_spec.runner.buckets import Buckets, geometric, round_up
+from vllm_gaudi_spec.runner.shapes import Buckets, geometric, round_up
 
 
 def buckets(*, captures: bool = False, **given: Any) -> Buckets:

@@ -19,9 +19,9 @@ from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, StepResult, Verification
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.sampling.params import Sampling
 
 K = 3
 VOCAB = 100

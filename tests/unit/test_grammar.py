@@ -6,7 +6,7 @@ import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.unit.fakes import step
-from vllm_gaudi_spec.runner.grammar import read
+from vllm_gaudi_spec.sampling.grammar import read
 
 
 def test_each_request_gets_a_row_for_every_draft_and_one_more() -> None:

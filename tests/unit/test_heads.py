@@ -29,8 +29,8 @@ from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
 from vllm_gaudi_spec.runner.batch import Located, locate
-from vllm_gaudi_spec.runner.landing import Landing
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.hidden_states import Landing
+from vllm_gaudi_spec.runner.model import LoadedModel
 
 NOBODYS = 89.0  # the state of what is no real token
 

@@ -14,8 +14,8 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
-from vllm_gaudi_spec.runner import in_step
-from vllm_gaudi_spec.runner.in_step import InStep, Rectangle, Together, merged
+from vllm_gaudi_spec.runner import data_parallel as in_step
+from vllm_gaudi_spec.runner.data_parallel import InStep, Rectangle, Together, merged
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))

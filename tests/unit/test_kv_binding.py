@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention import backend as attention
 from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 from vllm_gaudi_spec.devices.cpu import backend as cpu
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.model import LoadedModel
 
 BLOCKS, BLOCK, HEADS, SIZE = 3, 32, 2, 32
 OWNER, READER = "layers.0.attn", "layers.2.attn"

@@ -8,7 +8,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.records import Request
-from vllm_gaudi_spec.runner.logit_rules import LogitRules
+from vllm_gaudi_spec.sampling.logit_edits import LogitRules
 
 
 def request(row: int, **params: object) -> Request:

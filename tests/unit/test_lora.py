@@ -12,8 +12,8 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from tests.unit.fakes import CapturingBackend, HostBackend, step
+from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
-from vllm_gaudi_spec.runner.adapters import Adapters
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 4, 10, (6, 2, 2)
 TOKENS = torch.tensor([0, NO_SLOT, 2, 1, 1, 0], dtype=torch.int32)

@@ -10,8 +10,8 @@ import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.runner import loaded_model
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner import model as loaded_model
+from vllm_gaudi_spec.runner.model import LoadedModel
 
 COUNTS_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
 REAL = [0, 1, 6, 7, 8, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.fakes import HostBackend
-from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 
 
 class CountingBackend(HostBackend):

@@ -12,11 +12,10 @@ from vllm.v1.outputs import LogprobsTensors
 from tests.unit.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
 from tests.unit.test_shapes import shapes
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
-from vllm_gaudi_spec.runner.downloads import Downloads
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.report import Downloads, Report, Reports, SpeculativeOutput
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.scheduling import metrics
 
 

@@ -27,9 +27,9 @@ from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
 from vllm_gaudi_spec.records import StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
-from vllm_gaudi_spec.runner.recorder import StepRecorder
+from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Sampling
+from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 NUM_ROWS, MAX_LEN = 4, 256

@@ -11,11 +11,11 @@ import torch
 from tests.unit.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.records import Drafts, Verification
-from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.verification import Rule, choose_rule
 from vllm_gaudi_spec.sampling.noise import fold_seed
+from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.rules import block, standard
 from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
+from vllm_gaudi_spec.sampling.verify import Rule, choose_rule
 
 ROWS, K, VOCAB = 64, 3, 12
 

@@ -9,16 +9,16 @@ import torch
 
 from vllm_gaudi_spec.drafting.memory import laws_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
-from vllm_gaudi_spec.runner.sampling import Branch
-from vllm_gaudi_spec.runner.verification import restrict
 from vllm_gaudi_spec.sampling.drafts import Mode, draft
+from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.sampling.verify import restrict
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.records import Drafts, Hidden
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Drafted]

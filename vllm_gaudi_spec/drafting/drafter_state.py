@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
     from vllm_gaudi_spec.records import Batch, Drafts, Request, SampleBatch, Shape
-    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 

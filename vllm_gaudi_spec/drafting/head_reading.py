@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
     from vllm_gaudi_spec.records import Batch, Request, SampleBatch
-    from vllm_gaudi_spec.runner.landing import Landing
-    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.hidden_states import Landing
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 

@@ -14,9 +14,9 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import EAGLE3, MEDUSA, UnsupportedConfigError
+from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
-from vllm_gaudi_spec.runner.quantization import Quantization
+from vllm_gaudi_spec.runner.model import LoadedModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

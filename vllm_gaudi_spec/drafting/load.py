@@ -34,9 +34,9 @@ from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.drafting.universal.slab import Slab
 from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Drafts
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
-from vllm_gaudi_spec.runner.quantization import Quantization
+from vllm_gaudi_spec.runner.model import LoadedModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.hidden_states import Landing
     from vllm_gaudi_spec.runner.kv_cache import KVCache
-    from vllm_gaudi_spec.runner.landing import Landing
-    from vllm_gaudi_spec.runner.recorder import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
 
 
 Draft = Callable[["SampleBatch", "torch.Tensor", "SamplingInputs"], object]

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.limits import wanted
 from vllm_gaudi_spec.drafting.reading import NOWHERE, Placed, Reading
 from vllm_gaudi_spec.records import Drafts
-from vllm_gaudi_spec.runner.sampling import Branch
+from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.load import Draft
     from vllm_gaudi_spec.drafting.universal.coverage import Coverage
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
-    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 
 class DeviceDrafting:

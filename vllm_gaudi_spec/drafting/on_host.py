@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.load import Draft
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
 
 
 class HostDrafting:

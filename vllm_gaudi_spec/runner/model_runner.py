@@ -14,27 +14,25 @@ from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.drafting.load import Drafting, load_drafter, load_drafting
 from vllm_gaudi_spec.drafting.memory import drafting_bytes
 from vllm_gaudi_spec.drafting.universal.slab import block_of
+from vllm_gaudi_spec.lora.adapters import Adapters
+from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
-from vllm_gaudi_spec.runner import grammar
-from vllm_gaudi_spec.runner.adapters import Adapters
-from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch
-from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
-from vllm_gaudi_spec.runner.downloads import Downloads
-from vllm_gaudi_spec.runner.in_step import InStep
+from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
+from vllm_gaudi_spec.runner.data_parallel import InStep
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.hidden_states import Landing
 from vllm_gaudi_spec.runner.kv_cache import KVCache
-from vllm_gaudi_spec.runner.landing import Landing
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.quantization import Quantization
-from vllm_gaudi_spec.runner.recorder import StepRecorder
-from vllm_gaudi_spec.runner.report import CountedOutput, Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.report import CountedOutput, Downloads, Report, Reports, SpeculativeOutput
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.runner.sampling import Sampling, SamplingInputs
-from vllm_gaudi_spec.runner.schedule import plan_batches
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.runner.verification import choose_rule, verify
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.runner.weights import ModelWeights
+from vllm_gaudi_spec.sampling import grammar
+from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
+from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+from vllm_gaudi_spec.sampling.verify import choose_rule, verify
 from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
 
 from vllm_gaudi_spec.records import PREFILL, PromptScores
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
@@ -15,9 +14,9 @@ from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch, Request
-    from vllm_gaudi_spec.runner.downloads import Downloads, Wait
-    from vllm_gaudi_spec.runner.loaded_model import LoadedModel
-    from vllm_gaudi_spec.runner.sampling import Sampling
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.report import Downloads, Wait
+    from vllm_gaudi_spec.sampling.params import Sampling
 
 # Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
@@ -93,13 +92,6 @@ class PromptLogprobs:
 
     def signatures(self) -> Iterator[Hashable]:
         return map(self._signature, self._sampling.prompt_logprob_counts())
-
-
-def prompt_tensors(scores: PromptScores) -> LogprobsTensors:
-    """What vLLM wants of them; waits for the copy."""
-    words, width, kept = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
-    scores_NC = words[:, width : 2 * width].contiguous().view(torch.float32)
-    return LogprobsTensors(words[:, :kept], scores_NC[:, :kept], words[:, 2 * width])
 
 
 def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:

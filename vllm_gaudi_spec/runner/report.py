@@ -11,12 +11,11 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, StepResult, Verification, WorkerCounts
-from vllm_gaudi_spec.runner.prompt_logprobs import prompt_tensors
 from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.downloads import Downloads, Wait
+    from vllm_gaudi_spec.records import PromptScores
 
 
 def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
@@ -120,7 +119,7 @@ class Report(AsyncModelRunnerOutput):
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
             logprobs=_join(step, answers),
             prompt_logprobs_dict={
-                request.req_id: LogprobsTensors.cat([prompt_tensors(piece) for piece in pieces])
+                request.req_id: LogprobsTensors.cat([_prompt_tensors(piece) for piece in pieces])
                 for request, pieces in step.prompt_logprobs
             },
         )
@@ -154,6 +153,13 @@ def _answers(step: StepResult) -> list[list[int]]:
     return [row[:count] for row, count in zip(rows, counts, strict=True)][: len(step.requests)]
 
 
+def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
+    """What vLLM wants of them; waits for the copy."""
+    words, width, kept = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
+    scores_NC = words[:, width : 2 * width].contiguous().view(torch.float32)
+    return LogprobsTensors(words[:, :kept], scores_NC[:, :kept], words[:, 2 * width])
+
+
 def _join(step: StepResult, answers: list[list[int]]) -> LogprobsLists | None:
     """One table over all tokens of the step; requests that asked for less leave columns or rows empty."""
     if step.logprobs is None and step.scores is None:
@@ -179,3 +185,19 @@ def _join(step: StepResult, answers: list[list[int]]) -> LogprobsLists | None:
             ids[begin:end, :columns], scores[begin:end, :columns] = part.logprob_token_ids, part.logprobs
             ranks[begin:end] = part.sampled_token_ranks
     return LogprobsLists(ids, scores, ranks, offsets.tolist())
+
+
+Wait = Callable[[], "torch.Tensor"]
+
+
+class Downloads:
+    def __init__(self, backend: DeviceBackend, *, overlap: bool) -> None:
+        self._backend = backend
+        self._overlap = overlap
+
+    def start(self, tensor: torch.Tensor) -> Wait:
+        """What waits for the copy. The tensor may be overwritten as soon as this has returned."""
+        if self._overlap:
+            return self._backend.start_download(tensor)
+        host = self._backend.download(tensor)
+        return lambda: host

@@ -15,7 +15,6 @@ import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Request
-from vllm_gaudi_spec.runner.host_lengths import host_lengths
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
@@ -275,3 +274,13 @@ def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size
     listed[1] = rows
     listed[:, : len(row)] = table_np[row, place], row, place
     return listed
+
+
+def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
+    """For `Blocks.lengths_B`: the first rows have at most `ends` tokens of KV when the program ends, and none has more
+    than `context`, for which there are blocks. The rest is padding, which looks at one key."""
+    if not backend.needs_host_lengths:
+        return None
+    lengths_np = np.ones(num_rows, dtype=np.int32)
+    lengths_np[: len(ends)] = np.clip(ends, 1, context)
+    return torch.from_numpy(lengths_np)

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec import cached_files, environment
 from vllm_gaudi_spec.records import DECODE, Planned
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
-from vllm_gaudi_spec.runner.sampling import Branch
+from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
 from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
 from vllm_gaudi_spec.records import DraftRequest, Drafts
-from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.scheduling.health import MOST_IN_A_ROW
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
 

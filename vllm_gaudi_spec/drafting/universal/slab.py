@@ -14,13 +14,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGrou
 
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.drafting.memory import KVBlock, slab_blocks
-from vllm_gaudi_spec.runner.host_lengths import host_lengths
+from vllm_gaudi_spec.runner.requests import host_lengths
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.loaded_model import LoadedModel
+    from vllm_gaudi_spec.runner.model import LoadedModel
 
 
 class Slab:

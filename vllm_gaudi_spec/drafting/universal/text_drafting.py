@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.universal.slab import Slab
     from vllm_gaudi_spec.drafting.universal.timeline import Reader
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
-    from vllm_gaudi_spec.runner.recorder import StepRecorder
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Branch, Sampling, SamplingInputs
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
 
 
 # By so many tokens a text may shrink when its end is encoded again.

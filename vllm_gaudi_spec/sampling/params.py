@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.config import LONGEST_RULE_PREFIX, MOST_RULES, NUM_RULES, RULE_PREFIX
-from vllm_gaudi_spec.runner.logit_rules import LogitRules
+from vllm_gaudi_spec.sampling.logit_edits import LogitRules
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Request, SampleBatch
-    from vllm_gaudi_spec.runner.grammar import Grammar
+    from vllm_gaudi_spec.sampling.grammar import Grammar
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)

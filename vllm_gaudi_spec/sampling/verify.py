@@ -14,9 +14,9 @@ import torch
 
 from vllm_gaudi_spec.config import ACCEPTANCE_RULES, UnsupportedConfigError
 from vllm_gaudi_spec.records import Drafts, Verification
-from vllm_gaudi_spec.runner.sampling import LISTED, SEARCHED
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
+from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED
 from vllm_gaudi_spec.sampling.rules import synthetic
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.runner.custom_processors import CustomProcessors
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.runner.sampling import Branch, SamplingInputs
+    from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
+    from vllm_gaudi_spec.sampling.params import Branch, SamplingInputs
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.lora.adapters import Adapters
+    from vllm_gaudi_spec.quantization.models import Quantization
     from vllm_gaudi_spec.quantization.place import Measuring
-    from vllm_gaudi_spec.runner.adapters import Adapters
-    from vllm_gaudi_spec.runner.quantization import Quantization
 
 
 # Rows of logits at a time, where all are asked for.
