@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.unit.reference.attention import attend_one
+from tests.support.reference.attention import attend_one
 from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.unit.verify_cases import counted, random_case
+from tests.support.verify_cases import counted, random_case
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules

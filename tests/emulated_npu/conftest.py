@@ -1,4 +1,4 @@
-"""An emulated NPU, in a process that has no other card: tests/unit/test_emulator_npu.py starts one."""
+"""An emulated NPU, in a process that has no other card: tests/unit/emulator/test_emulator_npu.py starts one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.full_tests.server import Server, end_with_parent, free_port
 from tests.pages import commands_for
-from tests.unit.processes import ROOT
+from tests.support.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

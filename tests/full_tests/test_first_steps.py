@@ -10,7 +10,7 @@ import pytest
 
 from tests.first_steps import commands
 from tests.full_tests.server import Running, free_port
-from tests.unit.processes import ROOT
+from tests.support.processes import ROOT
 
 # What this test run brings and a newcomer does not.
 OURS = ("PYTHONPATH", "LD_PRELOAD", "KMP_BLOCKTIME", "HF_HUB_OFFLINE", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL")

@@ -1,6 +1,6 @@
 """A request says what it says alone, whoever is its neighbour: how many there are, who they are, when each came and who
 left early, and however the scheduler cuts and interrupts them. (All requests of a batch at once: test_batching.py and
-test_speculation_batching.py; random schedules of a model without weights: tests/unit/test_random_schedules.py.)"""
+test_speculation_batching.py; random schedules of a model without weights: test_random_schedules.py.)"""
 
 import random
 from dataclasses import dataclass, field

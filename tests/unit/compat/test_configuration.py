@@ -19,7 +19,7 @@ from vllm.config import vllm as upstream_vllm
 from vllm.config.utils import replace
 from vllm.exceptions import VLLMValidationError
 
-from tests.unit.schedulers import drafter
+from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import configuration

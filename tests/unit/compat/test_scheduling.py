@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from tests.unit.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
 
 

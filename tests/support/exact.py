@@ -1,0 +1,126 @@
+"""The law of one and of two steps of a rule, by enumeration of all drafts instead of sampling.
+
+What a rule does with its noise is given by the functions that the rule itself calls: the probabilities with which it
+accepts, and the residual it samples from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.support.laws import Table, text_law
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.rules import block, standard
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# (target probs, draft probs, drafts, number of drafts) -> P(stop at place), weight of the target at place: [N, Q] each
+StopLaw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def standard_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    accept = standard.accept_probs(*inputs).double()
+    ones = torch.ones(len(accept), 1, dtype=torch.float64)
+    reach = torch.cat((ones, accept.cumprod(1)), 1)
+    return reach * (1 - torch.cat((accept, 0 * ones), 1)), torch.ones_like(reach)
+
+
+def block_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    accept, weights = block.accept_probs(*inputs)
+    ones = torch.ones(len(accept), 1, dtype=torch.float64)
+    accept = torch.cat((ones, accept.double()), 1)
+    not_longer = torch.cat(((1 - accept[:, 1:]).flip(1).cumprod(1).flip(1), ones), 1)
+    return accept * not_longer, weights.double()
+
+
+@dataclass
+class StepLaw:
+    emitted: list[np.ndarray]
+    """[N, V ** n] for n = 1 to K + 1: P(the step emits exactly these n tokens)."""
+    mean_accepted: np.ndarray
+    """[N]."""
+
+
+def step_law(
+    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_places: int, num_drafts: np.ndarray
+) -> StepLaw:
+    """One step behind each of N contexts, with a number of drafts for each."""
+    vocab, rows = target.vocab, len(contexts)
+    blocks = vocab**num_places
+    drafts = np.stack(np.unravel_index(np.arange(blocks), (vocab,) * num_places), 1)
+    now, at_place = np.repeat(contexts, blocks), []
+    drafts_all = np.tile(drafts, (rows, 1))
+    for place in range(num_places + 1):
+        at_place.append(now)
+        if place < num_places:
+            now = target.after(now, drafts_all[:, place])
+    probs = torch.stack([target.logits_CV[c].softmax(-1) for c in at_place], 1)
+    draft_probs = torch.stack([drafter.logits_CV[c].softmax(-1) for c in at_place[:num_places]], 1)
+    num = torch.from_numpy(np.repeat(num_drafts, blocks)).int()
+    stop_law, weights = stops(probs[:, :num_places], draft_probs, torch.from_numpy(drafts_all).int(), num)
+    chance = np.ones(len(now))
+    for place in range(num_places):
+        chance = chance * drafter.probs_CV[at_place[place], drafts_all[:, place]]
+    emitted = []
+    for place in range(num_places + 1):
+        whole = num <= place
+        left = stop.residual(probs[:, place], draft_probs[:, min(place, num_places - 1)], weights[:, place].float())
+        usable = (~whole & (left.amax(-1) > 0))[:, None]
+        last = torch.where(usable, left, probs[:, place]).double()
+        last = (last / last.sum(-1, keepdim=True)).numpy()
+        joint = (chance * stop_law[:, place].numpy())[:, None] * last
+        # The drafts behind the place are summed over.
+        shape = (rows, vocab**place, vocab ** (num_places - place), vocab)
+        emitted.append(joint.reshape(shape).sum(2).reshape(rows, -1))
+    mean = sum(place * law.sum(1) for place, law in enumerate(emitted))
+    return StepLaw(emitted, np.asarray(mean))
+
+
+def completed(laws: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, length: int) -> np.ndarray:
+    """[N, V ** L]: texts of several lengths that go on with ordinary sampling. `laws`: texts, contexts behind them."""
+    total: np.ndarray | float = 0.0
+    for law, contexts in laws:
+        rows, texts = law.shape
+        missing = length - round(np.log(texts) / np.log(target.vocab))
+        rest = text_law(target, missing, contexts.reshape(-1)).reshape(rows, texts, -1)
+        total = total + (law[..., None] * rest).reshape(rows, -1)
+    assert isinstance(total, np.ndarray)
+    return total
+
+
+def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
+    """[N, V ** length]: the context behind each text of a length."""
+    now = contexts[:, None]
+    for _ in range(length):
+        now = target.after(now[..., None], np.arange(target.vocab)).reshape(len(contexts), -1)
+    return now
+
+
+def one_step_text(
+    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_places: int, num_drafts: np.ndarray
+) -> np.ndarray:
+    law = step_law(stops, target, drafter, contexts, num_places, num_drafts)
+    parts = ((part, contexts_behind(target, contexts, n + 1)) for n, part in enumerate(law.emitted))
+    return completed(parts, target, num_places + 1)
+
+
+def two_step_text(
+    stops: StopLaw, target: Table, drafter: Table, num_places: int, num_drafts: Callable[[int], np.ndarray]
+) -> np.ndarray:
+    """[V ** 2(K + 1)]: the joint law of what two steps write, followed by ordinary sampling to full length.
+
+    `num_drafts(n)` gives the numbers of drafts for n rows: a number may depend on what was written before it.
+    """
+    start = np.zeros(1, dtype=np.int64)
+    length = 2 * (num_places + 1)
+    total = np.zeros(target.vocab**length)
+    first = step_law(stops, target, drafter, start, num_places, num_drafts(1))
+    for n, law in enumerate(first.emitted):
+        contexts = contexts_behind(target, start, n + 1)[0]
+        second = step_law(stops, target, drafter, contexts, num_places, num_drafts(len(contexts)))
+        parts = ((part, contexts_behind(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
+        total += (law[0][:, None] * completed(parts, target, length - n - 1)).reshape(-1)
+    return total

@@ -1,0 +1,411 @@
+"""vLLM's scheduler and this project's runner around a model that is a few lines of arithmetic: thousands of steps a
+second, of which every one goes through the real bookkeeping.
+
+The model keeps a number for each token and position in its KV slots, and what it says next follows from the sum over
+the row's context, read through the block table. So a token that stands at a wrong place, a block of somebody else, a
+row that was not cleared, or a length that is off by one makes the row say something else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
+from tests.support.fakes import HostBackend
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
+from vllm_gaudi_spec.records import Hidden
+from vllm_gaudi_spec.runner.model_runner import ModelRunner
+from vllm_gaudi_spec.runner.warmup import manifest
+
+BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
+NUM_DRAFTS = 3
+ROOMY, SCARCE = 120, 26
+"""Blocks of KV, block 0 included: room for everybody, and for one and a half of the longest requests."""
+FAVOURITES = list(range(10, 18))
+"""Tokens that the model says most, so that its texts repeat now and then and n-gram drafters are right now and then."""
+_HASHED = 1 << 20
+_TARGET, _DRAFTER = "model.layers.0.attn", "draft_model.layers.0.attn"
+_SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+class Reads:
+    """The target, or a drafter of one mind with it."""
+
+    adapters = None
+    carried_size = None
+    group = SimpleNamespace(world_size=1)
+    measuring = None
+    said = None
+    model = None
+    """A drafter of the user's may ask for it."""
+
+    def __init__(self, layer: str, vllm_config: VllmConfig) -> None:
+        self.layer_names = [layer]
+        self.vllm_config = vllm_config
+        self._size = vllm_config.model_config.get_hidden_size()
+
+    def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return dict.fromkeys(self.layer_names, _SPEC)
+
+    def bind_kv(self, caches: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+        (name,) = self.layer_names
+        self._kv = caches[name]
+        self._group = next(index for index, names in enumerate(groups) if name in names)
+
+    def check_kv_is_written(self) -> None:
+        """What is read and not written is a number that nobody expects."""
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        call = inputs.calls[self._group]
+        self._kv.view(-1).index_copy_(0, inputs.slots[self._group], _number(inputs.token_ids_T, inputs.positions_T))
+        sums_BC = self._kv[call.block_table_BW.long()].flatten(1).cumsum(1)
+        last_BQ = (call.starts_B[:, None] + torch.arange(call.num_queries)).clamp(max=sums_BC.shape[1] - 1).long()
+        hidden = torch.zeros(len(inputs.token_ids_T), self._size)
+        hidden[:, 0] = (sums_BC.gather(1, last_BQ) % _HASHED).flatten().float()
+        return Hidden(hidden)
+
+    def logits_of_rows(
+        self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.logits(hidden_NH)
+
+    def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
+        return _logits(hidden[:, 0].long())
+
+
+def _number(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    mixed = ((positions.long() + 1) * 2654435761) ^ ((tokens.long() + 1) * 40503)
+    return (mixed ^ (mixed >> 13)) % _HASHED
+
+
+def _logits(sums_N: torch.Tensor) -> torch.Tensor:
+    """Between 0 and 2, of the favourites between 0 and 8."""
+    token_V = torch.arange(VOCAB)
+    mixed = (sums_N[:, None] + 1) * (2 * token_V + 1) * 2246822519 & 0xFFFFFFFF
+    mixed = (mixed ^ (mixed >> 15)) * 2654435761 & 0xFFFFFFFF
+    scale_V = torch.full((VOCAB,), 2.0)
+    scale_V[FAVOURITES] = 8.0
+    return (mixed >> 8).float() / (1 << 24) * scale_V
+
+
+def greedy_text(prompt: list[int], count: int) -> list[int]:
+    """What the model says next, from its own text alone."""
+    text = list(prompt)
+    for _ in range(count):
+        numbers = _number(torch.tensor(text), torch.arange(len(text)))
+        text.append(int(_logits(numbers.sum()[None] % _HASHED).argmax()))
+    return text[len(prompt) :]
+
+
+class Guesses:
+    """For vLLM's `custom_class`: what a greedy row says next, at times with a mistake."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._count = vllm_config.speculative_config.num_speculative_tokens
+
+    def propose(
+        self, sampled: list[list[int]], lengths_np: np.ndarray, tokens_np: np.ndarray, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        return [self._guess(row[:length].tolist()) for row, length in zip(tokens_np, lengths_np, strict=True)]
+
+    def _guess(self, text: list[int]) -> list[int]:
+        drafts = greedy_text(text, self._count)
+        if (wrong := sum(text) % (self._count + 2)) < self._count:
+            drafts[wrong] = 2
+        return drafts[: sum(text) % 7]
+
+
+class _KVMemory:
+    """What the runner asks of a device besides."""
+
+    name, mode = "small", "eager"
+    exact_context_width = True
+    block_size = BLOCK
+    prefill_rows, smallest_prefill, prefill_growth = (1, 2), 8, 1.25
+    max_drafts = 8
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: object) -> dict[str, torch.Tensor]:
+        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        # Whoever reads what nobody wrote notices.
+        return {name: torch.full((kv_cache_config.num_blocks, BLOCK), 12345) for name in names}
+
+    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
+        return partial(copy_blocks, kv_caches)
+
+    def step_done(self) -> None:
+        """It was done as it came."""
+
+    def counts(self) -> dict[str, Any]:
+        return {}
+
+
+@cache
+def _backend_class(kind: type[HostBackend]) -> type:
+    return type(f"Small{kind.__name__}", (_KVMemory, kind), {})
+
+
+@dataclass(frozen=True)
+class Variant:
+    method: str | None = None
+    overlap: bool = False
+    """Whether a step is scheduled before the one before it was read."""
+    v2: bool = False
+    """Which of vLLM's contracts says how a request comes back."""
+    num_blocks: int = SCARCE
+    backend: type[HostBackend] = HostBackend
+    adaptive: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
+        return ", ".join([*parts, *(["captured"] if self.backend.captures else []), *(["paced"] * self.adaptive)])
+
+
+RETOKENIZE = "retokenize"
+_SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
+    None: None,
+    "custom_class": dict(model=f"{__name__}.Guesses"),
+    "draft_model": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+    "ngram": dict(prompt_lookup_min=1, prompt_lookup_max=3),
+    "ngram_gpu": dict(prompt_lookup_min=1, prompt_lookup_max=3),
+    # With tokens of its own, and so of another mind; its KV stands in a slab.
+    RETOKENIZE: dict(method="universal_draft"),
+    "suffix": dict(suffix_decoding_max_cached_requests=8),
+}
+
+
+@dataclass
+class Held:
+    """All that the scheduler said of a request that was not yet said to have ended: a model of the runner's state."""
+
+    tokens: list[int]
+    num_computed: int
+    blocks: list[int] = field(default_factory=list)
+    has_row: bool = True
+    has_sampled: bool = False
+    """Since it was admitted, or came back."""
+
+
+class SmallEngine:
+    """As `EngineCore.step` and `step_with_batch_queue` go about it. Everything is checked against `Held` as it goes."""
+
+    def __init__(self, variant: Variant, folder: Path) -> None:
+        self.variant = variant
+        self.vllm_config, structured = _config(variant, folder)
+        layers = [_TARGET, _DRAFTER] if variant.method == "draft_model" else [_TARGET]
+        kv_cache = KVCacheConfig(variant.num_blocks, [], [KVCacheGroupSpec(layers, _SPEC)])
+        scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
+        self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
+        self.scheduler.use_v2_model_runner = variant.v2
+        self.runner = ModelRunner(self.vllm_config, _backend_class(variant.backend)(), shows_progress=False)
+        self.runner.target = Reads(_TARGET, self.vllm_config)  # type: ignore[assignment]
+        has_model = variant.method in ("draft_model", RETOKENIZE)
+        self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
+        with torch.inference_mode():
+            self.runner.initialize_kv_cache(kv_cache)
+        self.runner.recorder.expect(_manifest(variant, self.runner))
+        self.texts: dict[str, list[int]] = {}
+        """What was said to each request's client."""
+        self.ended: set[str] = set()
+        self.held: dict[str, Held] = {}
+        self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
+        self._in_flight: deque[tuple[SchedulerOutput, Any, dict[str, Held]]] = deque()
+        self._depth = 2 if variant.overlap else 1
+
+    # --- what a front end does ---
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
+        self.texts[name] = []
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.ended.add(name)
+
+    def interrupt(self) -> None:
+        """Every running request is preempted, and the prefix cache forgotten."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    @property
+    def running(self) -> list[str]:
+        return [name for name in self.texts if name not in self.ended]
+
+    # --- a step ---
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            with torch.inference_mode():
+                result = self._execute(scheduled)
+            members = {name: self.held[name] for name in scheduled.num_scheduled_tokens}
+            self._in_flight.append((scheduled, result, members))
+            if len(self._in_flight) < self._depth and scheduled.total_num_scheduled_tokens:
+                return
+        if not self._in_flight:
+            return
+        scheduled, result, members = self._in_flight.popleft()
+        output = result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
+        self._hear_tokens(output, members)
+        for said in (
+            said for part in self.scheduler.update_from_output(scheduled, output).values() for said in part.outputs
+        ):
+            self.texts[said.request_id] += said.new_token_ids
+            if said.finish_reason is not None:
+                self.ended.add(said.request_id)
+        if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
+            with torch.inference_mode():
+                drafts = self.runner.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
+        self._check_tokens()
+
+    def finish(self) -> None:
+        """Nothing is left to do, and nothing is left."""
+        for _ in range(5000):
+            if not (self.scheduler.has_requests() or self._in_flight):
+                break
+            self.step()
+        assert not self.running, f"{self.running} never end"
+        in_use = self.runner.step_report()["in_use"]
+        assert not any(in_use.values()), in_use  # type: ignore[attr-defined]
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.variant.num_blocks - 1
+        assert not self.scheduler.requests
+        paced = getattr(self.scheduler, "_lengths", None)
+        assert paced is None or not paced._by_id
+        assert not getattr(self.scheduler, "_paces", ())
+        assert not self.runner.recorder.unexpected
+
+    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        self.num_steps += 1
+        self.num_preempted += len(scheduled.preempted_req_ids or ())
+        self._hear_schedule(scheduled)
+        result = self.runner.execute_model(scheduled)
+        self._check_rows()
+        return self.runner.sample_tokens(None) if result is None else result
+
+    # --- the model of the runner's state ---
+
+    def _hear_schedule(self, scheduled: SchedulerOutput) -> None:
+        held = self.held
+        for name in scheduled.finished_req_ids:
+            held.pop(name, None)
+        for name in scheduled.preempted_req_ids or ():
+            if name in held:
+                held[name].has_row = False
+        for new in scheduled.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            held[new.req_id] = Held(list(tokens), new.num_computed_tokens, list(new.block_ids[0]))
+        cached = scheduled.scheduled_cached_reqs
+        for name, num_computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                held[name] = Held(list(cached.all_token_ids[name]), num_computed)
+            held[name].num_computed = num_computed
+            held[name].blocks += blocks[0] if blocks is not None else []
+        for name, count in scheduled.num_scheduled_tokens.items():
+            held[name].num_computed += count
+
+    def _hear_tokens(self, output: ModelRunnerOutput, members: dict[str, Held]) -> None:
+        real: dict[str, int] = getattr(output, "num_real_drafts", {})
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            members[name].tokens += tokens
+            if tokens:
+                if hasattr(output, "started"):
+                    assert (name in output.started) != members[name].has_sampled
+                members[name].has_sampled = True
+                self.num_accepted += len(tokens) - 1
+                self.num_verified += real.get(name, 0)
+                assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= NUM_DRAFTS
+
+    def _check_rows(self) -> None:
+        """Behind a forward: who has which row, and its blocks."""
+        requests = self.runner.requests
+        rows = {name: requests.by_id[name].row for name in self.held if name in requests.by_id}
+        assert rows.keys() == self.held.keys() == requests.by_id.keys()
+        taken = [rows[name] for name, held in self.held.items() if held.has_row]
+        assert {rows[name] for name, held in self.held.items() if not held.has_row} <= {-1}
+        assert sorted([*taken, *requests._free_rows]) == list(range(MAX_ROWS)), "each row has one request, or none"
+        for name, held in self.held.items():
+            if held.has_row:
+                table = requests.tables_np[0][rows[name]].tolist()
+                assert table == [*held.blocks, *[0] * (len(table) - len(held.blocks))], name
+
+    def _check_tokens(self) -> None:
+        """The device may know more of a row than was said."""
+        requests = self.runner.requests
+        rows = {name: requests.by_id[name].row for name, held in self.held.items() if held.has_row}
+        for name, row in rows.items():
+            tokens = self.held[name].tokens
+            assert requests.history_RM[row, : len(tokens)].tolist() == tokens, name
+        if self._in_flight:
+            return
+        for name, row in rows.items():
+            held, request = self.held[name], requests.by_id[name]
+            assert requests.computed_R[row] == min(held.num_computed, len(held.tokens) - 1), name
+            longest = min(MAX_LEN, request.num_prompt + request.params.max_tokens) - 1
+            waiting = int(requests.num_drafts_R[row])
+            assert waiting == 0 or len(held.tokens) + waiting <= longest, "no draft that nobody has a use for"
+            if (followed := getattr(self.runner.drafting, "_followed", None)) is not None:
+                assert followed.tokens_np(row).tolist() == held.tokens, name
+
+
+@cache
+def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutputManager]:
+    compat.apply()
+    init_none_hash(sha256)
+    byte_tokenizer().save_pretrained(folder)
+    speculative, options = _SPECULATIVE[variant.method], {}
+    if speculative is not None:
+        speculative = dict(method=variant.method, num_speculative_tokens=NUM_DRAFTS) | speculative
+        if variant.method == "draft_model":
+            speculative["model"] = str(folder)
+        if variant.method == RETOKENIZE:
+            speculative["model"] = str(folder / "drafter")
+            engine_config(folder / "drafter", None)
+            byte_tokenizer(300).save_pretrained(folder / "drafter")
+            options = dict(universal_context=RETOKENIZE, universal_slab=48)
+    made = engine_config(
+        folder,
+        speculative,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=BUDGET,
+        async_scheduling=variant.overlap,
+        additional_config={"gaudi_spec": {"adaptive": variant.adaptive, **options}},
+    )
+    assert made.scheduler_config.async_scheduling == variant.overlap
+    made.cache_config.num_gpu_blocks = variant.num_blocks
+    made.cache_config.kv_cache_layout = "NHD"
+    return made, StructuredOutputManager(made)
+
+
+_MANIFESTS: dict[Variant, Any] = {}
+
+
+def _manifest(variant: Variant, runner: ModelRunner) -> Any:
+    if variant not in _MANIFESTS:
+        _MANIFESTS[variant] = manifest(runner)
+    return _MANIFESTS[variant]

@@ -1,0 +1,111 @@
+"""Plain paged attention over vLLM's layout of KV, against dense attention in float64; with padding and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.reference.attention import attend_one
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.attention.packing import packed, spread
+from vllm_gaudi_spec.devices.common import torch_ops
+
+CONTEXTS = [0, 1, 31, 32, 70]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("head_size", [32, 64])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "chunk"), [(None, 0.0, None), (33, 0.0, None), (None, 20.0, None), (None, 0.0, 24)]
+)
+def test_rectangle_equals_dense(
+    heads: int, kv_heads: int, head_size: int, queries: int, window: int | None, soft_cap: float, chunk: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, block_size = len(CONTEXTS), 32
+    width = (max(CONTEXTS) + queries) // block_size + 2
+    spec = AttentionLayerSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        sliding_window=window,
+        logits_soft_cap=soft_cap,
+        dtype=torch.float32,
+        block_size=block_size,
+        attention_chunk=chunk,
+    )
+    table = (torch.randperm(rows * width, generator=generator) + 1).view(rows, width).int()
+    cache = torch.zeros(rows * width + 1, kv_heads, block_size, 2 * head_size)
+    keys = torch.randn(rows, width * block_size, kv_heads, head_size, generator=generator)
+    values = torch.randn(rows, width * block_size, kv_heads, head_size, generator=generator)
+    query = torch.randn(rows, queries, heads, head_size, generator=generator)
+    for row, context in enumerate(CONTEXTS):
+        length = context + queries
+        position = torch.arange(length)
+        slots = table[row, position // block_size].long() * block_size + position % block_size
+        torch_ops.write_kv(keys[row, :length].contiguous(), values[row, :length].contiguous(), cache, slots, spec)
+    call = AttentionCall(
+        num_rows=rows,
+        num_queries=queries,
+        starts_B=torch.tensor(CONTEXTS, dtype=torch.int32),
+        block_table_BW=table,
+    )
+    out = torch.empty(rows * queries, heads, head_size)
+    torch_ops.attend(query.flatten(0, 1), cache, call, spec, out)
+    for row, context in enumerate(CONTEXTS):
+        for q in range(queries):
+            expected = attend_one(
+                query[row, q],
+                keys[row],
+                values[row],
+                context + q,
+                scale=spec.scale,
+                window=window,
+                soft_cap=soft_cap,
+                chunk=chunk,
+            )
+            assert torch.allclose(out[row * queries + q].double(), expected, atol=2e-5)
+
+
+def test_without_its_padding_a_rectangle_says_the_same() -> None:
+    """Some rows of it are short, one has no query at all."""
+    generator = torch.Generator().manual_seed(0)
+    spec = AttentionLayerSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=32,
+        scale=0.2,
+        sliding_window=None,
+        logits_soft_cap=0.0,
+        dtype=torch.float32,
+        block_size=32,
+    )
+    kv = torch.randn(2, 5 * 32, 2, 32, generator=generator)
+    cache = torch.zeros(5, 2, 32, 64)
+    torch_ops.write_kv(*kv, cache, torch.arange(5 * 32), spec)
+    whole = AttentionCall(
+        num_rows=4,
+        num_queries=3,
+        starts_B=torch.tensor([40, 0, 17, 31], dtype=torch.int32),
+        block_table_BW=torch.tensor([[1, 2], [0, 0], [3, 0], [4, 2]], dtype=torch.int32),
+    )
+    query = torch.randn(12, 4, 32, generator=generator)
+    expected, out = torch.empty(12, 4, 32), torch.full((6, 4, 32), torch.nan)
+    torch_ops.attend(query, cache, whole, spec, expected)
+    counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    kept = packed(counts_B, 3)
+    assert kept is not None
+    assert kept.places_T.tolist() == [0, 1, 6, 7, 8, 9]
+    torch_ops.attend(query[kept.places_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
+    assert torch.allclose(out, expected[kept.places_T], atol=1e-6)
+    assert torch.equal(spread(out, kept, 12)[kept.places_T], out)
+    assert not spread(out, kept, 12)[[2, 3, 4, 5, 10, 11]].any()
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
+def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
+    assert packed(torch.tensor(counts, dtype=torch.int32), 2) is None

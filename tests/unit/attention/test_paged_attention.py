@@ -1,0 +1,452 @@
+"""Both forms of paged attention against dense attention in float64, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.reference.attention import attend_row
+from vllm_gaudi_spec.attention import flat, padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+
+# Absolute and relative, for values of size 1. float32: sums of up to 4096 terms in another order. bfloat16: scores,
+# weights, each block's part, their sum and the result are rounded to 8 bits; the reference gets the same inputs.
+TOLERANCE = {torch.float32: (2e-5, 0.0), torch.bfloat16: (1.5e-2, 1.5e-2)}
+
+
+def like_the_kernel(
+    scores: torch.Tensor, bias: torch.Tensor, owners_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is known of torch.ops.hpu.block_softmax: it adds, pads to whole vectors, and leaves entries of -1 unset."""
+    assert scores.dim() == bias.dim() == 5
+    assert bias.shape == (scores.shape[0], 1, 1, *scores.shape[3:])
+    assert owners_N.dtype == torch.int32
+    vector = {torch.bfloat16: 128, torch.float32: 64}[scores.dtype]
+    scores = scores + bias
+    block_max = scores.amax(-1, keepdim=True)
+    exp = torch.exp(scores - block_max)
+    sums = exp.sum(-1).flatten(1)
+    unowned = owners_N == -1
+    exp[unowned] = 0
+    unset = torch.full((2, scores.shape[0], -(-sums.shape[1] // vector) * vector), torch.nan)
+    unset[0, ~unowned, : sums.shape[1]] = block_max.flatten(1)[~unowned]
+    unset[1, ~unowned, : sums.shape[1]] = sums[~unowned]
+    return exp, unset[0], unset[1]
+
+
+def flat_by_kernel(*arguments: Any) -> None:
+    flat.attend(*arguments, block_softmax=like_the_kernel)
+
+
+Form = Callable[..., None]
+FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat by kernel": flat_by_kernel}
+
+
+@dataclasses.dataclass
+class Scene:
+    """A batch: its real rows from 0 on, then rows of padding."""
+
+    spec: AttentionLayerSpec
+    call: AttentionCall
+    query_BQHD: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor | None
+    """None where they are a part of the keys."""
+    starts: list[int]
+    real: list[int]
+    """How many queries of a row are real."""
+    blocks: list[dict[int, int]]
+    """Of each real row: place -> block."""
+
+    def attend(self, form: Form, call: AttentionCall | None = None) -> torch.Tensor:
+        """[B, Q, H, D]."""
+        query = self.query_BQHD.flatten(0, 1)
+        out = query.new_full((*query.shape[:-1], self.spec.output_size), torch.nan)
+        form(query, self.keys, self.values, call or self.call, self.spec, out)
+        return out.unflatten(0, self.query_BQHD.shape[:2])
+
+    def dense(self) -> list[torch.Tensor]:
+        values = self.keys[..., : self.spec.output_size] if self.values is None else self.values
+        return [
+            attend_row(
+                self.query_BQHD[row, :real],
+                self.keys,
+                values,
+                blocks,
+                start,
+                scale=self.spec.scale,
+                window=self.spec.sliding_window,
+                soft_cap=self.spec.logits_soft_cap,
+                chunk=self.spec.attention_chunk,
+            )
+            for row, (start, real, blocks) in enumerate(zip(self.starts, self.real, self.blocks, strict=True))
+        ]
+
+
+def make_scene(
+    starts: list[int],
+    queries: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int = 64,
+    block_size: int = 32,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    real: list[int] | None = None,
+    pad_rows: int = 1,
+    pad_entries: int = 5,
+    pad_size: float = 1e4,
+    query_size: float = 1.0,
+    value_size: int | None = None,
+) -> Scene:
+    """Rows own random blocks, those wholly behind the window none. Entries of the list are shuffled, padding with them.
+
+    Blocks of nobody hold nan, the pad block large values, and so does what lies behind a row's keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    real = real or [queries] * len(starts)
+    rows = len(starts) + pad_rows
+    ends = [start + count for start, count in zip(starts, real, strict=True)]
+    width = max(-(-end // block_size) for end in ends) + 1
+    places = [
+        [
+            place
+            for place in range(-(-end // block_size))
+            if window is None or (place + 1) * block_size > start - window + 1
+        ]
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    num_owned = sum(map(len, places))
+    ids = iter((torch.randperm(num_owned + 3, generator=generator) + 1).tolist())
+    blocks = [{place: next(ids) for place in row} for row in places]
+    keys, values = (
+        torch.full((num_owned + 4, block_size, kv_heads, head_size), torch.nan, dtype=dtype) for _ in range(2)
+    )
+    for stored in (keys, values):
+        for end, row in zip(ends, blocks, strict=True):
+            for place, block in row.items():
+                stored[block] = torch.randn(stored[block].shape, generator=generator)
+                stored[block, max(0, end - place * block_size) :] *= 100
+        largest = torch.finfo(dtype).max
+        stored[0] = (torch.randn(stored[0].shape, generator=generator) * pad_size).clamp(-largest, largest)
+    table = torch.zeros(rows, width, dtype=torch.int32)
+    entries = [(0, rows, place % width) for place in range(pad_entries)]
+    for number, row in enumerate(blocks):
+        for place, block in row.items():
+            table[number, place] = block
+            entries.append((block, number, place))
+    order = torch.randperm(len(entries), generator=generator).tolist()
+    listed = torch.tensor([entries[i] for i in order] + [(0, rows, 0)] * pad_entries, dtype=torch.int32)
+    query = torch.randn(rows, queries, heads, head_size, generator=generator) * query_size
+    return Scene(
+        spec=AttentionLayerSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            sliding_window=window,
+            logits_soft_cap=soft_cap,
+            dtype=dtype,
+            block_size=block_size,
+            value_size=value_size,
+            attention_chunk=chunk,
+        ),
+        call=AttentionCall(
+            num_rows=rows,
+            num_queries=queries,
+            starts_B=torch.tensor(starts + [0] * pad_rows, dtype=torch.int32),
+            block_table_BW=table,
+            flat=FlatBlocks(*(column.contiguous() for column in listed.unbind(1))),
+        ),
+        query_BQHD=query.to(dtype),
+        keys=keys,
+        values=values if value_size is None else None,
+        starts=starts,
+        real=real,
+        blocks=blocks,
+    )
+
+
+def check(scene: Scene, forms: dict[str, Form] = FORMS) -> None:
+    dense = scene.dense()
+    atol, rtol = TOLERANCE[scene.spec.dtype]
+    for name, form in forms.items():
+        out = scene.attend(form)
+        assert torch.isfinite(out).all(), name
+        for row, expected in enumerate(dense):
+            torch.testing.assert_close(
+                out[row, : scene.real[row]].double(),
+                expected,
+                atol=atol,
+                rtol=rtol,
+                msg=lambda text, name=name, row=row: f"{name}, row {row}: {text}",
+            )
+        if name != "padded":
+            assert not out[len(dense) :].any(), "a row that owns no entry is zero"
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_heads(heads: int, kv_heads: int, head_size: int, queries: int) -> None:
+    check(make_scene([0, 31, 70], queries, heads=heads, kv_heads=kv_heads, head_size=head_size))
+
+
+@pytest.mark.parametrize("queries", range(1, 10))
+def test_queries(queries: int) -> None:
+    check(make_scene([0, 1, 30, 100], queries, heads=6))
+
+
+@pytest.mark.parametrize("window", [1, 7, 31, 32, 33, 70, 1000])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+def test_windows(window: int, queries: int, soft_cap: float) -> None:
+    scene = make_scene([0, 5, 31, 64, 95, 200], queries, window=window, soft_cap=soft_cap)
+    check(scene)
+    has_freed = any(min(blocks) > 0 for blocks in scene.blocks)
+    assert has_freed == (window < 200 - 31), "blocks behind the window are gone"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 40, 1000])
+@pytest.mark.parametrize("queries", [1, 4, 50])
+def test_chunks(chunk: int, queries: int) -> None:
+    """A chunk ends inside a verify step and inside a block, and where one does."""
+    check(make_scene([0, 5, 31, 39, 64, 95, 200], queries, chunk=chunk))
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_caps(soft_cap: float) -> None:
+    check(make_scene([0, 40], 3, soft_cap=soft_cap, query_size=8.0))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
+def test_bfloat16(window: int | None, queries: int, soft_cap: float) -> None:
+    scene = make_scene(
+        [0, 31, 128, 700], queries, heads=8, head_size=128, window=window, soft_cap=soft_cap, dtype=torch.bfloat16
+    )
+    check(scene)
+
+
+@pytest.mark.parametrize(("head_size", "value_size"), [(576, 512), (56, 40), (64, 64)])
+@pytest.mark.parametrize("queries", [1, 2, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, queries: int, dtype: torch.dtype) -> None:
+    """The cache of latent attention: one head for all queries."""
+    sizes = dict(heads=8, kv_heads=1, head_size=head_size, value_size=value_size)
+    check(make_scene([0, 31, 70, 200], queries, **sizes, dtype=dtype, real=[queries, 1, queries, 1]))
+
+
+def test_scores_far_apart() -> None:
+    """Blocks whose largest scores differ by more than exp can span."""
+    check(make_scene([90, 300], 2, query_size=100.0))
+
+
+# --- contexts ---
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_starts_at_block_borders(block_size: int, queries: int) -> None:
+    starts = [max(0, border * block_size + off) for border in (0, 1, 2) for off in (-1, 0, 1)]
+    check(make_scene(starts, queries, block_size=block_size))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("window", [None, 300])
+def test_ragged_contexts(block_size: int, window: int | None) -> None:
+    check(make_scene([1, 4093, 2, 517, 1024], 3, block_size=block_size, window=window))
+
+
+def test_one_row_of_one_block() -> None:
+    check(make_scene([3], 2, pad_rows=0, pad_entries=0))
+
+
+@pytest.mark.parametrize("queries", [17, 64])
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_behind_a_cached_prefix(queries: int, window: int | None) -> None:
+    check(make_scene([32, 96, 5, 0], queries, window=window))
+
+
+# --- padding ---
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_behind_the_real_ones(window: int | None) -> None:
+    """They may stand behind the row's last block, and behind the table."""
+    check(make_scene([30, 62, 63, 0], 9, real=[1, 2, 1, 9], window=window))
+
+
+@pytest.mark.parametrize("pad_rows", [0, 1, 5])
+@pytest.mark.parametrize("pad_entries", [0, 1, 40])
+def test_rows_and_entries_of_padding(pad_rows: int, pad_entries: int) -> None:
+    check(make_scene([10, 70], 3, pad_rows=pad_rows, pad_entries=pad_entries))
+
+
+@pytest.mark.parametrize("form", ["padded", "flat"])
+def test_the_pad_block_does_not_matter(form: str) -> None:
+    """Anything finite, even what is too large for a score."""
+    outs = [make_scene([10, 70], 3, pad_rows=0, pad_size=size).attend(FORMS[form]) for size in (0.0, 1.0, 3e38)]
+    assert torch.isfinite(outs[0]).all()
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nobody_sees_anything(form: str) -> None:
+    """Rows whose keys lie behind the window altogether."""
+    scene = make_scene([10, 20], 2, window=4)
+    call = dataclasses.replace(scene.call, starts_B=torch.tensor([1000, 2000, 3000], dtype=torch.int32), _plans={})
+    assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
+
+
+@pytest.mark.parametrize("form", ["flat", "flat by kernel"])
+def test_nothing_but_padding(form: str) -> None:
+    """A warm-up step."""
+    scene = make_scene([10], 2)
+    listed = scene.call.flat
+    assert listed is not None
+    nobody = FlatBlocks(torch.zeros_like(listed.ids_N), torch.full_like(listed.rows_N, 2), listed.places_N)
+    call = dataclasses.replace(scene.call, flat=nobody, _plans={})
+    assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
+
+
+@pytest.mark.parametrize("pad_rows", [0, 2])
+def test_the_kernel_is_told_which_entries_are_padding(pad_rows: int) -> None:
+    scene = make_scene([10, 70], 3, pad_rows=pad_rows, pad_entries=4)
+    owners: list[torch.Tensor] = []
+
+    def kernel(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        owners.append(arguments[2])
+        return like_the_kernel(*arguments)
+
+    scene.attend(lambda *arguments: flat.attend(*arguments, block_softmax=kernel))
+    assert scene.call.flat is not None
+    ids, rows = scene.call.flat.ids_N.tolist(), scene.call.flat.rows_N.tolist()
+    assert owners[0].tolist() == [-1 if block == 0 else row for block, row in zip(ids, rows, strict=True)]
+
+
+# --- what it costs ---
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and the blocks gathered from each of the tensors named."""
+
+    def __init__(self, **stored: torch.Tensor) -> None:
+        super().__init__()
+        self.names = {tensor.untyped_storage().data_ptr(): name for name, tensor in stored.items()}
+        self.gathers: list[tuple[str, int]] = []
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        if name == "index_select":
+            source = self.names.get(args[0].untyped_storage().data_ptr())
+            if source is not None:
+                self.gathers.append((source, args[2].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_listed_block_is_read_once(queries: int) -> None:
+    scene = make_scene([0, 31, 70, 300], queries)
+    listed = scene.call.flat
+    assert listed is not None
+    num_listed = listed.ids_N.numel()
+    with Watch(keys=scene.keys, values=scene.values) as watch:
+        rectangle = scene.attend(flat.attend)
+    assert watch.gathers == [("keys", num_listed), ("values", num_listed)]
+
+    # The same queries as rows of one, each listing its row's blocks again.
+    rows_NQ = listed.rows_N[:, None] * queries + torch.arange(queries, dtype=torch.int32)
+    nobody = scene.call.num_rows * queries
+    flattened = AttentionCall(
+        num_rows=nobody,
+        num_queries=1,
+        starts_B=(scene.call.starts_B[:, None] + torch.arange(queries, dtype=torch.int32)).flatten(),
+        block_table_BW=scene.call.block_table_BW.repeat_interleave(queries, 0),
+        flat=FlatBlocks(
+            listed.ids_N.repeat_interleave(queries),
+            rows_NQ.clamp(max=nobody).flatten(),
+            listed.places_N.repeat_interleave(queries),
+        ),
+    )
+    with Watch(keys=scene.keys, values=scene.values) as watch:
+        rows_of_one = scene.attend(flat.attend, flattened)
+    assert watch.gathers == [("keys", num_listed * queries), ("values", num_listed * queries)]
+    atol, rtol = TOLERANCE[torch.float32]
+    torch.testing.assert_close(rectangle, rows_of_one, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("form", ["padded", "flat"])
+def test_keys_that_hold_their_values_are_read_once(form: str) -> None:
+    scene = make_scene([0, 31, 70], 5, kv_heads=1, head_size=56, value_size=40)
+    listed = scene.call.flat
+    assert listed is not None
+    with Watch(keys=scene.keys) as watch:
+        scene.attend(FORMS[form])
+    num_read = listed.ids_N.numel() if form == "flat" else scene.call.block_table_BW.numel()
+    assert watch.gathers == [("keys", num_read)]
+
+
+def test_the_table_reads_as_wide_as_the_longest_row() -> None:
+    scene = make_scene([0, 31, 70, 300], 5)
+    with Watch(keys=scene.keys, values=scene.values) as watch:
+        scene.attend(padded.attend)
+    num_read = scene.call.block_table_BW.numel()
+    assert watch.gathers == [("keys", num_read), ("values", num_read)]
+
+
+@pytest.mark.parametrize("form", ["padded", "flat"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_layers_share_the_mask(form: str, window: int | None) -> None:
+    scene = make_scene([0, 70], 3, window=window)
+    with Watch() as first:
+        scene.attend(FORMS[form])
+    with Watch() as second:
+        scene.attend(FORMS[form])
+    comparisons = {"le", "eq", "arange"}
+    assert comparisons & first.calls.keys()
+    assert not comparisons & second.calls.keys()
+
+
+def test_layers_of_other_windows_have_other_masks() -> None:
+    scene = make_scene([0, 70], 3)
+    for form in FORMS.values():
+        scene.attend(form)
+    scene.spec = dataclasses.replace(scene.spec, sliding_window=9)
+    check(scene)
+
+
+@pytest.mark.parametrize("form", ["padded", "flat"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_waits_for_the_device(form: str, dtype: torch.dtype) -> None:
+    """Operations whose shape or path follows values split a Gaudi's graph, and advanced indexing leaves it."""
+    scene = make_scene([0, 70], 3, window=40, soft_cap=5.0, dtype=dtype)
+    with Watch() as watch:
+        scene.attend(FORMS[form])
+    forbidden = {"_local_scalar_dense", "nonzero", "masked_select", "index", "index_put", "index_put_", "_unique2"}
+    assert not forbidden & watch.calls.keys()
+
+
+def test_views_serve_as_blocks() -> None:
+    """Heads before tokens, keys and values in one allocation: the layout that vLLM is asked for."""
+    scene = make_scene([0, 70], 3)
+    cache = torch.cat([scene.keys.transpose(1, 2), scene.values.transpose(1, 2)], dim=-1).contiguous()
+    size = scene.spec.head_size
+    scene.keys, scene.values = cache[..., :size].transpose(1, 2), cache[..., size:].transpose(1, 2)
+    check(scene)

@@ -1,0 +1,375 @@
+"""The Ascend backend without a device: when it is chosen, what it refuses, what it tells graphs and is told of rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fakes import HostBackend, cached, new_request, step
+from tests.unit.test_config import backend_of, engine_config, here
+from vllm_gaudi_spec import devices, refusals
+from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
+from vllm_gaudi_spec.devices.ascend import backend as ascend
+from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
+from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
+from vllm_gaudi_spec.runner.batch import make_batch
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.shapes import Shapes
+
+# --- when it is chosen ---
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder in place of /dev, on a host that has all software and no other plugin."""
+    questions = devices.gaudi_is_available, devices.ascend_is_available
+    monkeypatch.delenv("VGS_DEVICE", raising=False)
+    monkeypatch.setattr(devices, "other_platform_plugins", tuple)
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    monkeypatch.setitem(devices._NODES, "ascend", ((str(tmp_path), "davinci[0-9]*"),))
+    for ask in questions:
+        ask.cache_clear()
+    yield tmp_path
+    for ask in questions:
+        ask.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        ((), "cpu"),
+        (("davinci0", "davinci_manager"), "ascend"),
+        (("davinci_manager",), "cpu"),
+        (("accel0", "davinci0"), "hpu"),
+    ],
+)
+def test_a_card_is_chosen_when_it_is_there(nodes: tuple[str, ...], chosen: str, host: Path) -> None:
+    for name in nodes:
+        (host / name).touch()
+    assert devices.choose_device() == chosen
+
+
+def test_a_card_without_its_software_is_none(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host / "davinci0").touch()
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert devices.choose_device() == "cpu"
+
+
+@pytest.mark.parametrize("device", ["ascend", "ascend-emulated"])
+def test_its_platform(device: str) -> None:
+    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
+
+    assert devices.platform_class(device) == f"{AscendSpecPlatform.__module__}.{AscendSpecPlatform.__qualname__}"
+    assert (AscendSpecPlatform.device_type, AscendSpecPlatform.dist_backend) == ("npu", "hccl")
+
+
+def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that vLLM assigned to the engine on this machine, counted as this process sees them."""
+    from vllm.platforms import interface
+
+    from vllm_gaudi_spec.platforms.ascend import AscendSpecPlatform
+
+    visible = AscendSpecPlatform.device_control_env_var
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.delenv(visible, raising=False)
+    assert AscendSpecPlatform.card_of(1, None) == 1
+    monkeypatch.setenv(visible, "4,5,6,7")
+    assert AscendSpecPlatform.card_of(1, None) == 1
+    assert AscendSpecPlatform.card_of(1, [4, 6]) == 2
+
+
+def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
+        ascend.Backend()
+
+
+# --- what it refuses ---
+
+
+def test_sixteen_drafts_are_refused() -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
+        model_config=SimpleNamespace(max_model_len=64, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    Shapes.from_config(cast(Any, config), Options(), cast(Any, ascend.Backend), 15)
+    with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts a step; set num_spec"):
+        Shapes.from_config(cast(Any, config), Options(), cast(Any, ascend.Backend), 16)
+
+
+def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine_config(tmp_path, None)
+    refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+    made.model_config.quantization = "fp8"
+    refusals.refuse_unsupported(made, backend_of("cpu"))
+    with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\).* no kernels yet on ascend; use a"):
+        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+    made.model_config.quantization = None
+    drafting = engine_config(tmp_path, here(dict(method="draft_model"), tmp_path))
+    drafting.speculative_config.draft_model_config.quantization = "fp8"
+    with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\)"):
+        refusals.refuse_unsupported(drafting, cast(Any, ascend.Backend))
+    path = tmp_path / "quant.json"
+    path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG is for a Gaudi.* and this is ascend; unset it"):
+        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+
+
+def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    ragged = here(dict(method="draft_model", disable_padded_drafter_batch=True), tmp_path)
+    with pytest.raises(
+        UnsupportedConfigError, match=r"disable_padded_drafter_batch.*since all rows of a batch draft in"
+    ):
+        engine_config(tmp_path, ragged)
+
+
+# --- which layers the fused attention takes ---
+
+
+def layer(**changes: Any) -> AttentionLayerSpec:
+    plain: dict[str, Any] = dict(
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        scale=0.125,
+        sliding_window=None,
+        logits_soft_cap=0.0,
+        dtype=torch.bfloat16,
+        block_size=128,
+    )
+    return AttentionLayerSpec(**plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({}, True),
+        (dict(dtype=torch.float16), True),
+        (dict(dtype=torch.float32), False),
+        (dict(sliding_window=100), True),
+        (dict(logits_soft_cap=30.0), False),
+        (dict(block_size=16), False),
+        (dict(block_size=640), False),
+        (dict(head_size=40), False),
+        (dict(head_size=576), False),
+        (dict(value_size=32), False),
+        (dict(own_operations=True), False),
+        (dict(num_heads=130), False),
+        (dict(num_heads=320, num_kv_heads=64), False),
+        (dict(num_heads=512, num_kv_heads=512, head_size=128), False),
+    ],
+)
+def test_layers_that_the_operation_takes(changes: dict[str, Any], fused: bool) -> None:
+    assert ascend_attention.takes(layer(**changes), 4, 1024, ascend.Backend.fused_dtypes) is fused
+
+
+def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
+    for num_queries, num_keys, fused in ((1, 262_144, True), (1, 262_272, False), (2, 262_272, True)):
+        assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.Backend.fused_dtypes) is fused
+
+
+# --- what it says to graphs ---
+
+
+class PlayedRuntime:
+    """`torch.npu` as a list of what was asked of it. A graph is a call that is made later."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self._current = self.main = self.Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("graph_task"):
+            raise AttributeError(name)
+        return lambda *given: self.asked.append((name, *given)) or "handle"
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def memory_reserved(self) -> int:
+        return 0
+
+    memory_allocated = memory_reserved
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1, 1
+
+    def current_stream(self) -> Any:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def Stream(self) -> Any:
+        stream = SimpleNamespace()
+        stream.wait_event = lambda event: self.asked.append(("wait", event, stream))
+        return stream
+
+    def Event(self) -> Any:
+        event = SimpleNamespace()
+        event.record = lambda stream=None: self.asked.append(("record", event, stream or self._current))
+        return event
+
+    def NPUGraph(self) -> Any:
+        return SimpleNamespace(
+            capture_begin=lambda **given: None,
+            capture_end=lambda: None,
+            replay=lambda: self.asked.append("replay"),
+        )
+
+
+def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own, behind the graph's last run, and before the graph may pass."""
+    torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
+    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
+    runtime = PlayedRuntime()
+    captures = NpuCaptures(runtime, torch.device("cpu"))
+
+    def run(query: torch.Tensor, lengths: list[int], workspace: torch.Tensor, out: list[torch.Tensor]) -> None:
+        runtime.asked.append(lengths)
+        out[0].copy_(query)
+
+    workspaces = []
+
+    def workspace(query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        workspaces.append(lengths)
+        return torch.empty(0)
+
+    operation = HostTold(run, workspace, "lengths")
+
+    def program(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        for _ in range(2):
+            captures.issue(operation, dict(query=query), lengths_B, 256, [out])
+        return out
+
+    graphed = Graphed(program, captures)
+
+    def told(*lengths: int) -> list[Any]:
+        runtime.asked.clear()
+        graphed(torch.ones(2), torch.tensor(lengths, dtype=torch.int32))
+        return [asked if isinstance(asked, list | str) else asked[0] for asked in runtime.asked]
+
+    recorded = ["graph_task_group_begin", [3, 4], "graph_task_group_end"]
+    assert told(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
+    update = ["graph_task_update_begin", [5, 6], "graph_task_update_end"]
+    for _ in range(2):
+        assert told(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
+    (_, done, updates), (_, updated, by), (_, awaited, runs), (_, done_again, at) = (
+        asked for asked in runtime.asked if asked[0] in ("wait", "record")
+    )
+    assert (done_again, awaited) == (done, updated)
+    assert updates is by
+    assert runs is at is runtime.main
+    assert updates is not runtime.main
+    assert len(captures.names) == 1, "lengths make no program"
+    assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
+
+
+def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
+    runtime = PlayedRuntime()
+    captures = NpuCaptures(runtime, torch.device("cpu"))
+
+    def full() -> None:
+        raise RuntimeError(message)
+
+    captures.record(lambda: None)
+    message = "ACL error 207008: stream resources are insufficient"
+    with pytest.raises(
+        UnsupportedConfigError, match=r"no room for more than 0 programs.*batch_buckets and prefill_buck"
+    ):
+        captures.record(full)
+    message = "another fault"
+    with pytest.raises(RuntimeError, match="another fault"):
+        captures.record(full)
+
+
+# --- what the runner says of rows ---
+
+BLOCK = 16
+
+
+class AskingBackend(HostBackend):
+    needs_host_lengths = True
+
+
+def rows_of(backend: HostBackend) -> Requests:
+    requests = Requests(backend, 4, 200, [BLOCK], 128, 0)  # type: ignore[arg-type]
+    prompts = [
+        new_request("long", list(range(40)), [1, 2, 3]),
+        new_request("short", [1, 2], [4], num_computed=1),
+    ]
+    requests.apply(step({"long": 40, "short": 1}, new=prompts))
+    return requests
+
+
+def test_devices_that_do_not_ask_are_told_nothing() -> None:
+    requests = rows_of(HostBackend())
+    members = list(requests.by_id.values())
+    batch = make_batch(
+        requests, Planned(shape=Shape(PREFILL, 2, 48, 64), requests=members, counts=[40, 1], finishes=[True, True])
+    )
+    assert batch.uploaded.blocks.lengths_B is None
+    given = rectangle(torch.zeros(2, 48, dtype=torch.int32), *batch.uploaded.host_2B.unbind(0), batch.uploaded.blocks)
+    assert given.calls[0].host_lengths_B is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "computed", "counts", "lengths"),
+    [
+        (Shape(PREFILL, 4, 48, 64), [0, 1], [40, 1], [40, 2, 1, 1]),
+        (Shape(PREFILL, 2, 16, 64), [16, 1], [16, 1], [32, 2]),
+        # A verify step may write as many tokens as it has places, whatever the device knows of drafts.
+        (Shape(DECODE, 4, 4, 64), [40, 2], [4, 1], [44, 6, 1, 1]),
+        # No more than the table has, where the host allows for drafts in flight.
+        (Shape(DECODE, 2, 4, 64), [62, 2], [4, 1], [64, 6]),
+    ],
+    ids=str,
+)
+def test_bounds_of_a_batch(shape: Shape, computed: list[int], counts: list[int], lengths: list[int]) -> None:
+    requests = rows_of(AskingBackend())
+    members = list(requests.by_id.values())
+    for request, num in zip(members, computed, strict=True):
+        request.num_computed = num
+    blocks = make_batch(
+        requests, Planned(shape=shape, requests=members, counts=counts, finishes=[True, True])
+    ).uploaded.blocks
+    assert blocks.lengths_B is not None
+    assert (blocks.lengths_B.dtype, blocks.lengths_B.device.type) == (torch.int32, "cpu")
+    assert blocks.lengths_B.tolist() == lengths
+
+
+def test_padding_looks_at_one_key() -> None:
+    requests = rows_of(AskingBackend())
+    rows_np = np.full(3, requests.pad_row)
+    for blocks in (requests.blocks(rows_np, [], 64), requests.decode_blocks(rows_np, [], 64)):
+        assert blocks.lengths_B is not None
+        assert blocks.lengths_B.tolist() == [1, 1, 1]
+
+
+def test_a_running_row_grows_by_what_it_decodes() -> None:
+    requests = rows_of(AskingBackend())
+    requests.apply(step({"long": 4}, running=cached({"long": 40})))
+    request = requests.by_id["long"]
+    assert request.num_computed == 40
+    found = requests.decode_blocks(np.array([request.row]), [request.num_computed + 4], 64)
+    assert found.lengths_B is not None
+    assert found.lengths_B.tolist() == [44]

@@ -1,0 +1,193 @@
+"""The GPU's Triton kernels against dense attention in float64 and vLLM's own layers.
+
+They run on a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.attention.test_paged_attention import TOLERANCE, Scene, make_scene
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter neither multiplies bfloat16 nor rounds to it.
+HALF = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
+
+
+def by_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    out: torch.Tensor,
+) -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    # Queries come as a part of what a projection made, so a token's lie further apart than they are long.
+    projected = torch.full((query.shape[0], query.shape[1] + 2, query.shape[2]), torch.nan, dtype=query.dtype)
+    projected[:, 1:-1] = query
+    kv = KVPair(keys.flatten(0, 1).to(DEVICE), values.flatten(0, 1).to(DEVICE), spec.block_size)
+    there = dataclasses.replace(
+        call, starts_B=call.starts_B.to(DEVICE), block_table_BW=call.block_table_BW.to(DEVICE), flat=None
+    )
+    result = torch.full_like(out, torch.nan, device=DEVICE)
+    cuda_attention.attend(projected.to(DEVICE)[:, 1:-1], kv, there, spec, result)
+    out.copy_(result)
+
+
+def check(scene: Scene) -> None:
+    out = scene.attend(by_kernel)
+    assert torch.isfinite(out).all()
+    atol, rtol = TOLERANCE[torch.float32 if scene.spec.dtype == torch.float32 else torch.bfloat16]
+    for row, expected in enumerate(scene.dense()):
+        torch.testing.assert_close(out[row, : scene.real[row]].double(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.fixture(params=["split", "whole"])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    if request.param == "whole":
+        monkeypatch.setattr(cuda_attention, "_BUSY", 1)
+
+
+@pytest.mark.parametrize("head_size", [32, 80, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("queries", [1, 17])
+def test_heads(splits: None, heads: int, kv_heads: int, head_size: int, queries: int) -> None:
+    check(make_scene([0, 31, 70], queries, heads=heads, kv_heads=kv_heads, head_size=head_size))
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_blocks_and_windows(splits: None, block_size: int, window: int | None, queries: int) -> None:
+    check(make_scene([0, 15, 16, 130, 300], queries, block_size=block_size, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("starts", [[0], [0, 77]])
+def test_prompt_chunks(splits: None, window: int | None, starts: list[int]) -> None:
+    """More lanes than a tile has."""
+    real = [90, 41][: len(starts)]
+    check(make_scene(starts, 96, real=real, window=window, head_size=32))
+
+
+def test_soft_cap(splits: None) -> None:
+    check(make_scene([5, 90], 3, soft_cap=5.0, query_size=8.0))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
+    check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
+
+
+def test_rows_of_one_query_say_the_same_as_one_row_of_several() -> None:
+    scene = make_scene([0, 31, 70], 5, pad_rows=0)
+    apart = dataclasses.replace(
+        scene.call,
+        num_rows=15,
+        num_queries=1,
+        starts_B=(scene.call.starts_B[:, None] + torch.arange(5, dtype=torch.int32)).flatten(),
+        block_table_BW=scene.call.block_table_BW.repeat_interleave(5, dim=0),
+    )
+    torch.testing.assert_close(scene.attend(by_kernel, apart), scene.attend(by_kernel), atol=1e-5, rtol=1e-5)
+
+
+def test_the_number_of_splits_does_not_follow_lengths() -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    spec = AttentionLayerSpec(
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        scale=1.0,
+        sliding_window=None,
+        logits_soft_cap=0.0,
+        dtype=torch.bfloat16,
+        block_size=64,
+    )
+    assert [cuda_attention._num_splits(8 * rows, 64, spec, 64) for rows in (1, 4, 8, 64)] == [32, 16, 8, 1]
+    # A short table has nothing to split, and a window no more than it reaches.
+    assert cuda_attention._num_splits(8, 2, spec, 64) == 2
+    assert cuda_attention._num_splits(8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
+
+
+def test_keys_and_values_are_written_where_they_belong() -> None:
+    from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
+
+    projected = torch.randn(5, 2, 3, 24, device=DEVICE)
+    key, value = projected.unbind(1)
+    stored = [torch.zeros(16, 3, 24, device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([3, 15, 0, 7, 8], device=DEVICE)
+    cuda_attention.write_kv(key, value, KVPair(*stored, 4), slots)
+    for given, found in zip((key, value), stored, strict=True):
+        expected = torch.zeros_like(found)
+        expected[slots] = given
+        assert torch.equal(found, expected)
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("shape", [(3, 576), (2, 4, 64), (5, 4096)])
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from vllm import ir
+
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+
+    wide = torch.randn(*shape[:-1], shape[-1] + 16, device=DEVICE).to(dtype)
+    x, residual = wide[..., : shape[-1]], torch.randn(shape, device=DEVICE).to(dtype)
+    weight = torch.randn(shape[-1], device=DEVICE).to(dtype)
+    close: dict[str, Any] = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+    native = ir.ops.rms_norm.impls["native"].impl_fn
+    native_add = ir.ops.fused_add_rms_norm.impls["native"].impl_fn
+    torch.testing.assert_close(cuda_kernels.rms_norm(x, weight, 1e-5), native(x, weight, 1e-5), **close)
+    ours, added = cuda_kernels.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_added = native_add(x, residual, weight, 1e-5)
+    assert torch.equal(added, expected_added)
+    torch.testing.assert_close(ours, expected, **close)
+
+
+@pytest.mark.parametrize(("head_size", "rotary_dim", "apart"), [(64, 64, 0), (80, 32, 0), (64, 64, 16)])
+@pytest.mark.parametrize("with_key", [True, False])
+def test_rotary_embedding(head_size: int, rotary_dim: int, apart: int, with_key: bool) -> None:
+    """Heads may lie further apart than they are long."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+
+    table = torch.randn(50, rotary_dim, device=DEVICE)
+    positions = torch.tensor([0, 7, 49], device=DEVICE)
+    projected = torch.randn(3, 9, head_size + apart, device=DEVICE)[..., :head_size]
+    query, key = projected[:, :6], projected[:, 6:8] if with_key else None
+    expected = RotaryEmbedding.forward_static(
+        positions, query.clone(), None if key is None else key.clone(), head_size, rotary_dim, table, True
+    )
+    last = projected[:, 8].clone()
+    cuda_kernels.rotate(positions, query, key, table, rotary_dim)
+    torch.testing.assert_close(query, expected[0].view_as(query), atol=1e-5, rtol=1e-5)
+    if key is not None:
+        torch.testing.assert_close(key, expected[1].view_as(key), atol=1e-5, rtol=1e-5)
+    assert torch.equal(projected[:, 8], last)
+
+
+@pytest.mark.parametrize("shape", [(3, 2 * 1536), (2, 2, 96)])
+def test_gated_activation(shape: tuple[int, ...]) -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
+
+    x = torch.randn(shape, device=DEVICE)
+    torch.testing.assert_close(cuda_kernels.silu_and_mul(x), SiluAndMul.forward_native(x), atol=1e-6, rtol=1e-5)

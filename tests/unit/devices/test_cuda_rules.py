@@ -1,0 +1,173 @@
+"""The GPU's sampling and acceptance beside the reference: the same tokens, and nothing left over between calls.
+
+On a GPU, and without one where TRITON_INTERPRET=1 has Triton play it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.verify_cases import Case, random_case
+from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Rules:
+    rules: Rules = importlib.import_module("vllm_gaudi_spec.devices.cuda.rules").RULES
+    return rules
+
+
+def on_gpu(case: Case) -> dict[str, torch.Tensor]:
+    return {name: value.to(DEVICE) for name, value in case.tensors().items()}
+
+
+def case_on_gpu(rows: int, places: int, vocab: int, seed: int = 0, masked: float = 0.2) -> dict[str, torch.Tensor]:
+    case = random_case(rows, places, vocab, seed, masked)
+    case.temperature_B[::4] = 0
+    return on_gpu(case)
+
+
+def verify(rules: Rules, rule: str, given: dict[str, torch.Tensor]) -> Verification:
+    drafts = given["drafts_BK"], given["num_drafts_B"]
+    noise = given["temperature_B"], given["keys_B2"], given["positions_BQ"]
+    if rule == "strict_greedy":
+        return rules.strict_greedy(given["logits_BQV"], *drafts)
+    if rule == "strict_random":
+        return rules.strict_random(given["logits_BQV"], *drafts, *noise)
+    by_law: Verification = getattr(rules, rule)(given["logits_BQV"], given["draft_probs_BKV"], *drafts, *noise)
+    return by_law
+
+
+def counted(verification: Verification) -> list[list[int]]:
+    rows = zip(verification.tokens_BQ.tolist(), verification.num_sampled_B.tolist(), strict=True)
+    return [row[:number] for row, number in rows]
+
+
+def shortfall(given: dict[str, torch.Tensor], sampled_BQ: torch.Tensor, stream: Stream) -> float:
+    """How far below the best score the sampled tokens' scores lie."""
+    logits = given["logits_BQV"]
+    tokens = torch.arange(logits.shape[2], dtype=torch.int32, device=logits.device)
+    noise = gumbel(given["keys_B2"], given["positions_BQ"], stream, tokens)
+    scores = noise.mul_((given["temperature_B"] > 0)[:, None, None]) + logits
+    return float((scores.amax(-1) - scores.gather(2, sampled_BQ.long()[..., None])[..., 0]).max())
+
+
+# One chunk and many, a last one that is not full, rows that are not aligned, chunks of either size.
+SHAPES = [(200, 3, 6), (50, 1, 1025), (9, 4, 5000), (200, 2, 32_000), (17, 16, 16_001)]
+if DEVICE.type == "cpu":  # a program of the interpreter takes milliseconds
+    SHAPES = [(60, 3, 6), (4, 1, 1025), (2, 4, 2500)]
+
+
+@pytest.mark.parametrize(("rows", "places", "vocab"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples(cuda: Rules, rows: int, places: int, vocab: int, dtype: torch.dtype) -> None:
+    given = case_on_gpu(rows, places, vocab)
+    logits = given["logits_BQV"].to(dtype)
+    given["logits_BQV"] = logits.float()
+    assert torch.equal(cuda.sample_greedy(logits), TORCH.sample_greedy(logits))  # in bfloat16 many are equal
+    noise = given["temperature_B"], given["keys_B2"], given["positions_BQ"]
+    for stream in (Stream.TARGET, Stream.DRAFT):
+        sampled = cuda.sample_random(logits, *noise, stream)
+        expected = TORCH.sample_random(given["logits_BQV"], *noise, stream)
+        assert (sampled != expected).float().mean() < 1e-3
+        assert shortfall(given, sampled, stream) <= TIE
+
+
+@pytest.mark.parametrize(("rows", "places", "vocab"), SHAPES)
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
+def test_verifications(cuda: Rules, rule: str, rows: int, places: int, vocab: int) -> None:
+    given = case_on_gpu(rows, places, vocab, seed=1)
+    found, expected = counted(verify(cuda, rule, given)), counted(verify(TORCH, rule, given))
+    # A draw may lie within rounding of a probability, a score of another.
+    differing = sum(own != other for own, other in zip(found, expected, strict=True))
+    assert differing <= rows // 100
+    assert counted(verify(cuda, rule, given)) == found
+
+
+@pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
+def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs as there are where they run one behind the other, and look whether they are needed."""
+    from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
+
+    if request.param:
+        monkeypatch.setattr(cuda_rules._Work, "of", lambda rows, vocab: cuda_rules._Work(*request.param))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes minutes")
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
+def test_programs_that_run_one_behind_the_other(cuda: Rules, work: None, rule: str) -> None:
+    test_verifications(cuda, rule, 280, 4, 32_000)
+
+
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
+def test_what_lies_behind_an_end_is_no_answer_and_leaves_nothing_behind(cuda: Rules, work: None, rule: str) -> None:
+    """Ends at every place: no drafts, a wrong one, all right. Whether places behind them are read is left open."""
+    rows, places, vocab = 12, 4, 3000
+    given = case_on_gpu(rows, places - 1, vocab, seed=4)
+    right = verify(TORCH, rule, given).tokens_BQ[:, : places - 1]
+    given["drafts_BK"].copy_(right)
+    given["num_drafts_B"].fill_(places - 1)
+    for row in range(rows):
+        if row % places < places - 1:
+            given["drafts_BK"][row, row % places] += 1
+    given["num_drafts_B"][:2] = 0
+    for _ in range(3):
+        found = verify(cuda, rule, given)
+        assert counted(found) == counted(verify(TORCH, rule, given))
+        assert [len(row) for row in counted(found)] == [1, 1, *(row % places + 1 for row in range(2, rows))]
+        assert int(found.tokens_BQ.min()) >= 0
+        assert int(found.tokens_BQ.max()) < vocab
+
+
+def test_more_rows_than_can_be_counted(cuda: Rules) -> None:
+    with pytest.raises(ValueError, match="at most 65535 rows"):
+        cuda.sample_greedy(torch.zeros(1, device=DEVICE).expand(40_000, 2, 1))
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_where_nothing_is_left_of_the_target_it_is_sampled(cuda: Rules, rule: str) -> None:
+    """Drafts that are no tokens are rejected; the drafter's law is the target's, so there is no residual."""
+    given = case_on_gpu(8, 2, 3000)
+    given["draft_probs_BKV"] = given["logits_BQV"][:, :2].softmax(-1) + 1e-6
+    given["drafts_BK"].fill_(-1)
+    given["num_drafts_B"].fill_(2)
+    assert counted(verify(cuda, rule, given)) == counted(verify(TORCH, rule, given))
+
+
+def test_rows_with_views_for_inputs(cuda: Rules) -> None:
+    """As the runner has them: keys are columns of a wider tensor, positions may be the same memory for all rows."""
+    given = case_on_gpu(8, 3, 2000)
+    wide = torch.cat((given["keys_B2"], given["keys_B2"]), 1)
+    given["keys_B2"] = wide[:, 2:]
+    given["positions_BQ"] = torch.arange(5, 9, dtype=torch.int32, device=DEVICE).expand(8, -1)
+    given["logits_BQV"] = given["logits_BQV"].repeat(1, 2, 1)[:, :4]
+    for rule in ("strict_random", "standard", "block"):
+        assert counted(verify(cuda, rule, given)) == counted(verify(TORCH, rule, given)), rule
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no graphs")
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
+def test_captured(cuda: Rules, rule: str) -> None:
+    given = case_on_gpu(30, 4, 32_000, seed=2)
+    other = case_on_gpu(30, 4, 32_000, seed=3)
+    expected = [counted(verify(cuda, rule, inputs)) for inputs in (given, other)]
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verification = verify(cuda, rule, given)
+    graph.replay()
+    assert counted(verification) == expected[0]
+    for name, value in other.items():
+        given[name].copy_(value)
+    graph.replay()
+    assert counted(verification) == expected[1]

@@ -1,0 +1,377 @@
+"""A drafter that is a model, over a model whose next token depends on every token of the context at its own position.
+
+So one slot, position or token that is off by one gives another draft.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
+from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.drafting.base import DeviceProposer
+from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
+from vllm_gaudi_spec.drafting.drafter_state import DrafterState
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
+from vllm_gaudi_spec.drafting.reading import Reading
+from vllm_gaudi_spec.drafting.vocabulary import SameTokens
+from vllm_gaudi_spec.records import Batch, Hidden, Planned
+from vllm_gaudi_spec.runner.batch import locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.sampling.params import Sampling
+
+VOCAB, BLOCK, LONGEST = 97, 16, 96
+MOST_BLOCKS = 64  # of a row
+
+
+def following(tokens: list[int], vocab: int = VOCAB) -> int:
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % vocab
+
+
+class Remembers:
+    """Keeps (position + 1) * token in the KV slots and answers with the sum over the context."""
+
+    def __init__(self, longest: int = LONGEST, vocab: int = VOCAB) -> None:
+        self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
+        self.longest, self.vocab = longest, vocab
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is None, "only heads are told more than tokens"
+        assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
+        self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
+        call = inputs.calls[0]
+        assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
+        assert (call.starts_B + inputs.num_real_B <= self.longest).all()
+        hidden = []
+        for row in range(call.num_rows):
+            blocks = call.block_table_BW[row].long()
+            context = self.kv.view(-1, BLOCK)[blocks].flatten()
+            for query in range(call.num_queries):
+                hidden.append(context[: int(call.starts_B[row]) + query + 1].sum() % self.vocab)
+        return Hidden(torch.stack(hidden)[:, None].float())
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        # The output matrix is padded beyond the vocabulary, with ids that must never be drafted.
+        logits = torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB + 3).float()
+        logits[:, VOCAB:] = 2.0
+        return logits
+
+
+class Rows:
+    """Three requests that start with prompts of different lengths, one in two chunks, and go on as a test says."""
+
+    def __init__(
+        self,
+        num_drafts: int,
+        drafter_max_len: int = LONGEST,
+        max_len: int = LONGEST,
+        exact_context: bool = True,
+        backend: HostBackend | None = None,
+    ) -> None:
+        self.max_len = max_len
+        self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
+        backend = backend or HostBackend()
+        width = self.shapes.max_context + 1 + num_drafts
+        self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
+        self.sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+        self.recorder = StepRecorder()
+        self.num_drafts = num_drafts
+        self.drafting = self.build(drafter_max_len)
+        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.overlapping = True
+        self.drafted: dict[str, int] = {}
+        self.rejected: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.model = Remembers(drafter_max_len)
+        proposer = AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3))
+        blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
+        reading = DrafterState(
+            proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
+        )
+        return self.drafting_of("draft_model", proposer, reading, drafter_max_len)
+
+    def speculation(self, method: str, drafter_max_len: int) -> Speculation:
+        return Speculation(
+            method=method,
+            num_drafts=self.num_drafts,
+            rule="strict",
+            drafting="greedy",
+            drafter_max_len=drafter_max_len,
+        )
+
+    def split(self, speculation: Speculation) -> LengthSplit:
+        return LengthSplit(self.requests.backend, 4, speculation, self.max_len)
+
+    def drafting_of(
+        self,
+        method: str,
+        proposer: DeviceProposer,
+        reading: Reading,
+        drafter_max_len: int,
+        split: LengthSplit | None = None,
+    ) -> DeviceDrafting:
+        speculation = self.speculation(method, drafter_max_len)
+        laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.torch_device)
+        split = split or self.split(speculation)
+        guard = Guard(alone=True)
+        return DeviceDrafting(
+            proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, guard, reading
+        )
+
+    def start(
+        self, prompts: dict[str, list[int]], chunk: int = 24, num_computed: int = 0, blocks: list[int] | None = None
+    ) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=500)
+        computed, size = dict.fromkeys(prompts, num_computed), self.shapes.max_context // BLOCK
+        new = [
+            new_request(
+                name,
+                prompt,
+                blocks or list(range(1 + size * i, 1 + size * (i + 1))),
+                params=params,
+                num_computed=num_computed,
+            )
+            for i, (name, prompt) in enumerate(prompts.items())
+        ]
+        while any(computed[name] < len(prompt) for name, prompt in prompts.items()):
+            counts = {n: min(chunk, len(p) - computed[n]) for n, p in prompts.items() if computed[n] < len(p)}
+            running = None if new else cached({name: computed[name] for name in counts})
+            scheduled = step(counts, new=new, running=running)
+            self.requests.apply(scheduled)
+            for request in self.requests.admitted:
+                self.sampling.admit(request)
+            self.drafting.apply(self.requests)
+            for batch in batches_of(scheduled, self.requests, self.shapes, {}):
+                self.forward(batch)
+            for name, count in counts.items():
+                computed[name] += count
+            new = []
+        self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
+
+    def forward(self, batch: Batch) -> None:
+        """Of the target's forward only the count that it leaves."""
+        rows_B = batch.uploaded.rows_B
+        located = locate(batch.shape.phase, batch.uploaded, self.requests)
+        self.requests.set_computed(rows_B, located.starts_B + located.num_real_B)
+        self.drafting.follow(batch)
+
+    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns what is drafted behind them."""
+        members = [self.requests.by_id[name] for name in answers]
+        ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
+        queries = self.computed(list(answers))
+        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), queries, members, ends)
+        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        for index, (name, answer) in enumerate(answers.items()):
+            last[index] = len(self.tokens[name]) - 1
+            if name in self.rejected:  # else its prompt ends here
+                # The scheduler counted the drafts of the step before as accepted, if it could not wait for it.
+                members[index].num_computed = int(last[index]) + self.overlapping * self.rejected[name]
+            self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
+            self.tokens[name] += answer
+        self.requests.advance(batch.rows_B, last, verification)
+        inputs = self.sampling.prepare(batch, {})
+        lengths = last + 1 + verification.num_sampled_B
+        self.drafting.settle(batch.rows_B, lengths)
+        drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
+        found: dict[str, list[int]] = {name: [] for name in answers}
+        if drafts is not None:
+            rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
+            found = {name: row[:count] for name, row, count in rows}
+        self.drafted |= {name: len(row) for name, row in found.items()}
+        return found
+
+    def computed(self, names: list[str]) -> int:
+        """What the target's forward leaves of the rows that sample; the answer is how many positions of each."""
+        return 1
+
+    def expected(self, name: str) -> list[int]:
+        tokens, room = list(self.tokens[name]), min(self.model.longest, self.max_len - 1) - len(self.tokens[name])
+        drafts = []
+        for _ in range(max(0, min(self.num_drafts, room))):
+            drafts.append(following([*tokens, *drafts]))
+        return drafts
+
+    def check_steps(self, seed: int, share_off: float = 0.0) -> None:
+        """Steps of rows in any company, of whose drafts nothing, something or all is accepted; at some nobody may
+        draft."""
+        rng = random.Random(seed)
+        drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+        for _ in range(14):
+            scheduled = rng.sample(list(PROMPTS), rng.randint(1, 3))
+            accepted = {name: drafts[name][: rng.randint(0, self.num_drafts)] for name in scheduled}
+            off = rng.random() < share_off
+            answers = {name: [*tokens, rng.randrange(VOCAB)] for name, tokens in accepted.items()}
+            drafts |= self.sample(answers, most=0 if off else None)
+            for name in scheduled:
+                assert drafts[name] == ([] if off else self.expected(name)), name
+        assert not self.recorder.unexpected
+
+    def check_warm_up(self) -> None:
+        for shape in self.shapes.all():
+            self.drafting.follow(make_batch(self.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
+        for num_rows, branch, draft in self.drafting.rounds(self.sampling):
+            batch = make_sample_batch(self.requests, num_rows, 1, [], [])
+            draft(batch, torch.zeros(num_rows).int(), self.sampling.inputs_of(batch, branch, {}))
+        self.drafting.warm_up()
+        assert self.recorder._seen == self.recorder.manifest
+        self.start(PROMPTS)
+        assert self.sample({"a": [1], "b": [2]}) == {"a": self.expected("a"), "b": self.expected("b")}, (
+            "nothing is left"
+        )
+
+
+PROMPTS = {"a": [5, 6, 7], "b": list(range(1, 42)), "c": [9] * 17}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_the_whole_context(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
+    rows = Rows(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    rows.check_steps(seed)
+
+
+def test_a_row_past_the_drafters_longest_rides_along_without_drafts() -> None:
+    rows = Rows(num_drafts=4, drafter_max_len=32)
+    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
+    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
+    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
+    assert len(drafted["near"]) == 3
+    rows.sample({"near": [4, 5, 6, 7]})
+    assert rows.sample({"near": [4, 5]})["near"] == []
+
+
+@pytest.mark.parametrize("num_off", [1, 2, 4, 40])
+def test_a_row_that_did_not_draft_for_a_while_catches_up(num_off: int) -> None:
+    """Speculation was off for some steps, of which the drafter has read nothing."""
+    rows = Rows(num_drafts=3)
+    rows.start(PROMPTS)
+    rows.sample({"a": [1], "b": [2]})
+    for token in range(num_off):
+        assert rows.sample({"a": [token]}, most=0)["a"] == []
+    for _ in range(2):
+        assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
+    assert not rows.recorder.unexpected
+
+
+def test_a_long_gap_is_read_in_several_chunks() -> None:
+    rows = Rows(num_drafts=2, drafter_max_len=400, max_len=400)
+    assert rows.shapes.prefill_queries[-1] < 100
+    rows.start(PROMPTS)
+    for token in range(150):
+        rows.sample({"a": [token % VOCAB], "b": [3]}, most=0)
+    assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
+    assert not rows.recorder.unexpected
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("num_read", [0, 2, *range(10, 15)])
+def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlapping: bool) -> None:
+    """A request's answer is found in the prefix cache by another that begins with it; the drafter had read it up to
+    `num_read` tokens of the answer, then speculation was off."""
+    rows = Rows(num_drafts=3)
+    rows.overlapping = overlapping
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=3 if token < num_read else 0)
+    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    told = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
+    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+    # Those of a request that drafted all the time are taken as they are.
+    rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
+    rows.recorder._seen.clear()
+    rows.start({"d": [*range(1, 33), 4]}, num_computed=2 * BLOCK, blocks=[120, 121, *range(140, 150)])
+    chunks = len([signature for signature in rows.recorder._seen if "prefill" in signature])  # type: ignore[operator]
+    assert rows.sample({"d": [8]}) == {"d": rows.expected("d")}
+    assert len([signature for signature in rows.recorder._seen if "prefill" in signature]) == chunks  # type: ignore[operator]
+
+
+def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
+    """With one that has none, and is read at once."""
+    rows = Rows(num_drafts=3)
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=0)
+    shared = rows.tokens["a"][: 2 * BLOCK]
+    rows.start({"r": list(range(1, 34))}, blocks=list(range(70, 80)))
+    told = {"b": [*shared, 9, 9, 9], "c": [*range(1, 33), 8, 8]}
+    first = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    new = [
+        new_request("b", told["b"], [*first, *range(40, 48)], num_computed=2 * BLOCK),
+        new_request("c", told["c"], [70, 71, *range(50, 58)], num_computed=2 * BLOCK),
+    ]
+    scheduled = step({"b": 3, "c": 2}, new=new)
+    rows.requests.apply(scheduled)
+    for request in rows.requests.admitted:
+        rows.sampling.admit(request)
+    rows.drafting.apply(rows.requests)
+    (batch,) = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    rows.forward(batch)
+    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
+
+
+def test_requests_that_come_together_share_what_was_read() -> None:
+    rows = Rows(num_drafts=3)
+    told = list(range(1, 40))
+    rows.start({"a": told}, blocks=list(range(1, 10)))
+    rows.requests.apply(step({}, finished={"a"}))
+    both = {"b": [*told[: 2 * BLOCK], 4], "c": [*told[: 2 * BLOCK], 5, 6]}
+    new = [
+        new_request(name, prompt, [1, 2, *range(10 * i, 10 * i + 8)], num_computed=2 * BLOCK)
+        for i, (name, prompt) in enumerate(both.items(), start=2)
+    ]
+    rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
+    rows.drafting.apply(rows.requests)
+    blocks = rows.drafting._reading._blocks  # type: ignore[attr-defined]
+    assert [blocks.reach(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
+
+
+def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start({"a": list(range(1, 40))}, blocks=[1, 2, 3, 4, 5])
+    rows.sample({"a": [4]})
+    rows.requests.apply(step({}, finished={"a"}))
+    rows.start({"b": [7] * BLOCK}, blocks=[1, 2, 3, 4, 5])
+    for token in range(40):
+        rows.sample({"b": [token]}, most=0)
+    told = [*rows.tokens["b"][: 2 * BLOCK], 9]
+    rows.start({"c": told}, num_computed=2 * BLOCK, blocks=[1, 2, 30, 31, 32])
+    assert rows.sample({"c": [8]}) == {"c": rows.expected("c")}
+
+
+def test_rounds_fit_the_context_on_devices_that_have_several() -> None:
+    """A prompt that ends in this step is longer than what was computed when the step began."""
+    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False)
+    assert len(rows.shapes.contexts) > 1
+    rows.start({"a": [n % VOCAB for n in range(505)], "b": [4, 5]}, chunk=64)
+    answers = {"a": [7], "b": [8]}
+    for _ in range(6):
+        drafts = rows.sample(answers)
+        assert drafts == {name: rows.expected(name) for name in answers}
+        answers = {name: [*drafts[name], 1] for name in answers}
+    assert len(rows.tokens["a"]) > 520
+    assert not rows.recorder.unexpected
+
+
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+    rows = Rows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
+    rows.check_warm_up()

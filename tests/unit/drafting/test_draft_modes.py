@@ -1,0 +1,175 @@
+"""How a drafter samples, and the noise that drafting and the rules add to that of plain sampling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tests.support import laws
+from tests.support.laws import ALPHA, Table, random_table, request_keys
+from tests.support.reference.rules import race
+from tests.unit.sampling.test_noise import reference_mix
+from vllm_gaudi_spec.sampling.drafts import Mode, draft
+from vllm_gaudi_spec.sampling.noise import Stream, bits, fold_seed, gumbel, keys_of_block, uniform
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.rules.strict import sample_random, verify
+
+ROWS, VOCAB = 200, 40
+MASK = 0xFFFFFFFF
+
+
+def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits with forbidden tokens, temperatures, keys, positions, starts."""
+    logits = random_table(VOCAB, 1, seed=1).logits_CV.repeat(-(-rows // VOCAB), 1)[:rows]
+    logits[::2, ::3] = -torch.inf
+    starts = torch.arange(rows, dtype=torch.int32) * 3 % 101
+    return logits, torch.ones(rows), request_keys(0, rows), starts + 2, starts
+
+
+def test_greedy_takes_the_argmax_and_has_no_law() -> None:
+    logits, *rest = inputs()
+    drafted = draft(TORCH, logits, "greedy", *rest)
+    assert drafted.tokens_B.dtype == torch.int32
+    assert torch.equal(drafted.tokens_B, logits.argmax(-1).int())
+    assert drafted.probs_BV is None
+
+
+@pytest.mark.parametrize("mode", ["greedy", "probabilistic", "coupled"])
+def test_temperature_0_takes_the_argmax_in_every_mode(mode: Mode) -> None:
+    logits, temperature, *rest = inputs()
+    temperature[::2] = 0
+    drafted = draft(TORCH, logits, mode, temperature, *rest)
+    best = logits.argmax(-1)
+    assert torch.equal(drafted.tokens_B[::2], best[::2].int())
+    assert torch.equal(drafted.tokens_B[1::2], best[1::2].int()) == (mode == "greedy")
+    if drafted.probs_BV is not None:
+        assert torch.equal(drafted.probs_BV[::2], torch.nn.functional.one_hot(best[::2], VOCAB).float())
+        torch.testing.assert_close(drafted.probs_BV[1::2], logits[1::2].softmax(-1))
+
+
+def test_probabilistic_equals_the_loop() -> None:
+    logits, temperature, keys, positions, starts = inputs()
+    drafted = draft(TORCH, logits, "probabilistic", temperature, keys, positions, starts)
+    noise = gumbel(keys_of_block(keys, starts), positions[:, None], Stream.DRAFT, torch.arange(VOCAB).int())[:, 0]
+    for row in range(ROWS):
+        expected = race(logits[row].double().softmax(-1).tolist(), noise[row].tolist())
+        assert drafted.tokens_B[row] == expected
+
+
+def test_probabilistic_follows_its_law() -> None:
+    table, rows = random_table(VOCAB, 0, seed=3), 200_000
+    place = torch.full((rows,), 9, dtype=torch.int32)
+    logits = table.logits_CV.expand(rows, VOCAB)
+    drafted = draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - 1)
+    assert drafted.probs_BV is not None
+    torch.testing.assert_close(drafted.probs_BV[0], table.logits_CV[0].softmax(-1))
+    assert laws.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
+
+
+def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
+    """The same position, drafted for by steps that start at different ones."""
+    table, rows = random_table(4, 0, seed=3), 50_000
+    place = torch.full((rows,), 9, dtype=torch.int32)
+    logits = table.logits_CV.expand(rows, 4)
+    first, second = (
+        draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - back).tokens_B
+        for back in (1, 2)
+    )
+    joint = np.outer(table.probs_CV[0], table.probs_CV[0]).ravel()
+    assert laws.p_value((first * 4 + second).numpy(), joint) > ALPHA
+
+
+def test_coupled_is_the_targets_own_sampling() -> None:
+    """Whatever the step: with the same logits the same token, at every position."""
+    logits, temperature, keys, positions, starts = inputs()
+    drafted = draft(TORCH, logits, "coupled", temperature, keys, positions, starts)
+    own = sample_random(logits[:, None], temperature, keys, positions[:, None])[:, 0]
+    assert drafted.probs_BV is None
+    assert torch.equal(drafted.tokens_B, own)
+    assert torch.equal(draft(TORCH, logits, "coupled", temperature, keys, positions, starts + 1).tokens_B, own)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("closeness", [0.1, 0.5, 1.5])
+def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float) -> None:
+    """(1 - TV) / (1 + TV) <= P(equal) <= 1 - TV: Daliri, Musco and Suresh."""
+    rows = 50_000
+    target = random_table(8, 0, seed)
+    drafter = Table(target.logits_CV + closeness * random_table(8, 0, 10 + seed).logits_CV)
+    keys, place, ones = request_keys(0, rows), torch.full((rows,), 4, dtype=torch.int32), torch.ones(rows)
+    drafted = draft(TORCH, drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, place, place)
+    positions = place[:, None] + torch.arange(2, dtype=torch.int32)
+    sampled = sample_random(target.logits_CV.expand(rows, 2, 8), ones, keys, positions)
+    verification = verify(sampled, drafted.tokens_B[:, None], torch.ones(rows, dtype=torch.int32))
+    accepted = (verification.num_sampled_B - 1).float().mean().item()
+    distance = np.abs(target.probs_CV - drafter.probs_CV).sum() / 2
+    margin = 4 * math.sqrt(0.25 / rows)
+    assert (1 - distance) / (1 + distance) - margin < accepted < 1 - distance + margin
+
+
+@pytest.mark.parametrize("mode", ["greedy", "probabilistic", "coupled"])
+def test_rows_do_not_depend_on_their_batch(mode: Mode) -> None:
+    logits, *rest = inputs(50)
+    together = draft(TORCH, logits, mode, *rest)
+    for row in range(50):
+        alone = draft(TORCH, logits[row : row + 1].clone(), mode, *(value[row : row + 1].clone() for value in rest))
+        assert torch.equal(alone.tokens_B[0], together.tokens_B[row])
+        if alone.probs_BV is not None and together.probs_BV is not None:
+            assert torch.equal(alone.probs_BV[0], together.probs_BV[row])
+
+
+# ---- noise --------------------------------------------------------------------------------------
+
+
+def reference_block_key(seed: int, start: int) -> list[int]:
+    low, high = (word & MASK for word in fold_seed(seed))
+    low = reference_mix(low ^ reference_mix((start * 0xC2B2AE3D) & MASK))
+    return [low, reference_mix((high + low) & MASK)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1])
+def test_block_keys_equal_unbounded_integer_arithmetic(seed: int) -> None:
+    starts = torch.tensor([0, 1, 77, 131071], dtype=torch.int32)
+    keys = torch.tensor([fold_seed(seed)] * 4, dtype=torch.int32)
+    result = keys_of_block(keys, starts).numpy().view(np.uint32).tolist()
+    assert result == [reference_block_key(seed, start) for start in starts.tolist()]
+
+
+def test_block_keys_differ() -> None:
+    """From start to start, from request to request, and from the request's own."""
+    starts = torch.arange(2000, dtype=torch.int32)
+    keys = request_keys(0, 2).repeat_interleave(2000, 0)
+    own = keys_of_block(keys, starts.repeat(2))
+    assert len({*map(tuple, own.tolist()), *map(tuple, keys.tolist())}) == 4002
+
+
+def test_uniform_law_and_range() -> None:
+    positions = torch.arange(64, dtype=torch.int32).expand(2000, 64)
+    keys = request_keys(0, 2000)
+    drawn = uniform(keys, positions, Stream.ACCEPT)
+    assert drawn.shape == (2000, 64)
+    assert 0 <= drawn.min() < 1e-4
+    assert 1 - 1e-4 < drawn.max() < 1
+    assert stats.kstest(drawn.flatten().double().numpy(), "uniform").pvalue > ALPHA
+    neighbours = np.corrcoef(drawn[:, 1:].flatten(), drawn[:, :63].flatten())[0, 1]
+    assert abs(neighbours) < 5 / math.sqrt(2000 * 63)
+
+
+def test_uniform_stays_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hashed, least, below in ((-1, 1 - 2**-23, 1.0), (0, 0.0, 2**-24)):
+        every_bit = torch.full((1, 1, 1), hashed, dtype=torch.int32)
+        monkeypatch.setattr("vllm_gaudi_spec.sampling.noise.bits", lambda *_, result=every_bit: result)
+        value = uniform(request_keys(0, 1), torch.zeros(1, 1, dtype=torch.int32), Stream.ACCEPT).item()
+        assert least <= value < below
+
+
+def test_streams_given_by_row_are_those_given_at_once() -> None:
+    keys, positions = request_keys(0, 4), torch.arange(4, dtype=torch.int32)[:, None]
+    tokens = torch.arange(9, dtype=torch.int32)
+    mixed = bits(keys, positions, torch.arange(4, dtype=torch.int32)[:, None], tokens)
+    for row, stream in enumerate(Stream):
+        assert torch.equal(mixed[row], bits(keys, positions, stream, tokens)[row])

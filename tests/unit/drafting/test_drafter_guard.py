@@ -1,0 +1,353 @@
+"""What a drafter does wrong costs its requests nothing, and is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.support.fakes import CapturingBackend, HostBackend, step
+from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, following
+from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
+from tests.unit.drafting.test_heads import HeadRows
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
+from vllm_gaudi_spec.drafting.load import guard_of
+from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+
+
+def request(wanted: list[int]) -> Any:
+    return SimpleNamespace(rows_B=torch.arange(len(wanted)), num_drafts=K, num_wanted_B=torch.tensor(wanted))
+
+
+def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] | None = None) -> Drafts:
+    sound_BK = None if sound is None else torch.tensor(sound)
+    return Drafts(torch.tensor(tokens).int(), torch.tensor(counts).int(), None, sound_BK)
+
+
+def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
+    tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB]]
+    checked = usable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
+    assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
+    assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
+    assert checked.known.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
+
+
+def test_more_than_was_wanted_or_fewer_than_none() -> None:
+    checked = usable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
+    assert checked.num_drafts_B.tolist() == [FAULTY, FAULTY, 1]
+
+
+def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
+    sound = [[True, True, True], [True, False, True], [True, False, True]]
+    checked = usable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
+    assert checked.num_drafts_B.tolist() == [3, FAULTY, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"), [([[1, 2]], [2]), ([[1, 2, 3]] * 2, [3, 3]), ([[1, 2, 3]], [3, 3]), ([[1, 2, 3]], [[3]])]
+)
+def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
+    with pytest.raises(ValueError, match=r"for 1 rows of 3 drafts"):
+        usable(drafted(tokens, counts), request([3]), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("value", "sound"),
+    [(float("nan"), False), (float("inf"), False), (float("-inf"), True), (-1e30, True), (0.0, True)],
+)
+def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, sound: bool) -> None:
+    choice = DraftChoice(cast(Any, SimpleNamespace(drafting="greedy", keeps_laws=False, num_drafts=K)), TORCH)
+    inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
+    logits_BV = torch.zeros(2, VOCAB)
+    logits_BV[1, 17] = value
+    chosen = choice._behind(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
+    assert chosen.sound_B is not None
+    assert chosen.sound_B.tolist() == [True, sound]
+
+
+def test_a_law_that_is_none_never_reaches_a_rule() -> None:
+    speculation = cast(Any, SimpleNamespace(keeps_laws=True, num_drafts=1))
+    laws = DraftLaws(speculation, 2, 4, torch.device("cpu"))
+    rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
+    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
+    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan)))
+    found = laws.of(rows_B)
+    assert found is not None
+    assert found[0].isnan().all()
+    assert found[1].tolist() == [[0.25] * 4]
+
+
+def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
+    """What two ranks that each have the drafter make of their drafts: how many each row has, on both."""
+    sent: list[torch.Tensor] = []
+
+    def all_gather(numbers: torch.Tensor, dim: int) -> torch.Tensor:
+        assert (numbers.dtype, dim) == (torch.float32, 0), "what every device's ranks exchange"
+        sent.append(numbers)
+        return torch.cat([sent[0], sent[-1]]) if len(sent) > 1 else torch.cat([numbers, numbers])
+
+    group: Any = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(all_gather=all_gather))
+    alike(other, group)
+    sent = sent[:1]
+    first = alike(own, group)
+    sent = [sent[1]]
+    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, alike(other, group))]
+
+
+def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
+    own = drafted([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]], [3, 3, 3, 2, FAULTY])
+    other = drafted([[1, 2, 3], [1, 2, 3], [1, 9, 3], [1, 2, 9], [4, 5, 6]], [3, FAULTY, 3, 2, FAULTY])
+    assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
+
+
+def test_laws_of_ranks_are_alike_too() -> None:
+    """Else one of them would accept what another does not."""
+    laws = torch.full((3, K, VOCAB), 0.01)
+    other = laws.clone()
+    other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
+    other[2] = torch.nan
+    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=laws)
+    assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
+
+
+def test_a_cut_drafter_asks_nobody() -> None:
+    """All its ranks have the logits of all."""
+    assert Guard(alone=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
+
+
+# --- drafters on the host ---
+
+Ask = Callable[[list[Any]], Any]
+
+
+class Odd(Counts):
+    """Answers as a test likes."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def propose(self, contexts: list[Any]) -> Any:
+        return self.ask(contexts)
+
+
+def behind(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
+    requests, split, names = started()
+    drafting = HostDrafting(Odd(ask), Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting.apply(requests)
+    done, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    drafting.propose_behind(done, K)
+    return drafting, requests, drafting.drafts_of(done).draft_token_ids
+
+
+def raises(contexts: list[Any]) -> Any:
+    raise ZeroDivisionError("a drafter's own mistake")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        raises,
+        lambda contexts: None,
+        lambda contexts: [[1]],
+        lambda contexts: [[1]] * 3,
+        lambda contexts: [None] * 2,
+        lambda contexts: [[VOCAB]] * 2,
+        lambda contexts: [[1, -2]] * 2,
+        lambda contexts: [[1.5]] * 2,
+        lambda contexts: [[float("nan")]] * 2,
+        lambda contexts: [["1"]] * 2,
+        lambda contexts: [[[1], [2]]] * 2,
+        lambda contexts: torch.ones(2, 2, 2).int(),
+        lambda contexts: 5,
+    ],
+)
+def test_a_round_of_nonsense_is_a_fault_of_all_and_leaves_no_drafts(ask: Ask) -> None:
+    drafting, requests, told = behind(ask)
+    assert told == [[], [], []]
+    assert requests.num_drafts_R.tolist() == [0] * 5
+    assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
+    assert drafting.take_rounds() == []
+
+
+def test_one_row_of_nonsense_leaves_the_others_their_drafts() -> None:
+    drafting, _, told = behind(lambda contexts: [[14, VOCAB], [27]])
+    assert told == [[], [27], []]
+    assert drafting.take_rounds() == [DraftRound(("a",), worked=True)]
+
+
+def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
+    requests, split, names = started()
+    proposer = Counts()
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting.apply(requests)
+    drafting.hear([], [requests.by_id["a"]], is_off=False)
+    drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
+    assert [[name for name, _, _ in call] for call in proposer.calls] == [["b"]]
+
+
+def test_answers_of_any_kind_of_integer_are_tokens() -> None:
+    _, _, told = behind(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
+    assert told == [[14, 15], [27, 28], []]
+
+
+def test_what_stands_behind_the_drafts_that_were_wanted_is_no_fault() -> None:
+    """As of a class that fills its rows up to one length."""
+    drafting, _, told = behind(lambda contexts: [[14] * context.num_wanted + [VOCAB, -3] for context in contexts])
+    assert [set(row) for row in told] == [{14}, {14}, set()]
+    assert drafting.take_rounds() == [DraftRound((), worked=True)]
+
+
+def test_ranks_that_differ_have_no_drafts() -> None:
+    requests, split, names = started()
+    asked: list[Any] = []
+
+    def differ(drafts: Any) -> bool:
+        asked.append(drafts)
+        return False
+
+    drafting = HostDrafting(Counts(), Followed(split, requests, K), VOCAB, differ)
+    drafting.apply(requests)
+    done, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    drafting.propose_behind(done, K)
+    assert asked == [{"a": [14, 15, 16], "b": [27, 28, 29]}]
+    assert drafting.drafts_of(done).draft_token_ids == [[], [], []]
+    assert requests.num_drafts_R.tolist() == [0] * 5
+    assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
+
+
+def test_one_that_raises_still_answers_the_other_ranks() -> None:
+    requests, split, names = started()
+    asked: list[Any] = []
+    drafting = HostDrafting(Odd(raises), Followed(split, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts)))
+    drafting.apply(requests)
+    drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
+    assert asked == [None]
+
+
+# --- drafters on the device ---
+
+
+def test_warm_up_and_several_ranks_are_not_survived() -> None:
+    somebody = cast(Any, [SimpleNamespace(req_id="a")])
+    with pytest.raises(ZeroDivisionError):
+        Guard(alone=True).caught(ZeroDivisionError(), [])
+    with pytest.raises(ZeroDivisionError):
+        Guard(alone=False).caught(ZeroDivisionError(), somebody)
+    guard = Guard(alone=True)
+    guard.caught(ZeroDivisionError(), somebody)
+    guard.caught(ZeroDivisionError(), somebody)
+    assert guard.take() == [DraftRound(("a",), worked=False)], "one step, one round"
+
+
+def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
+    """Engines that run data parallel draft each for itself, with experts in common too."""
+
+    def model(group: Any) -> Any:
+        return SimpleNamespace(group=group)
+
+    one, two = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
+    for target, drafter, alone, apart in (
+        (one, None, True, None),
+        (one, one, True, None),
+        (two, None, False, None),
+        (two, two, False, None),
+        (two, one, False, two),
+    ):
+        guard = guard_of(model(target), drafter and model(drafter))
+        assert (guard._alone, guard._apart) == (alone, apart)
+
+
+def started_rows(kind: type[Rows]) -> Rows:
+    rows = kind(3)
+    rows.start(PROMPTS)
+    rows.check_steps(0)
+    assert rows.drafting.take_rounds() == []
+    return rows
+
+
+def while_broken(rows: Rows, owner: object, name: str) -> None:
+    """A step of all rows in which the drafter fails: nothing is drafted, and it is told."""
+    working = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: raises([]))
+    assert not any(rows.sample({name: [1] for name in PROMPTS}).values())
+    (told,) = rows.drafting.take_rounds()
+    assert set(told.faulty) == set(PROMPTS)
+    assert not told.worked
+    setattr(owner, name, working)
+
+
+@pytest.mark.parametrize("kind", [Rows, HeadRows])
+def test_behind_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
+    rows = started_rows(kind)
+    while_broken(rows, rows.drafting._proposer, "propose")
+    rows.check_steps(1)
+
+
+def test_a_draft_model_that_could_not_read_reads_again() -> None:
+    rows = started_rows(Rows)
+    while_broken(rows, rows.model, "forward")
+    rows.check_steps(1)
+
+
+def test_rows_of_which_a_head_could_not_read_everything_draft_no_more() -> None:
+    rows = HeadRows(3)
+    rows.start(PROMPTS)
+    while_broken(rows, rows.head, "forward")
+    assert not any(rows.sample({name: [2] for name in PROMPTS}).values())
+    check_nobody_shares(rows)
+
+
+def test_blocks_of_a_row_that_a_head_failed_for_are_not_shared() -> None:
+    """What the head wrote there may be no numbers, and whoever reads it would fail as well."""
+    rows = HeadRows(3)
+    rows.start(PROMPTS)
+    drafts = rows.sample({name: [2] for name in PROMPTS})
+    assert drafts == {name: rows.expected(name) for name in PROMPTS}
+    rows.drafting.hear([], [rows.requests.by_id["b"]], is_off=False)
+    assert rows.sample({name: [3] for name in PROMPTS})["b"] == []
+    check_nobody_shares(rows)
+
+
+def check_nobody_shares(rows: HeadRows) -> None:
+    """A request that shares blocks with `b` shares what is wrong with them; one with blocks of its own does not."""
+    blocks = rows.requests.tables_np[0][rows.requests.by_id["b"].row].tolist()
+    rows.requests.apply(step({}, finished=set(PROMPTS)))
+    rows.start({"shares": PROMPTS["b"]}, num_computed=BLOCK, blocks=blocks)
+    assert rows.sample({"shares": [1]}) == {"shares": []}
+    rows.requests.apply(step({}, finished={"shares"}))
+    rows.start({"own": PROMPTS["b"]}, blocks=blocks)
+    assert rows.sample({"own": [1]}) == {"own": rows.expected("own")} != {"own": []}
+
+
+def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
+    rows = started_rows(Rows)
+    by_id = rows.requests.by_id
+    rows.drafting.hear([by_id["a"]], [by_id["b"]], is_off=False)
+    drafts = rows.sample({name: [3] for name in PROMPTS})
+    assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
+    rows.drafting.hear([], [], is_off=True)
+    assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
+    assert rows.drafting.most([by_id["a"]], [3]).tolist() == [0]
+
+
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_no_number_in_one_row_leaves_it_without_drafts_and_says_so(device: type[HostBackend]) -> None:
+    rows = Rows(3, backend=device())
+    rows.start(PROMPTS)
+    working, spoilt = rows.model.logits, following([*PROMPTS["b"], 4])
+    rows.model.logits = lambda hidden: torch.where(hidden == spoilt, torch.nan, working(hidden))  # type: ignore[method-assign]
+    drafts = rows.sample({"a": [4], "b": [4], "c": [4]})
+    assert drafts["b"] == []
+    assert drafts["a"] == rows.expected("a")
+    numbers = {name: int(rows.requests.num_drafts_R[rows.requests.by_id[name].row]) for name in PROMPTS}
+    assert numbers == {"a": 3, "b": FAULTY, "c": 3}
+    told = rows.requests.told_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
+    assert told.tolist() == [FAULTY]

@@ -1,0 +1,212 @@
+"""When the drafter runs, for whom, and where its drafts end up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.support.fakes import HostBackend, new_request, step
+from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, StepResult, Verification
+from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.sampling.params import Sampling
+
+K = 3
+VOCAB = 100
+
+
+def on_one_rank(drafts: Mapping[str, Sequence[int]] | None) -> bool:
+    return drafts is not None
+
+
+class Counts:
+    """A host proposer that counts on from the last token, once more than it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[str, list[int], int]]] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
+        self.calls.append([(c.req_id, c.tokens_np.tolist(), c.num_wanted) for c in contexts])
+        return [[int(c.tokens_np[-1]) + 1 + i for i in range(c.num_wanted)] for c in contexts]
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        self.forgotten += req_ids
+
+
+class CountsOnDevice:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def follow(self, chunk: Inputs) -> None:
+        raise AssertionError("it has no model that could read it")
+
+    def propose(self, request: DraftRequest) -> Drafts:
+        self.num_calls += 1
+        last_B = request.history_RM.view(-1)[request.rows_B * request.history_RM.shape[1] + request.lengths_B - 1]
+        tokens_BK = last_B[:, None] + 1 + torch.arange(request.num_drafts)
+        return Drafts(tokens_BK.int(), request.num_wanted_B)
+
+
+def speculation(drafter_max_len: int | None = None) -> Speculation:
+    return Speculation(method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len)
+
+
+def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
+    recorder = StepRecorder()
+    listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
+    laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.torch_device)
+    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws, Guard(alone=True))
+    recorder.expect(drafting.signatures(sampling(requests)))
+    return drafting, recorder
+
+
+def sampling(requests: Requests) -> Sampling:
+    return Sampling(requests.backend, 4, VOCAB, 5, "raw_logprobs")
+
+
+def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
+    """Three rows with contexts of 2, 6 and 3 tokens; the third has speculation off."""
+    requests = Requests(HostBackend(), 4, 64, [16], 64, seed=0)  # type: ignore[arg-type]
+    off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
+    on = SamplingParams(max_tokens=50)
+    new = [
+        new_request("a", [10, 11], [1], params=on),
+        new_request("b", [20, 21, 22, 23, 24, 25], [2], params=on),
+        new_request("c", [30, 31, 32], [3], params=off),
+    ]
+    requests.apply(step({"a": 2, "b": 6, "c": 3}, new=new))
+    split = LengthSplit(requests.backend, 4, speculation(drafter_max_len), 64)
+    return requests, split, ["a", "b", "c"]
+
+
+def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tuple[StepResult, torch.Tensor]:
+    """A step in which each row got its tokens, padded by one row; and the lengths after it."""
+    members = [requests.by_id[name] for name in names]
+    width = max(map(len, tokens))
+    tokens_BQ = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tokens, []]], dtype=torch.int32)
+    verification = Verification(tokens_BQ, torch.tensor([*map(len, tokens), 1], dtype=torch.int32))
+    last = torch.tensor([*(len(member.known) - 1 for member in members), -1], dtype=torch.int32)
+    rows = torch.tensor([*(member.row for member in members), requests.pad_row])
+    requests.advance(rows, last, verification)
+    return StepResult(members, verification), last + 1 + verification.num_sampled_B
+
+
+def waiting(requests: Requests, name: str, length: int) -> list[int]:
+    """The drafts behind a row's last token."""
+    row = requests.by_id[name].row
+    return requests.history_RM[row, length : length + int(requests.num_drafts_R[row])].tolist()
+
+
+def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
+    """A host drafter that was asked behind a step of all three rows."""
+    requests, split, names = started(drafter_max_len)
+    proposer = Counts()
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    drafting.propose_behind(step_, K)
+    return requests, proposer, drafting, step_
+
+
+def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
+    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=8)
+    # "b" has 7 tokens and room for one more; "c" has speculation off.
+    assert proposer.calls == [[("a", [10, 11, 12, 13], 3), ("b", [20, 21, 22, 23, 24, 25, 26], 1)]]
+    assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
+    told = drafting.drafts_of(step_)
+    assert dict(zip(told.req_ids, told.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
+
+
+def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
+    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=3)
+    drafting.propose_behind(sampled(requests, ["a"], [[1]])[0], 0)
+    drafting.propose_behind(StepResult([]), K)  # nobody sampled: prompts go on
+    assert proposer.calls == []
+    assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
+
+
+def test_nothing_is_drafted_behind_a_stop() -> None:
+    """The scheduler ends the request there, whatever was accepted behind it."""
+    requests, split, names = started()
+    requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
+    # As vLLM's front end leaves them: an end token that is ignored stays among those that min_tokens forbids.
+    ignores = requests.by_id["b"].params = SamplingParams(max_tokens=50, ignore_eos=True)
+    ignores.update_from_generation_config({}, eos_token_id=26)
+    assert 26 in ignores.all_stop_token_ids
+    proposer = Counts()
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting.apply(requests)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    drafting.propose_behind(step_, K)
+    assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
+
+
+def test_the_host_drafter_hears_who_has_ended() -> None:
+    requests, split, _ = started()
+    proposer = Counts()
+    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    requests.apply(step({}, finished={"b"}))
+    drafting.apply(requests)
+    assert proposer.forgotten == ["b"]
+
+
+def test_the_device_drafter_proposes_behind_the_verification() -> None:
+    requests, split, names = started(drafter_max_len=8)
+    proposer = CountsOnDevice()
+    drafting, recorder = on_device(proposer, split, requests)
+    drafting.apply(requests)
+    step_, lengths = sampled(requests, names, [[12, 13], [26], [33]])
+    batch = make_sample_batch(requests, 4, 2, step_.requests, [16] * 3)
+    inputs = sampling(requests).prepare(batch, {})
+    step_.drafts = drafting.propose(batch, lengths, inputs, K)
+    assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
+    assert requests.num_drafts_R[requests.pad_row] == 0
+    told = drafting.drafts_of(step_)
+    assert dict(zip(told.req_ids, told.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
+    assert not recorder.unexpected
+    assert drafting.propose(batch, lengths, inputs, 0) is None
+    assert proposer.num_calls == 1, "nobody may draft: no call"
+
+
+def test_what_the_device_can_not_have_is_not_verified() -> None:
+    """With steps that overlap the host schedules places; past a row's limit it knows that there are no drafts."""
+    requests, split, _ = started(drafter_max_len=8)
+    drafting, _ = on_device(CountsOnDevice(), split, requests)
+    drafting.apply(requests)
+    row = requests.by_id["a"]
+    most = {}
+    for length in range(6, 14):
+        row.num_computed = length - 1  # if all drafts of the step in flight are accepted
+        (most[length],) = drafting.most([row], [K])
+    # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
+    assert most == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
+    row.num_computed = 5
+    assert drafting.most([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+
+
+def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:
+    """The host knows it, from what the scheduler said: here by wish, by the drafter's length, or by both."""
+    requests, split, _ = started(drafter_max_len=3)
+    proposer = CountsOnDevice()
+    drafting, _ = on_device(proposer, split, requests)
+    drafting.apply(requests)
+    requests.by_id["b"].num_computed = 6
+    for names in (["c"], ["b"], ["b", "c"]):
+        members = [requests.by_id[name] for name in names]
+        batch = make_sample_batch(requests, 4, 1, members, [6] * len(members))
+        inputs = sampling(requests).prepare(batch, {})
+        assert drafting.propose(batch, torch.full((4,), 7, dtype=torch.int32), inputs, K) is None
+    assert proposer.num_calls == 0

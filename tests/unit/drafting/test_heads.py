@@ -1,0 +1,411 @@
+"""Heads, over a target whose state and a head whose answer depend on every token and state at its own position.
+
+So one slot, position, token or hidden state that is off by one gives another draft.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.distributed import parallel_state
+
+from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, step
+from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
+from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.head import HeadProposer
+from vllm_gaudi_spec.drafting.head_reading import HeadReading, LastState
+from vllm_gaudi_spec.drafting.heads import LoadedHead, carried_too, layers_of, share
+from vllm_gaudi_spec.drafting.medusa import MedusaProposer
+from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
+from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
+from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
+from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
+from vllm_gaudi_spec.runner.batch import Located, locate
+from vllm_gaudi_spec.runner.hidden_states import Landing
+from vllm_gaudi_spec.runner.model import LoadedModel
+
+NOBODYS = 89.0  # the state of what is no real token
+
+
+def state_behind(tokens: list[int]) -> int:
+    """The target's, behind the last of them."""
+    return (11 * following(tokens) + 2) % VOCAB
+
+
+def carry(said: torch.Tensor) -> torch.Tensor:
+    return (3 * said + 1) % VOCAB
+
+
+class ReadsStates:
+    """Keeps (position + 1) * token + 5 * state in the KV slots, and says the sum over the context."""
+
+    def __init__(self, longest: int) -> None:
+        self.kv = torch.zeros((1 + 3 * MOST_BLOCKS) * BLOCK, dtype=torch.long)
+        self.longest = longest
+
+    def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
+        assert carried_TH is not None
+        assert int(inputs.positions_T.max()) < self.longest, "a position that the head does not have"
+        kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
+        self.kv[inputs.slots[0]] = kept
+        call, said = inputs.calls[0], []
+        assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
+        assert (call.starts_B + inputs.num_real_B <= self.longest).all()
+        for row in range(call.num_rows):
+            context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
+            said += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
+        last_TH = (torch.stack(said) % VOCAB)[:, None].float()
+        return Hidden(last_TH, carry(last_TH))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
+
+
+class HeadRows(Rows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.head = ReadsStates(drafter_max_len)
+        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.fresh: set[str] = set()
+        split = self.split(self.speculation("eagle", drafter_max_len))
+        reading = HeadReading(
+            self.head,
+            self.landing,
+            self.requests,
+            self.recorder,
+            self.shapes,
+            split,
+            ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
+            head_size=1,
+            longest=drafter_max_len,
+        )
+        proposer = HeadProposer(self.head, SameTokens(VOCAB, VOCAB))
+        return self.drafting_of("eagle", proposer, reading, drafter_max_len, split)
+
+    def forward(self, batch: Batch) -> None:
+        located = locate(batch.shape.phase, batch.uploaded, self.requests)
+        states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
+        for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
+            for query in range(count):
+                states[row, query] = state_behind(request.known[: request.num_computed + query + 1])
+        self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
+        self.fresh |= {request.req_id for request in batch.requests}
+        super().forward(batch)
+
+    def computed(self, names: list[str]) -> int:
+        decodes = [name for name in names if name not in self.fresh]
+        self.fresh -= set(names)
+        queries = 1 + self.num_drafts if any(self.drafted.get(name) for name in decodes) else 1
+        states = torch.full((len(decodes), queries), NOBODYS)
+        starts = [len(self.tokens[name]) - 1 for name in decodes]
+        counts = [1 + self.drafted.get(name, 0) for name in decodes]
+        for row, (name, start, count) in enumerate(zip(decodes, starts, counts, strict=True)):
+            request_row = self.requests.by_id[name].row
+            history = self.requests.history_RM[request_row].tolist()
+            for query in range(count):
+                states[row, query] = state_behind(history[: start + query + 1])
+        if decodes:
+            rows_B = torch.tensor([self.requests.by_id[name].row for name in decodes])
+            self.land(DECODE, rows_B, Located(torch.tensor(starts).int(), torch.tensor(counts).int()), states)
+        return queries
+
+    def land(self, phase: str, rows_B: torch.Tensor, located: Located, states: torch.Tensor) -> None:
+        states_TH = states.flatten()[:, None]
+        self.landing.put(phase, states.shape[1], rows_B, located, Hidden(states_TH, states_TH))
+
+    def expected(self, name: str) -> list[int]:
+        tokens = list(self.tokens[name])
+        kept = [(place + 1) * token + 5 * state_behind(tokens[: place + 1]) for place, token in enumerate(tokens[1:])]
+        room = min(self.head.longest, self.max_len - 1) - len(tokens)
+        drafts: list[int] = []
+        for place in range(len(tokens) - 1, len(tokens) - 1 + max(0, min(self.num_drafts, room))):
+            if drafts:
+                kept.append(place * drafts[-1] + 5 * ((3 * drafts[-1] + 1) % VOCAB))
+            drafts.append(sum(kept) % VOCAB)
+        return drafts
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_all_tokens_and_states(num_drafts: int, seed: int, device: type[HostBackend]) -> None:
+    rows = HeadRows(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    rows.check_steps(seed, share_off=0.3)
+
+
+def test_a_row_past_the_heads_longest_rides_along_without_drafts() -> None:
+    rows = HeadRows(num_drafts=4, drafter_max_len=32)
+    rows.start({"a": [5, 6, 7], "long": list(range(1, 60)), "near": list(range(2, 30))})
+    drafted = rows.sample({"a": [1], "long": [2], "near": [3]})
+    assert drafted == {"a": rows.expected("a"), "long": [], "near": rows.expected("near")}
+    assert len(drafted["near"]) == 3
+    rows.sample({"a": [2], "near": [4, 5, 6]})
+    assert rows.sample({"near": [4, 5]})["near"] == []
+    assert rows.sample({"a": [9]})["a"] == rows.expected("a")
+
+
+def test_a_head_that_is_not_asked_reads_on() -> None:
+    """Through a request that wants no drafts, whose blocks another request takes over."""
+    rows = HeadRows(num_drafts=3)
+    rows.start({"a": [5, 6, 7]})
+    for token in range(40):
+        rows.sample({"a": [token]}, most=0)
+    shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
+    # Of the last shared block the head's last slot belongs to a token that need not be the same: vLLM drops that block.
+    told = [*rows.tokens["a"][: 2 * BLOCK], *rows.tokens["a"][2 * BLOCK : 2 * BLOCK + 1], 9, 9]
+    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
+
+
+def test_a_row_that_the_host_sees_too_far_ahead_is_read() -> None:
+    """Its last eight drafts were rejected, which the host did not know when it scheduled a step without drafts; by its
+    count the row is past the head's longest."""
+    rows = HeadRows(num_drafts=8, drafter_max_len=32)
+    rows.start({"a": list(range(1, 26))})
+    rows.sample({"a": [40]})
+    rows.sample({"a": [50]}, most=0)  # all rejected
+    rows.drafted["a"] = 0
+    rows.rejected["a"] = 8
+    rows.sample({"a": [51]}, most=0)
+    assert rows.sample({"a": [52]})["a"] == rows.expected("a") != []
+
+
+def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
+    rows = HeadRows(num_drafts=2, drafter_max_len=24)
+    rows.start({"a": [5, 6, 7], "b": list(range(1, 40))}, chunk=24)
+    told = {"c": list(range(3, 20)), "d": list(range(2, 42))}
+    rows.start({"d": told["d"]}, chunk=32, blocks=list(range(60, 70)))
+    new = [new_request("c", told["c"], list(range(80, 90)))]
+    scheduled = step({"c": 17, "d": 8}, new=new, running=cached({"d": 32}))
+    rows.requests.apply(scheduled)
+    for request in rows.requests.admitted:
+        rows.sampling.admit(request)
+    rows.drafting.apply(rows.requests)
+    batches = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
+    assert [len(batch.requests) for batch in batches] == [2]
+    rows.forward(batches[0])
+    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    assert rows.sample({"c": [1], "d": [2]}) == {"c": rows.expected("c"), "d": []}
+
+
+def test_nothing_is_read_when_every_row_is_past() -> None:
+    rows = HeadRows(num_drafts=2, drafter_max_len=16)
+    rows.start({"a": list(range(1, 60))}, chunk=64)
+    rows.sample({"a": [1]})
+    rows.recorder._seen.clear()
+    kv = rows.head.kv.clone()
+    rows.sample({"a": [2]})
+    assert not rows.recorder._seen
+    assert torch.equal(rows.head.kv, kv)
+
+
+def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
+    """After each step, the slots up to the last position that was read hold exactly what the tokens say."""
+    rng = random.Random(1)
+    rows = HeadRows(num_drafts=4)
+    rows.start(PROMPTS)
+    drafts: dict[str, list[int]] = {name: [] for name in PROMPTS}
+    for _ in range(10):
+        answers = {name: [*drafts[name][: rng.randint(0, 4)], rng.randrange(VOCAB)] for name in PROMPTS}
+        drafts |= rows.sample(answers)
+        for name in PROMPTS:
+            tokens = rows.tokens[name]
+            blocks = rows.requests.tables_np[0][rows.requests.by_id[name].row]
+            own = rows.head.kv.view(-1, BLOCK)[torch.from_numpy(blocks).long()].flatten()[: len(tokens) - 1]
+            kept = [(p + 1) * tokens[p + 1] + 5 * state_behind(tokens[: p + 1]) for p in range(len(tokens) - 1)]
+            assert own.tolist() == kept
+
+
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> None:
+    rows = HeadRows(num_drafts=3, drafter_max_len=600, max_len=600, exact_context=False, backend=device())
+    rows.check_warm_up()
+
+
+# --- Medusa ---
+
+
+class SaysMultiples:
+    """Head i says (i + 1) times the state."""
+
+    def logits_of_heads(self, hidden_BH: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
+        said_B = hidden_BH[:, 0].long()
+        return (torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
+
+
+class MedusaRows(HeadRows):
+    def build(self, drafter_max_len: int) -> DeviceDrafting:
+        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.fresh: set[str] = set()
+        proposer = MedusaProposer(SaysMultiples(), SameTokens(VOCAB, VOCAB))
+        return self.drafting_of("medusa", proposer, LastState(self.landing), drafter_max_len)
+
+    def expected(self, name: str) -> list[int]:
+        state = state_behind(self.tokens[name][:-1])
+        return [state * (place + 1) % VOCAB for place in range(self.num_drafts)]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_medusa_reads_the_state_behind_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
+    rows = MedusaRows(num_drafts, backend=device())
+    rows.start(PROMPTS)
+    rows.check_steps(seed=0)
+
+
+# --- vocabularies ---
+
+
+def test_a_head_that_says_fewer_tokens() -> None:
+    said = torch.tensor([2, 5, 6])
+    translation = FewerTokens(said, 8)
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    expected = torch.full((1, 8), -torch.inf)
+    expected[0, said] = logits[0]
+    assert torch.equal(translation.to_target(logits), expected)
+    assert torch.equal(translation.to_drafter(said), said)
+
+
+def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
+    landing = Landing(3, 2, 8, 1, torch.float32, torch.device("cpu"), carried_size=2)
+    rows_B, located = torch.tensor([0, 1]), Located(torch.tensor([4, 7]).int(), torch.tensor([2, 1]).int())
+    last, carried = torch.arange(4.0)[:, None], torch.arange(8.0).view(4, 2)
+    landing.put(DECODE, 2, rows_B, located, Hidden(last, carried))
+    assert torch.equal(landing.carried(rows_B, 2), carried)
+    assert torch.equal(landing.take(rows_B, 2).hidden_NH, last)
+    assert landing.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    landing.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
+    assert torch.equal(landing.chunk(4), carried + 20)
+    assert torch.equal(landing.chunk_TH[:4], last)
+
+
+# --- what is the target's ---
+
+
+def linear(*size: int) -> nn.Linear:
+    return nn.Linear(*(size or (3, 4)), bias=False)
+
+
+def model_of(**parts: nn.Module) -> nn.Module:
+    """`inner_x` becomes `model.x`."""
+    made, made.model = nn.Module(), nn.Module()
+    for name, part in parts.items():
+        owner = made.model if name.startswith("inner_") else made
+        setattr(owner, name.removeprefix("inner_"), part)
+    return made
+
+
+def test_a_head_without_matrices_gets_the_targets() -> None:
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear())
+    head.has_own_embed_tokens = head.has_own_lm_head = False  # type: ignore[assignment]
+    share(target, head)
+    assert head.model.embed_tokens is target.model.embed_tokens  # type: ignore[union-attr]
+    assert head.lm_head is target.lm_head
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_matrices_of_its_own_stay_unless_they_are_the_same(equal: bool) -> None:
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    head.has_own_embed_tokens = head.has_own_lm_head = True  # type: ignore[assignment]
+    if equal:
+        head.lm_head.weight = nn.Parameter(target.lm_head.weight.clone())  # type: ignore[union-attr]
+    share(target, head)
+    assert head.model.embed_tokens is not target.model.embed_tokens  # type: ignore[union-attr]
+    assert (head.lm_head is target.lm_head) == equal
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"9": layers[0]})])
+def test_each_layer_of_several_token_prediction_writes_with_the_targets_matrix(container: Any) -> None:
+    """Whether the class says what its checkpoint has, or not."""
+    layer = nn.Module()
+    layer.shared_head = model_of(head=linear())
+    target = model_of(inner_embed_tokens=linear(), lm_head=linear())
+    share(target, model_of(inner_layers=container([layer]), inner_embed_tokens=linear()))
+    assert layer.shared_head.head is target.lm_head
+
+
+def test_a_target_may_write_with_its_embeddings() -> None:
+    target, head = model_of(inner_embed_tokens=linear()), model_of(inner_embed_tokens=linear())
+    share(target, head)
+    assert head.lm_head is target.model.embed_tokens  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedConfigError, match="keeps its embeddings where heads do not look"):
+        share(model_of(lm_head=linear()), head)
+
+
+def test_a_whole_head_takes_parts_of_a_target_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ask the ranks that have the rest of them, from within a head that asks nobody."""
+    target_group, alone = SimpleNamespace(world_size=2), SimpleNamespace(world_size=1)
+    asked: list[Any] = []
+
+    class Embeddings(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            asked.append(parallel_state.get_tp_group())
+            return tokens + 1
+
+    target = model_of(inner_embed_tokens=Embeddings(), lm_head=linear())
+    head = model_of(inner_embed_tokens=linear())
+    monkeypatch.setattr(parallel_state, "_TP", alone)
+    share(target, head, target_group)  # type: ignore[arg-type]
+    assert head.model.embed_tokens(torch.tensor(3)) == 4  # type: ignore[union-attr, operator]
+    assert asked == [target_group]
+    assert parallel_state.get_tp_group() is alone
+    assert head.lm_head is target.lm_head
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
+    """`another`: a head reads other states than those that logits are made of."""
+    sent: list[torch.Tensor] = []
+
+    def broadcast(states: torch.Tensor) -> torch.Tensor:
+        sent.append(states)
+        return states + 100
+
+    loaded: Any = LoadedModel.__new__(LoadedModel)
+    loaded.group = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
+    last, carried = torch.zeros(2, 3), torch.ones(2, 3)
+    told = loaded._told(Hidden(last, carried if another else last))
+    assert len(sent) == 1
+    assert told.carried.tolist() == [[101.0 if another else 100.0] * 3] * 2
+    assert (told.last is last) if another else (told.last is told.carried)
+    # Medusa reads what logits are made of.
+    assert loaded._told(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
+    assert loaded._told(Hidden(last)).carried is None
+
+
+def test_a_head_takes_no_adapters() -> None:
+    head: Any = LoadedHead.__new__(LoadedHead)
+    with pytest.raises(AssertionError, match="the target's alone"):
+        head.logits(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_head_with_two_answers_carries_the_second() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    assert carried_too((first, second), None) == Hidden(first, second)
+    assert carried_too(first, None) == Hidden(first, first)
+
+
+def test_the_layers_that_a_head_reads() -> None:
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
+    assert layers_of(SimpleNamespace(eagle_aux_hidden_state_layer_ids=[2, 3], eagle_config=nested)) == [2, 3]
+    assert layers_of(SimpleNamespace(eagle_config=nested)) == [1, 5]
+    assert layers_of(SimpleNamespace(eagle_config=None)) is None
+
+
+def test_requests_end_and_their_rows_serve_others() -> None:
+    rows = HeadRows(num_drafts=3)
+    rows.start({"a": list(range(1, 40))})
+    rows.sample({"a": [4]})
+    rows.requests.apply(step({}, finished={"a"}))
+    rows.start({"b": [7, 8]})
+    assert rows.sample({"b": [1]}) == {"b": rows.expected("b")}

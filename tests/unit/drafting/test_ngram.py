@@ -1,0 +1,142 @@
+"""N-gram drafts against a loop, on the host and, for whole batches, on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.reference.ngram import ngram_drafts
+from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
+from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
+
+SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
+NEVER = 999
+"""Stands behind a row's end. A draft that holds it was read from where nothing is known."""
+
+
+def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
+    raise AssertionError("n-grams have no logits")
+
+
+def on_host(tokens: list[int], sizes: tuple[int, int], num_wanted: int) -> list[int]:
+    context = Context(
+        req_id="a", tokens_np=np.array(tokens, dtype=np.int32), num_prompt=len(tokens), num_wanted=num_wanted
+    )
+    return list(NgramProposer(*sizes).propose([context])[0])
+
+
+def random_texts(seed: int, count: int, longest: int) -> list[list[int]]:
+    """Tiny alphabets and loops, so that matches of every length and distance come up."""
+    rng = np.random.default_rng(seed)
+    texts = []
+    for _ in range(count):
+        length = int(rng.integers(1, longest + 1))
+        text = rng.integers(0, rng.integers(1, 5), length)
+        period = int(rng.integers(1, 8))
+        if rng.random() < 0.3:
+            text = np.resize(text[:period], length)
+        texts.append(text.tolist())
+    return texts
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_host_equals_the_loop(sizes: tuple[int, int]) -> None:
+    for num_wanted in (1, 4, 11):
+        for text in random_texts(num_wanted, 200, 40):
+            assert on_host(text, sizes, num_wanted) == ngram_drafts(text, *sizes, num_wanted), text
+
+
+def test_a_loop_is_drafted_in_full_length() -> None:
+    assert on_host([7, 1, 2, 3, 1, 2, 3], (2, 3), 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert on_host([5, 5, 5], (1, 4), 6) == [5] * 6
+
+
+def test_a_longer_match_beats_a_more_recent_one() -> None:
+    assert on_host([1, 2, 3, 9, 0, 3, 8, 1, 2, 3], (1, 3), 1) == [9]
+
+
+def test_of_equal_matches_the_most_recent_one_counts() -> None:
+    assert on_host([2, 3, 8, 2, 3, 9, 0, 2, 3], (2, 2), 1) == [9]
+
+
+def test_a_match_below_the_minimum_is_none() -> None:
+    assert on_host([3, 9, 3], (2, 4), 4) == []
+
+
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_a_text_too_short_to_repeat(tokens: list[int]) -> None:
+    assert on_host(tokens, (1, 3), 4) == []
+
+
+def test_host_reads_inside_the_view_only() -> None:
+    """The array behind the view goes on."""
+    array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
+    context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, num_wanted=4)
+    assert list(NgramProposer(1, 3).propose([context])[0]) == [5, 1, 2, 5]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("num_drafts", [1, 5])
+def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
+    rng = np.random.default_rng(num_drafts)
+    for seed in range(10):
+        texts = random_texts(seed, 12, 24)
+        width, pad_row = 24, len(texts)
+        history = torch.full((pad_row + 1, width), NEVER, dtype=torch.int32)
+        for row, text in enumerate(texts):
+            history[row, : len(text)] = torch.tensor(text)
+        rows = [*rng.permutation(pad_row).tolist(), pad_row, pad_row]
+        wanted = [int(rng.integers(0, num_drafts + 1)) if row < pad_row else 0 for row in rows]
+        lengths = [len(texts[row]) if row < pad_row else 0 for row in rows]
+        drafts = DeviceNgramProposer(*sizes).propose(
+            DraftRequest(
+                rows_B=torch.tensor(rows),
+                history_RM=history,
+                lengths_B=torch.tensor(lengths, dtype=torch.int32),
+                num_wanted_B=torch.tensor(wanted, dtype=torch.int32),
+                num_drafts=num_drafts,
+                blocks=Blocks((), ()),
+                choose=no_model,
+            )
+        )
+        assert drafts.tokens_BK.dtype == drafts.num_drafts_B.dtype == torch.int32
+        assert drafts.tokens_BK.shape == (len(rows), num_drafts)
+        assert not (drafts.tokens_BK == NEVER).any()
+        for b, row in enumerate(rows):
+            expected = on_host(texts[row], sizes, wanted[b]) if wanted[b] else []
+            assert drafts.tokens_BK[b, : drafts.num_drafts_B[b]].tolist() == expected
+
+
+def test_device_program_depends_on_shapes_alone() -> None:
+    """It exports as one graph: no read of a value, no shape that depends on one."""
+
+    class Program(torch.nn.Module):
+        def forward(self, rows_B, history_RM, lengths_B, num_wanted_B):
+            request = DraftRequest(
+                rows_B=rows_B,
+                history_RM=history_RM,
+                lengths_B=lengths_B,
+                num_wanted_B=num_wanted_B,
+                num_drafts=4,
+                blocks=Blocks((), ()),
+                choose=no_model,
+            )
+            return tuple(DeviceNgramProposer(1, 3).propose(request))[:2]
+
+    rows = torch.arange(3)
+    history = torch.randint(0, 3, (4, 20), dtype=torch.int32)
+    lengths = torch.tensor([20, 0, 9], dtype=torch.int32)
+    wanted = torch.tensor([4, 0, 2], dtype=torch.int32)
+    program = torch.export.export(Program(), (rows, history, lengths, wanted), strict=False).module()
+    again = (rows.flip(0), history.roll(1, 0), lengths.flip(0), wanted.flip(0))
+    for exported, eager in zip(program(*again), Program()(*again), strict=True):
+        assert torch.equal(exported, eager)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
+@pytest.mark.parametrize("proposer", [NgramProposer, DeviceNgramProposer])
+def test_wrong_sizes_are_refused(proposer: type, sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="prompt_lookup_min"):
+        proposer(*sizes)

@@ -1,0 +1,324 @@
+"""Text between two vocabularies: the drafter's tokens of a growing text, and the target's tokens of a draft."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.drafting.test_token_bytes import byte_level, random_texts, sentencepiece_bpe, unigram, word_piece
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal.coverage import Coverage
+from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder
+from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
+from vllm_gaudi_spec.drafting.universal.timeline import Reader, Timeline
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import match
+
+SPECIAL = dict(bos_token="<s>", eos_token="</s>")
+NAMED_OTHERWISE = dict(bos_token="<|begin|>", eos_token="<|end|>")
+TOKENIZERS = {
+    "byte_level": lambda: byte_level(420, **NAMED_OTHERWISE),
+    "small byte_level": lambda: byte_level(300, **NAMED_OTHERWISE),
+    "sentencepiece": lambda: sentencepiece_bpe(**SPECIAL),
+    "sentencepiece with a space in front": lambda: sentencepiece_bpe(prefix=True, **SPECIAL),
+    "unigram": lambda: unigram(**SPECIAL),
+    "word_piece": word_piece,
+}
+
+
+class Languages:
+    """A target and a drafter."""
+
+    def __init__(self, target: str, drafter: str) -> None:
+        self.name = drafter
+        self.tokenizers = TOKENIZERS[target](), TOKENIZERS[drafter]()
+        self.models = [ModelTokenizer(tokenizer) for tokenizer in self.tokenizers]
+        self.target, self.drafter = (read_vocabulary(model) for model in self.models)
+        self.map = match(self.target, self.drafter, *map(len, self.tokenizers))
+        self.reader = Reader(
+            self.target, self.drafter, Encoder(self.models[1], len(self.tokenizers[1])), self.map.target_to_draft
+        )
+
+    def said(self, text: str) -> list[int]:
+        """By the target."""
+        ids: list[int] = self.tokenizers[0].encode(text, add_special_tokens=False)
+        return ids
+
+    def spelled(self, ids: list[int]) -> bytes:
+        """By tokens of the drafter."""
+        return b"".join(self.drafter.bytes_by_id[token] or b"" for token in ids)
+
+    def rewriter(self) -> Rewriter:
+        return Rewriter(
+            self.target, self.drafter, Encoder(self.models[0], len(self.tokenizers[0])), self.map.draft_to_target
+        )
+
+
+EVERY_PAIR = [(target, drafter) for target in TOKENIZERS for drafter in TOKENIZERS if "word_piece" not in target]
+
+
+@pytest.fixture(params=EVERY_PAIR, ids=" reads ".join, scope="module")
+def languages(request: pytest.FixtureRequest) -> Languages:
+    return Languages(*request.param)
+
+
+def pieces(ids: list[int], rng: random.Random, most: int = 5) -> Iterator[list[int]]:
+    begin = 0
+    while begin < len(ids):
+        count = rng.randint(1, most)
+        yield ids[begin : begin + count]
+        begin += count
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+def test_a_growing_text_is_encoded_like_a_whole_one(languages: Languages) -> None:
+    rng = random.Random(1)
+    # Without words, the best way to cut a text depends on all of it.
+    compared = languages.spelled if "unigram" in languages.name else list
+    for text in [*random_texts(3, 10), " ".join(random_texts(5, 40))]:
+        ids = languages.said(text)
+        grown = Timeline(languages.reader)
+        for piece in pieces(ids, rng):
+            grown.extend(piece)
+        whole = Timeline(languages.reader)
+        whole.extend(ids)
+        assert compared(grown.tokens(0)) == compared(whole.tokens(0))
+
+
+def test_what_the_drafter_reads_spells_the_text() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    for text in random_texts(7, 50):
+        timeline = Timeline(languages.reader)
+        timeline.extend(languages.said(text))
+        assert languages.spelled(timeline.tokens(0)).decode() == text
+
+
+def test_only_the_end_of_a_long_text_is_encoded_again() -> None:
+    encoder = Encoder(ModelTokenizer(TOKENIZERS["byte_level"]()), 1000)
+    text, known, lengths = "", Encoded(), []
+    original = encoder.encode
+
+    def watched(piece: str) -> Encoded:
+        lengths.append(len(piece))
+        return original(piece)
+
+    encoder.encode = watched  # type: ignore[method-assign]
+    for word in " ".join(random_texts(11, 200)).split(" "):
+        text += f" {word}"
+        encoder.extend(known, text)
+    assert known == original(text)
+    assert len(text) > 5000
+    assert sum(length > 400 for length in lengths) < len(lengths) / 50
+
+
+def test_characters_cut_in_two_come_back_whole() -> None:
+    """Byte by byte, as a target writes what its vocabulary does not have."""
+    languages = Languages("byte_level", "byte_level")
+    text = "né 東京 🙂!"
+    timeline = Timeline(languages.reader)
+    for byte in text.encode():
+        token = languages.target.id_by_bytes[bytes([byte])]
+        timeline.extend([token])
+        spelled = languages.spelled(timeline.tokens(0))
+        assert timeline.is_complete
+        assert text.encode().startswith(spelled)
+        assert (timeline.open_text is None) == (spelled.decode(errors="ignore").encode() != spelled)
+    assert timeline.tokens(0) == languages.reader.encoder.encode(text).ids
+
+
+def test_a_drafter_without_bytes_waits_for_the_whole_character() -> None:
+    languages = Languages("byte_level", "word_piece")
+    timeline = Timeline(languages.reader)
+    first, *others = [languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode()]
+    timeline.extend([first])
+    assert not timeline.is_complete
+    timeline.extend(others)
+    assert timeline.is_complete
+
+
+def test_special_tokens_are_read_by_what_they_are_for() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    target, drafter = languages.target.roles, languages.drafter.roles
+    timeline = Timeline(languages.reader)
+    timeline.extend([target.bos, *languages.said("one"), target.eos[0], *languages.said("two")])  # type: ignore[list-item]
+    encode = languages.reader.encoder.encode
+    assert timeline.tokens(0) == [drafter.bos, *encode("one").ids, drafter.eos[0], *encode("two").ids]
+    assert timeline.open_text == "two"
+
+
+def test_names_of_special_tokens_in_a_text_are_text() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    timeline = Timeline(languages.reader)
+    timeline.extend([languages.target.id_by_bytes[bytes([byte])] for byte in b"a<|end|>b"])
+    assert not set(timeline.tokens(0)) & set(languages.drafter.special_names)
+
+
+def test_bos_stands_once() -> None:
+    """The drafter's tokenizer puts one in front; the target may have written one as well."""
+    from tokenizers.processors import TemplateProcessing
+
+    languages = Languages("sentencepiece", "byte_level")
+    bos = languages.drafter.roles.bos
+    languages.tokenizers[1].backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", bos)]
+    )
+    reader = Reader(
+        languages.target, languages.drafter, Encoder(languages.models[1], 1000), languages.map.target_to_draft
+    )
+    for start in ([], [languages.target.roles.bos]):
+        timeline = Timeline(reader)
+        timeline.extend([*start, *languages.said("one")])  # type: ignore[list-item]
+        assert timeline.tokens(0) == [bos, *reader.encoder.encode("one").ids]
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    with pytest.raises(UnsupportedConfigError, match="fast tokenizer"):
+        Encoder(ModelTokenizer(object()), 1000)
+
+
+def test_tokens_that_the_model_has_not_are_left_out() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    languages.tokenizers[1].add_tokens(["lovely"])
+    size = len(languages.tokenizers[1]) - 1
+    assert size in languages.tokenizers[1].encode("a lovely day")
+    found = Encoder(languages.models[1], size).encode("a lovely day")
+    assert max(found.ids) < size
+    assert len(found.ids) == len(found.ends)
+
+
+# ---- what has been read --------------------------------------------------------------------------------
+
+
+class Device:
+    """Keeps, by position, the token whose KV was written last."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.kv = timeline, [-1] * 5000
+
+    def write(self, begin: int, tokens: list[int]) -> None:
+        self.kv[begin : begin + len(tokens)] = tokens
+
+    def read_all(self, rng: random.Random) -> None:
+        timeline = self.timeline
+        while timeline.num_read < len(timeline):
+            begin, end = timeline.num_read, rng.randint(timeline.num_read + 1, len(timeline))
+            self.write(begin, timeline.tokens(begin, end))
+            timeline.read(end)
+
+    def check(self) -> None:
+        count = self.timeline.num_read
+        assert self.kv[:count] == self.timeline.tokens(0, count)
+
+
+@pytest.mark.parametrize("host_knows_drafts", [False, True])
+def test_what_counts_as_read_was_read(languages: Languages, host_knows_drafts: bool) -> None:
+    """Rounds with any number of drafts, of which any number is accepted, or none were made."""
+    rng = random.Random(5)
+    kept = 0
+    for text in random_texts(13, 15):
+        device = Device(timeline := Timeline(languages.reader))
+        ids, place = languages.said(text), 0
+        while place < len(ids):
+            accepted = 0
+            if place and rng.random() < 0.8:
+                device.read_all(rng)
+                wanted = rng.randint(1, 5)
+                right = ids[place : place + rng.randint(0, wanted)]
+                accepted = next((i for i, t in enumerate(right) if languages.reader.partner(t) < 0), len(right))
+                drafts = [languages.reader.partner(token) for token in right[:accepted]]
+                drafts += [rng.randrange(300) for _ in range(wanted - accepted)]
+                device.write(len(timeline), drafts[:-1])
+                timeline.drafted(wanted, drafts if host_knows_drafts else ())
+            new = ids[place : place + accepted + 1]
+            place += accepted + 1
+            timeline.verified(new[:accepted])
+            before = timeline.num_read
+            timeline.extend(new)
+            device.check()
+            kept += timeline.num_read > before
+    # Most tokens of word pieces have no partner.
+    assert kept > (0 if languages.name == "word_piece" else 5), "accepted drafts are read again"
+
+
+# ---- writing -------------------------------------------------------------------------------------------
+
+
+def draft(languages: Languages, text: str) -> list[int]:
+    return languages.reader.encoder.encode(text).ids
+
+
+def spelled(languages: Languages, ids: list[int]) -> bytes:
+    return b"".join(languages.target.bytes_by_id[token] or b"" for token in ids)
+
+
+def test_a_draft_is_written_anew(languages: Languages) -> None:
+    """Whatever comes out spells the beginning of what was drafted, and mostly all of it."""
+    rewriter, rng, whole = languages.rewriter(), random.Random(3), 0
+    texts = random_texts(17, 30)
+    for text in texts:
+        cut = rng.randrange(len(text) + 1)
+        known, rest = text[:cut], text[cut:]
+        drafts = draft(languages, rest)
+        said = takewhile(lambda piece: piece is not None, (languages.drafter.bytes_by_id[token] for token in drafts))
+        meant = b"".join(said)  # type: ignore[arg-type]  # what a drafter has no tokens for is a special one
+        found = spelled(languages, rewriter.rewrite(drafts, known))
+        assert found == meant or not found
+        whole += found == meant
+    assert whole > len(texts) / 2
+
+
+def test_a_draft_that_ends_within_a_character_is_cut_before_it() -> None:
+    languages = Languages("byte_level", "byte_level")
+    rewriter = languages.rewriter()
+    drafts = [languages.drafter.id_by_bytes[bytes([byte])] for byte in "ok é".encode()]
+    assert spelled(languages, rewriter.rewrite(drafts[:-1], "")) == b"ok "
+    assert spelled(languages, rewriter.rewrite(drafts, "")) == "ok é".encode()
+    assert rewriter.rewrite(drafts[-1:], "") == []
+
+
+def test_the_end_of_a_draft_ends_it_on_the_other_side() -> None:
+    languages = Languages("sentencepiece", "byte_level")
+    (end,), (target_end,) = languages.drafter.roles.eos, languages.target.roles.eos
+    found = languages.rewriter().rewrite([*draft(languages, "yes"), end, *draft(languages, "no")], "")
+    assert spelled(languages, found) == b"yes"
+    assert found[-1] == target_end
+
+
+def test_a_draft_that_goes_on_within_a_word_is_written_as_the_target_would() -> None:
+    """Behind "the", " the" and not "t", "h", "e": the known text stands before it when it is encoded."""
+    languages = Languages("byte_level", "small byte_level")
+    known, rest = "the ", "the"
+    whole = languages.said(known + rest)
+    begin = len(languages.said(known))
+    assert languages.rewriter().rewrite(draft(languages, rest), known) in (whole[begin:], languages.said(rest))
+
+
+# ---- coverage ------------------------------------------------------------------------------------------
+
+
+def test_too_few_common_tokens_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def warn(message: str, *args: Any) -> None:
+        said.append(message % args)
+
+    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.coverage"), "warning", warn)
+    half = np.where(np.arange(100) < 50, 1, -1)
+    for covered, expected in ((np.zeros(100), 0), (half, 1)):
+        said.clear()
+        coverage = Coverage(covered)
+        coverage.saw(list(range(100)))
+        assert not said, "too early"
+        for _ in range(100):
+            coverage.saw(list(range(100)))
+        assert len(said) == expected
+    assert "50%" in said[0]
+    assert "slem" in said[0]

@@ -1,0 +1,211 @@
+"""Suffix decoding against a count over all substrings, and what the proposer feeds into a cache."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from tests.support.reference.suffix import suffix_drafts
+from vllm_gaudi_spec.drafting import suffix
+from vllm_gaudi_spec.drafting.suffix import NOTHING, Draft, SuffixCache, SuffixProposer, Text
+from vllm_gaudi_spec.records import Context
+
+OPTIONS = [(24, 8, 1.0, 0.1), (24, 3, 2.0, 0.5), (6, 8, 1.0, 0.0), (3, 8, 4.0, 0.3), (9, 5, 0.5, 1.0), (1, 4, 1.0, 0.1)]
+
+
+def texts_of(rng: np.random.Generator, count: int, longest: int) -> list[list[int]]:
+    """A loop with a few tokens changed: matches of all lengths, certain and uncertain ones."""
+    texts = []
+    for _ in range(count):
+        text = np.resize(rng.integers(0, 4, int(rng.integers(1, 9))), int(rng.integers(1, longest)))
+        text[rng.random(text.size) < 0.15] = rng.integers(0, 4)
+        texts.append(text.tolist())
+    return texts
+
+
+def pieces(rng: np.random.Generator, text: list[int]) -> list[list[int]]:
+    cuts = sorted(rng.integers(0, len(text) + 1, 3).tolist())
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def assert_best(draft: Draft, expected: list[tuple[list[int], float]]) -> None:
+    best = max((score for _, score in expected), default=0.0)
+    assert draft.score == pytest.approx(best)
+    # Suffixes of different lengths may promise the same: then either is right.
+    assert not draft.token_ids or draft.token_ids in [ids for ids, score in expected if score == pytest.approx(best)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_drafts_equal_the_count_over_all_substrings(
+    options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suffix, "MAX_PLACES", 10_000)
+    depth, num_wanted, factor, min_prob = options
+    rng = np.random.default_rng(depth)
+    for _ in range(60):
+        cache = SuffixCache(depth, 4)
+        past = texts_of(rng, 6, 30)
+        for number, response in enumerate(past):
+            cache.start_request(f"p{number}", [7, 0])
+            for piece in pieces(rng, response):
+                cache.add_active_response(f"p{number}", piece)
+            cache.stop_request(f"p{number}")
+        assert list(cache.cached_requests) == ["p2", "p3", "p4", "p5"]
+        (text,) = texts_of(rng, 1, 60)
+        cache.start_request("a", np.array(text[:10], dtype=np.int32))
+        cache.add_active_response("a", text[10:])
+        assert list(cache.active_requests) == ["a"]
+        draft = cache.speculate("a", text, num_wanted, factor, min_prob)
+        ways = (suffix_drafts(texts, text, depth, num_wanted, factor, min_prob) for texts in ([text], past[2:]))
+        assert_best(draft, [way for each in ways for way in each])
+
+
+def test_only_the_newest_places_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MAX_PLACES", 3)
+    text = Text(24)
+    text.append([1, 5] * 10 + [1, 6] * 3 + [1])
+    assert text.speculate([1], [0, 1], 0.0, Draft()) == Draft([6], 1.0)
+
+
+def test_a_long_text_is_found_in_after_its_tables_grew() -> None:
+    rng = np.random.default_rng(3)
+    tokens = rng.permutation(5000).tolist()
+    text = Text(24)
+    for piece in np.array_split(tokens, 700):
+        text.append(piece)
+    assert all(len(heads) >= len(tokens) for heads in text._heads)
+    limits = [min(6, m, 24 - m) for m in range(25)]
+    for end in rng.integers(24, 4990, 100):
+        draft = text.speculate(tokens[end - 24 : end], limits, 0.1, Draft())
+        assert draft == Draft(tokens[end : end + 6], 6.0)
+
+
+def test_old_responses_leave_their_memory_and_the_rest_is_found() -> None:
+    cache = SuffixCache(8, 3)
+    for number in range(50):
+        cache.start_request(str(number), [])
+        cache.add_active_response(str(number), list(range(number * 10, number * 10 + 10)))
+        cache.stop_request(str(number))
+    cache.start_request("a", [])
+    for number in range(50):
+        draft = cache.speculate("a", [number * 10 + 1, number * 10 + 2], 2)
+        assert draft.token_ids == ([number * 10 + 3, number * 10 + 4] if number >= 47 else [])
+    past = cache._past
+    assert len(past._tokens) < 100
+    assert past._dropped > 300
+    assert all(len(earlier) == len(past._tokens) for earlier in past._earlier)
+
+
+def test_no_cached_requests_means_no_memory_of_responses() -> None:
+    cache = SuffixCache(8, 0)
+    cache.start_request("a", [1, 2])
+    cache.add_active_response("a", [3, 4, 5])
+    cache.stop_request("a")
+    cache.start_request("b", [3, 4])
+    assert cache.speculate("b", [3, 4], 4) == Draft()
+    assert not cache.cached_requests
+
+
+# --- the proposer ---
+
+
+class FakeCache(SuffixCache):
+    """Arctic's methods; remembers what it was told."""
+
+    def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
+        super().__init__(max_tree_depth, max_cached_requests)
+        self.calls: list[tuple] = []
+
+    def start_request(self, req_id, prompt_token_ids):
+        self.calls.append(("start", req_id, prompt_token_ids.tolist()))
+        super().start_request(req_id, prompt_token_ids)
+
+    def add_active_response(self, req_id, token_ids):
+        assert token_ids.dtype == np.int32
+        assert token_ids.flags["C_CONTIGUOUS"]
+        self.calls.append(("add", req_id, token_ids.tolist()))
+        super().add_active_response(req_id, token_ids)
+
+    def stop_request(self, req_id):
+        self.calls.append(("stop", req_id))
+        super().stop_request(req_id)
+
+
+@pytest.fixture
+def proposer(monkeypatch: pytest.MonkeyPatch) -> SuffixProposer:
+    module = types.ModuleType("arctic_inference.suffix_decoding")
+    module.SuffixDecodingCache = FakeCache
+    monkeypatch.setitem(sys.modules, "arctic_inference", types.ModuleType("arctic_inference"))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
+    proposer = SuffixProposer(24, 10, 1.0, 0.1)
+    assert isinstance(proposer._cache, FakeCache)
+    return proposer
+
+
+def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: str = "a", wanted: int = 4) -> list[int]:
+    array = np.array(tokens, dtype=np.int32)
+    (drafts,) = proposer.propose([Context(req_id=req_id, tokens_np=array, num_prompt=num_prompt, num_wanted=wanted)])
+    array[:] = 77  # the view is valid during the call only
+    return list(drafts)
+
+
+def test_new_tokens_are_fed_once(proposer: SuffixProposer) -> None:
+    ask(proposer, [1, 2, 3, 4], 3)
+    ask(proposer, [1, 2, 3, 4, 5, 6], 3)
+    ask(proposer, [1, 2, 3, 4, 5, 6], 3)  # preempted and back
+    assert proposer._cache.calls == [("start", "a", [1, 2, 3]), ("add", "a", [4]), ("add", "a", [5, 6])]
+
+
+@pytest.mark.parametrize(("tokens", "num_prompt"), [([1, 9, 3, 4], 3), ([1, 2, 3], 3), ([1, 2, 3, 4, 5], 4)])
+def test_a_text_that_does_not_go_on_starts_anew(proposer: SuffixProposer, tokens: list[int], num_prompt: int) -> None:
+    ask(proposer, [1, 2, 3, 4], 3)
+    del proposer._cache.calls[:]
+    ask(proposer, tokens, num_prompt)
+    assert proposer._cache.calls[:2] == [("stop", "a"), ("start", "a", tokens[:num_prompt])]
+
+
+def test_a_forgotten_request_lives_on_as_a_past_response(proposer: SuffixProposer) -> None:
+    ask(proposer, [1, 2, 3, 4, 5, 6], 3)
+    proposer.forget(["a", "never seen"])
+    proposer.forget(["a"])
+    assert proposer._cache.calls[-1] == ("stop", "a")
+    assert ask(proposer, [9, 9, 4, 5], 2, "b") == [6]
+    assert ask(proposer, [9, 2], 1, "c") == []  # a prompt is nobody else's
+
+
+def test_an_id_comes_again(proposer: SuffixProposer) -> None:
+    for _ in range(2):
+        ask(proposer, [1, 2, 3, 4, 5, 6], 3)
+        proposer.forget(["a"])
+    assert list(proposer._cache.cached_requests) == ["a"]
+    tokens = proposer._cache._past._tokens
+    assert [token for token in tokens if token != NOTHING] == [4, 5, 6]
+
+
+def test_no_more_drafts_than_wanted(proposer: SuffixProposer) -> None:
+    for wanted in (1, 2, 5):
+        assert ask(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], 12, wanted=wanted) == [5, 6, 7, 8][:wanted]
+
+
+def test_without_arctic_the_own_cache_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(suffix.logger, "info", lambda message, *args: said.append(message % args))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    assert ask(SuffixProposer(24, 10, 1.0, 0.1), [1, 2, 3, 1, 2], 5) == [3, 1]
+    assert len(said) == 1
+    assert "built-in" in said[0]
+
+
+def test_the_real_arctic_accepts_what_it_is_fed() -> None:
+    """A walk through all doors; its own counts differ slightly (the end of a text counts as a place)."""
+    pytest.importorskip("arctic_inference.suffix_decoding")
+    proposer = SuffixProposer(24, 10, 1.0, 0.1)
+    assert not isinstance(proposer._cache, SuffixCache)
+    assert ask(proposer, [1, 2, 3, 1, 2], 4) == [3, 1]
+    assert ask(proposer, [1, 2, 3, 1, 2, 3], 4, wanted=1) == [1]
+    assert ask(proposer, [5, 6, 7, 5, 6], 4) == [7, 5]
+    proposer.forget(["a"])
+    assert ask(proposer, [5, 6, 7, 5, 6], 4) == [7, 5]

@@ -1,0 +1,335 @@
+"""A drafter that reads the text in its own tokens, over a model whose next token depends on all that it has read."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from tests.support.fakes import CapturingBackend, HostBackend, new_request, sampled, step
+from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
+from tests.unit.drafting.test_retokenizing import Languages
+from tests.unit.drafting.test_token_bytes import random_texts
+from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.followed import Followed
+from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
+from vllm_gaudi_spec.drafting.universal.timeline import Timeline
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
+from vllm_gaudi_spec.records import StepResult
+from vllm_gaudi_spec.runner.batch import make_sample_batch
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+
+NUM_ROWS, MAX_LEN = 4, 256
+
+
+class ClosestToken(Remembers):
+    """Of the tokens that may be drafted the one whose id is closest to what follows."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return -(torch.arange(self.vocab) - hidden).abs().float()
+
+
+class FixedSlab:
+    """Three rows' worth of the model's memory, in an order that no other table has."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        width = -(-length // BLOCK)
+        self.table = np.zeros((NUM_ROWS + 1, 64), dtype=np.int32)
+        self.table[:NUM_ROWS, :width] = 1 + np.arange(NUM_ROWS * width).reshape(NUM_ROWS, width)[::-1]
+
+    def blocks(self, rows_np: np.ndarray, ends: list[int], context: int) -> Blocks:
+        return Blocks((torch.from_numpy(self.table[rows_np, : -(-context // BLOCK)]),), (BLOCK,))
+
+
+class Rows:
+    def __init__(
+        self,
+        num_drafts: int,
+        *,
+        match: str = "tli",
+        length: int = 200,
+        drafting: str = "greedy",
+        temperature: float = 0,
+        contexts: tuple[int, ...] = (),
+        backend: HostBackend | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.languages = Languages("sentencepiece", "byte_level")
+        self.num_drafts = num_drafts
+        self.shapes = shapes(max_num_seqs=NUM_ROWS, max_tokens=32, max_len=MAX_LEN, drafts=num_drafts)
+        if contexts:
+            self.shapes = replace(self.shapes, contexts=contexts)
+        self.backend = backend or HostBackend()
+        self.speculation = Speculation(
+            method="draft_model",
+            num_drafts=num_drafts,
+            rule="standard",
+            drafting=drafting,
+            drafter_max_len=length,
+            universal=True,
+            universal_context="retokenize",
+            universal_match=match,
+        )
+        width = self.shapes.max_context + 1 + num_drafts
+        self.requests = Requests(self.backend, NUM_ROWS, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
+        vocab, own = (len(tokenizer) for tokenizer in self.languages.tokenizers)
+        self.sampling = Sampling(self.backend, NUM_ROWS, vocab, 5, "raw_logprobs")  # type: ignore[arg-type]
+        pairs, device = self.languages.map, torch.device("cpu")
+        spelled = np.array([(piece or b"\xff").isascii() for piece in self.languages.drafter.bytes_by_id])
+        self.mapped = MappedTokens(pairs.target_to_draft, pairs.draftable, 0, device)
+        self.translation: Translation = OwnTokens(spelled, device) if match == "slem" else self.mapped
+        self.model = ClosestToken(length, own)
+        self.recorder = StepRecorder()
+        split = LengthSplit(self.backend, NUM_ROWS, self.speculation, MAX_LEN)  # type: ignore[arg-type]
+        self.drafting = TextDrafting(
+            RetokenizedProposer(self.model, self.translation),
+            self.languages.reader,
+            self.languages.rewriter() if match == "slem" else None,
+            FixedSlab(length),  # type: ignore[arg-type]
+            Followed(split, self.requests, num_drafts),
+            self.requests,
+            self.recorder,
+            self.shapes,
+            DraftChoice(self.speculation, TORCH),
+            DraftLaws(self.speculation, NUM_ROWS, vocab, device),
+            num_drafts,
+            Guard(alone=True),
+        )
+        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.tokens: dict[str, list[int]] = {}
+
+    def start(self, prompts: dict[str, list[int]], preempted: set[str] | None = None) -> None:
+        params = SamplingParams(temperature=self.temperature, seed=1, max_tokens=500)
+        new = [new_request(name, prompt, [1], params=params) for name, prompt in prompts.items()]
+        counts = {name: len(prompt) for name, prompt in prompts.items()}
+        self.requests.apply(step(counts, new=new, preempted=preempted))
+        for request in self.requests.admitted:
+            self.sampling.admit(request)
+        self.drafting.apply(self.requests)
+        self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
+
+    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
+        members = [self.requests.by_id[name] for name in answers]
+        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, [100] * len(members))
+        verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
+        for index, (name, answer) in enumerate(answers.items()):
+            last[index] = len(self.tokens[name]) - 1
+            self.tokens[name] += answer
+        self.requests.advance(batch.rows_B, last, verification)
+        inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verification.num_sampled_B
+        assert self.drafting.propose(batch, lengths, inputs, 0) is None
+        done = StepResult(members, verification)
+        self.drafting.propose_behind(done, self.num_drafts if most is None else most)
+        waiting = {name: self.waiting(name) for name in answers}
+        told = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
+        assert {name: len(drafts) for name, drafts in waiting.items()} == {name: len(told[name]) for name in told}
+        return waiting
+
+    def waiting(self, name: str) -> list[int]:
+        row, length = self.requests.by_id[name].row, len(self.tokens[name])
+        return self.requests.history_RM[row, length : length + int(self.requests.num_drafts_R[row])].tolist()
+
+    def read(self, name: str) -> list[int]:
+        timeline = Timeline(self.languages.reader)
+        timeline.extend(self.tokens[name])
+        return timeline.tokens(0)
+
+    def own_drafts(self, name: str) -> list[int]:
+        """What the drafter should say behind all of the text, as its translation has it."""
+        read, drafts = self.read(name), []
+        for _ in range(max(min(self.num_drafts, self.model.longest - len(read)), 0)):
+            hidden = torch.tensor([[following(read, self.model.vocab)]])
+            drafts.append(int(self.translation.to_target(self.model.logits(hidden)).argmax()))
+            read += self.translation.to_drafter(torch.tensor([drafts[-1]])).tolist()
+        return drafts
+
+    def expected(self, name: str) -> list[int]:
+        drafts = self.own_drafts(name)
+        if self.speculation.universal_match == "tli":
+            return drafts
+        timeline = Timeline(self.languages.reader)
+        timeline.extend(self.tokens[name])
+        return self.languages.rewriter().rewrite(drafts, timeline.open_text or "")[: len(drafts)]
+
+
+TEXTS = random_texts(23, 40)
+
+
+def prompts(rows: Rows) -> dict[str, list[int]]:
+    """One of a single token, one that takes a chunk, one that takes several."""
+    said = [rows.languages.said(text) for text in (TEXTS[0][:1] or "a", " ".join(TEXTS[1:3]), " ".join(TEXTS[3:6]))]
+    return dict(zip("abc", (ids[:110] for ids in said), strict=True))
+
+
+@pytest.mark.parametrize("match", ["tli", "slem"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+def test_every_draft_follows_from_the_whole_text(
+    match: str, num_drafts: int, seed: int, device: type[HostBackend]
+) -> None:
+    """Whatever is accepted and whoever is scheduled; rows that sat out some steps catch up."""
+    rng, drafted = random.Random(seed), 0
+    rows = Rows(num_drafts, match=match, backend=device())
+    rows.start(prompts(rows))
+    drafts: dict[str, list[int]] = {name: [] for name in "abc"}
+    for _ in range(10):
+        answers = {}
+        for name in rng.sample("abc", rng.randint(1, 3)):
+            accepted = drafts[name][: rng.randint(0, num_drafts)]
+            answers[name] = [*accepted, rng.choice(rows.languages.said("a b cd e"))]
+        drafts |= rows.sample(answers, most=0 if rng.random() < 0.1 else None)
+        for name in answers:
+            if drafts[name]:
+                assert drafts[name] == rows.expected(name), name
+                drafted += 1
+    assert drafted > 5
+    assert not rows.recorder.unexpected
+
+
+def test_a_long_prompt_is_read_in_chunks_that_were_warmed_up() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start({"a": rows.languages.said(" ".join(TEXTS[:6]))[:150]})
+    assert rows.sample({"a": [5]})["a"] == rows.expected("a")
+    chunks = [signature for signature in rows.recorder._seen if signature[0] == "read"]  # type: ignore[index]
+    assert chunks
+    assert not rows.recorder.unexpected
+
+
+def test_a_row_that_did_not_draft_for_a_while_drafts_again() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    for token in (5, 6, 7, 8, 9, 10):
+        assert rows.sample({"b": [token]}, most=0)["b"] == []
+    assert rows.sample({"b": [11], "c": [12]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
+
+
+def test_a_preempted_row_reads_its_text_again() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    rows.sample({name: [7] for name in "abc"})
+    known = list(rows.tokens["b"])
+    rows.requests.apply(step({}, preempted={"b"}))
+    rows.start({"d": rows.languages.said(TEXTS[7])})  # takes the row
+    rows.start({"b": known})
+    assert rows.sample({"b": [8], "d": [9]}) == {"b": rows.expected("b"), "d": rows.expected("d")}
+
+
+def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
+    rows = Rows(num_drafts=4, length=40)
+    told = prompts(rows)
+    rows.start(told)
+    assert len(rows.read("c")) > 40
+    drafts = rows.sample({"a": [7], "c": [7]})
+    assert drafts == {"a": rows.expected("a"), "c": []}
+    assert len(drafts["a"]) == 4
+
+    def outgrown() -> set[str]:
+        return set(rows.drafting.outgrown())
+
+    assert outgrown() == {"c"}
+    while len(rows.read("a")) < 40:
+        assert rows.sample({"a": [7]})["a"] == rows.expected("a")
+        assert ("a" in outgrown()) == (len(rows.read("a")) >= 40), "it is about its newest step"
+        assert "c" in outgrown(), "its next step may come later"
+    for _ in range(80):  # at first it may come back, for its end may be read anew in fewer tokens
+        assert rows.sample({"a": [7]})["a"] == []
+        assert outgrown() == {"a", "c"}
+    rows.sample({"a": [7]}, most=0)
+    assert outgrown() == {"c"}
+    rows.start({"d": rows.languages.said(TEXTS[7])}, preempted={"c"})  # takes the row
+    assert not outgrown()
+
+
+def test_requests_that_outgrew_the_drafter_are_those_of_the_step_that_asks() -> None:
+    """The runner asks before it proposes for the next step, and reports after."""
+    rows = Rows(num_drafts=4, length=40)
+    rows.start(prompts(rows))
+    rows.sample({"c": [7]})
+    asked = rows.drafting.outgrown()
+    assert list(asked) == ["c"]
+    rows.start({"c": [5]}, preempted={"c"})
+    rows.sample({"c": [7]})
+    assert not rows.drafting.outgrown()
+    assert list(asked) == ["c"]
+
+
+def test_only_rewriting_reads_the_device() -> None:
+    """Drafts of tokens that both know stay there: the host needs their number alone."""
+    for match, num_reads in (("tli", 0), ("slem", 1)):
+        rows = Rows(num_drafts=3, match=match)
+        rows.start(prompts(rows))
+        rows.sample({"a": [7], "b": [8]})
+        assert rows.backend.num_host_reads == num_reads
+
+
+def test_a_grammar_sees_the_drafts() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    rows.requests.by_id["b"].params.structured_outputs = StructuredOutputsParams(regex="a*")
+    members = [rows.requests.by_id["b"]]
+    drafts = rows.sample({"b": [8]})["b"]
+    assert rows.drafting.drafts_of(StepResult(members)).draft_token_ids == [drafts]
+
+
+def test_the_law_of_a_sampled_draft_is_kept() -> None:
+    rows = Rows(num_drafts=2, drafting="probabilistic", temperature=0.7)
+    rows.start(prompts(rows))
+    drafts = rows.sample({"a": [7], "b": [8]})
+    for name in "ab":
+        laws = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
+        assert laws is not None
+        read = rows.read(name)
+        for law, draft in zip(laws[0], drafts[name], strict=True):
+            hidden = torch.tensor([[following(read, rows.model.vocab)]])
+            expected = (rows.translation.to_target(rows.model.logits(hidden)) / 0.7).softmax(-1)
+            torch.testing.assert_close(law[None], expected)
+            read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
+
+
+def test_within_a_character_nothing_is_rewritten() -> None:
+    rows = Rows(num_drafts=3, match="slem")
+    rows.start(prompts(rows))
+    first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
+    assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
+    assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
+
+
+def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
+    rows = Rows(num_drafts=3)
+    rows.start(prompts(rows))
+    first, second = (rows.languages.target.id_by_bytes[bytes([byte])] for byte in "é".encode())
+    del rows.languages.drafter.id_by_bytes["é".encode()[:1]]
+    assert rows.sample({"b": [first], "c": [7]}) == {"b": [], "c": rows.expected("c")}
+    assert rows.sample({"b": [second]}) == {"b": rows.expected("b")}
+
+
+def test_warm_up_runs_every_shape_that_can_come() -> None:
+    """On a device with several contexts as well."""
+    from vllm_gaudi_spec.records import Planned
+    from vllm_gaudi_spec.runner.batch import make_batch
+
+    rows = Rows(num_drafts=3, contexts=(64, 128, 384))
+    for shape in rows.shapes.all():
+        rows.drafting.follow(make_batch(rows.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
+    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
+        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
+        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
+    assert rows.recorder._seen == rows.recorder.manifest

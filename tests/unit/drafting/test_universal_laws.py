@@ -1,0 +1,209 @@
+"""Exactness through another vocabulary: the drafter reads and speaks through MappedTokens, knows a part of the target's
+tokens, and has tokens of its own; what is written follows the target's law all the same.
+
+By enumeration where the drafts can be enumerated, and by sampling with the noise that is really used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import exact, laws
+from tests.support.laws import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_law, write
+from tests.unit.sampling.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
+from vllm_gaudi_spec.drafting.vocabulary import MappedTokens
+from vllm_gaudi_spec.sampling.drafts import draft
+from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+
+VOCAB = 100
+DRAFTERS_OWN = 30
+"""Tokens that the target does not have; the drafter's vocabulary is otherwise what the two have in common."""
+DRAWS = 60_000
+BINS = 100  # of like mass, for cells that are too many to be tested one by one
+
+# The share of the target's tokens that the drafter has as well.
+every_share = pytest.mark.parametrize("share", [0.01, 0.5, 1.0], ids="{:.0%}".format)
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Table
+    seen: Table
+    """What the target sees of the drafter: its logits in the target's ids, by what the target wrote."""
+    drafter: Table
+    partners: dict[int, int]
+    """Target's id -> drafter's."""
+    matched_V: np.ndarray
+    """Which of the target's tokens may be drafted."""
+
+
+def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_target: bool = False) -> Pair:
+    """Two random models over vocabularies in no order; with a few tokens in common, one of them may not be drafted."""
+    rng = np.random.default_rng(seed)
+    count = max(1, round(share * vocab))
+    target_ids, draft_ids = rng.permutation(vocab)[:count], rng.permutation(count + DRAFTERS_OWN)[:count]
+    draftable = np.ones(count, dtype=bool)
+    draftable[1:2] = share == 1.0
+    pairs = np.stack([target_ids, draft_ids], axis=1).astype(np.int32)
+    vocabularies = VocabMap.of_pairs(pairs, draftable, vocab, count + DRAFTERS_OWN)
+    translation = MappedTokens(
+        vocabularies.target_to_draft, vocabularies.draftable, int(draft_ids[0]), torch.device("cpu")
+    )
+
+    target, drafter = random_table(vocab, order, seed), random_table(count + DRAFTERS_OWN, order, 100 + seed)
+    written = torch.from_numpy(np.stack(np.unravel_index(np.arange(vocab**order), (vocab,) * order), axis=1)).int()
+    read = np.zeros(vocab**order, dtype=np.int64)
+    for token in translation.to_drafter(written).numpy().T:
+        read = drafter.after(read, token)
+    said_CU = drafter.logits_CV[read]
+    if drafter_is_target:
+        said_CU[:, draft_ids] = target.logits_CV[:, target_ids]
+    matched_V = np.zeros(vocab, dtype=bool)
+    matched_V[target_ids[draftable]] = True
+    partners = dict(zip(target_ids.tolist(), draft_ids.tolist(), strict=True))
+    made = Pair(target, Table(translation.to_target(said_CU)), drafter, partners, matched_V)
+    if share < 1:
+        assert (target.probs_CV[:, ~matched_V].sum(1) > 0.02).all(), "hardly anything stands outside the intersection"
+    return made
+
+
+@every_share
+def test_the_drafters_law_is_its_own_among_the_common_tokens(share: float) -> None:
+    """Cut and normalised, behind the text as it reads it: without a partner a token is read as the stand-in."""
+    made = pair(VOCAB, share)
+    expected, stand_in = np.zeros((VOCAB, VOCAB)), next(iter(made.partners.values()))
+    for context in range(VOCAB):
+        law = made.drafter.probs_CV[made.partners.get(context, stand_in)]
+        for target_id in np.flatnonzero(made.matched_V):
+            expected[context, target_id] = law[made.partners[target_id]]
+    np.testing.assert_allclose(made.seen.probs_CV, expected / expected.sum(1, keepdims=True), atol=1e-6)
+
+
+# ---- standard and block --------------------------------------------------------------------------------
+
+
+@every_rule
+@every_share
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_law_of_one_step(rule: str, share: float, num_places: int) -> None:
+    for seed in range(2):
+        made = pair(VOCAB, share, seed=seed)
+        # Contexts that the drafter reads as they are, and one that it reads as the stand-in where there is any.
+        contexts = np.array([0, int(made.matched_V.argmax()), int(made.matched_V.argmin())])
+        for num in range(1, num_places + 1):
+            numbers = np.full(len(contexts), num)
+            law = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_places, numbers)
+            wrong = np.abs(law - text_law(made.target, num_places + 1, contexts)).sum(1).max() / 2
+            assert wrong < ROUNDING, (seed, num)
+
+
+def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callable[[int], np.ndarray]:
+    return lambda num_rows: rng.integers(least, most + 1, num_rows)
+
+
+@every_rule
+@pytest.mark.parametrize("num_matched", [1, 2, 4])
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_joint_law_of_two_steps(rule: str, num_matched: int, num_places: int) -> None:
+    """A vocabulary small enough to enumerate everything that two steps can write, for numbers of drafts that vary."""
+    vocab = 4
+    for seed in range(3):
+        made, rng = pair(vocab, num_matched / vocab, order=2, seed=seed), np.random.default_rng(seed)
+        for ragged in (False, True):
+            numbers = numbers_of_drafts(rng, 0 if ragged else num_places, num_places)
+            law = exact.two_step_text(STOPS[rule], made.target, made.seen, num_places, numbers)
+            assert np.abs(law - text_law(made.target, 2 * (num_places + 1))[0]).sum() / 2 < ROUNDING, (seed, ragged)
+
+
+@every_rule
+@every_share
+def test_two_sampled_steps(rule: str, share: float) -> None:
+    """Drawn, drafted and judged as in the engine. Of one draft a step the overlap of the two laws is accepted."""
+    made = pair(VOCAB, share)
+    texts, _ = write(
+        RULES[rule].verify, made.target, made.seen, num_places=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
+    )
+    p_values = laws.p_values(texts[:, :2], made.target, BINS)
+    assert min(p_values) > ALPHA, p_values
+    _, accepted = write(RULES[rule].verify, made.target, made.seen, num_places=1, steps=1, length=1, rows=DRAWS)
+    overlap = np.minimum(made.target.probs_CV, made.seen.probs_CV)[0].sum()
+    assert abs(accepted - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / DRAWS), (accepted, overlap)
+
+
+def forbid(made: Pair, contexts: slice) -> Pair:
+    """Behind these contexts the request allows no token that the drafter has."""
+    target, seen = (Table(table.logits_CV.clone()) for table in (made.target, made.seen))
+    for table in (target, seen):
+        table.logits_CV[contexts, torch.from_numpy(made.matched_V)] = -torch.inf
+    return replace(made, target=target, seen=seen)
+
+
+@pytest.mark.parametrize(
+    ("rule", "contexts"),
+    [
+        ("standard", slice(None)),
+        ("block", slice(None)),
+        ("standard", slice(0, None, 2)),
+        ("block", slice(0, None, 2)),
+    ],
+    ids=["standard-all", "block-all", "standard-half", "block-half"],
+)
+def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) -> None:
+    """It then drafts what can not be accepted; behind all contexts, or with sound drafts before and behind."""
+    made = forbid(pair(VOCAB, 0.5), contexts)
+    assert torch.isinf(made.seen.logits_CV[0]).all()
+    texts, _ = write(RULES[rule].verify, made.target, made.seen, num_places=2, steps=2, length=2, rows=DRAWS, seed=5)
+    p_values = laws.p_values(texts, made.target, BINS)
+    assert min(p_values) > ALPHA, p_values
+
+
+# ---- strict --------------------------------------------------------------------------------------------
+
+
+def write_coupled(made: Pair, num_places: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
+    """Texts with coupled drafts under the strict rule; and per step how many drafts of each row were accepted."""
+    texts, keys_N2, steps = Texts.empty(rows, length), request_keys(0, rows), []
+    temperature_N = torch.ones(rows)
+    while (texts.length_N < length).any():
+        starts_N = torch.from_numpy(texts.length_N + FIRST).int()
+        positions_NQ = starts_N[:, None] + torch.arange(num_places + 1, dtype=torch.int32)
+        context, drafts, logits = texts.context_N, torch.zeros(rows, 0, dtype=torch.int32), []
+        for place in range(num_places):
+            logits.append(made.target.logits_CV[context])
+            positions_N = positions_NQ[:, place]
+            drafted = draft(
+                TORCH, made.seen.logits_CV[context], "coupled", temperature_N, keys_N2, positions_N, starts_N
+            )
+            drafts = torch.cat((drafts, drafted.tokens_B[:, None]), dim=1)
+            context = made.target.after(context, drafted.tokens_B.numpy())
+        logits.append(made.target.logits_CV[context])
+        own_NQ = strict.sample_random(torch.stack(logits, 1), temperature_N, keys_N2, positions_NQ)
+        verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_places, dtype=torch.int32))
+        steps.append(verification.num_sampled_B.numpy() - 1)
+        tokens_NQ = verification.tokens_BQ.numpy().astype(np.int64)
+        for place in range(num_places + 1):
+            texts.append(made.target, tokens_NQ[:, place], place <= steps[-1])
+    return texts, steps
+
+
+@every_share
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_coupled_drafts_leave_the_targets_own_tokens(share: float, num_places: int) -> None:
+    """And a drafter that is the target in other ids is right exactly where the target's token is one of its own: both
+    are drawn with the noise of the target's ids."""
+    for drafter_is_target in (False, True):
+        made = pair(VOCAB, share, drafter_is_target=drafter_is_target)
+        texts, steps = write_coupled(made, num_places, length=12, rows=500)
+        plain, _ = write_coupled(made, 0, length=12, rows=500)
+        assert (texts.tokens_NL == plain.tokens_NL).all()
+        if drafter_is_target:
+            in_common = made.matched_V[plain.tokens_NL[:, :num_places]]
+            assert (steps[0] == in_common.cumprod(1).sum(1)).all()
+            assert sum(accepted_N.sum() for accepted_N in steps) > 0

@@ -1,0 +1,417 @@
+"""Which tokens of two vocabularies are paired, and the file that keeps the pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.unit.drafting.test_token_bytes import (
+    BYTE_PIECES,
+    CORPUS,
+    byte_level,
+    chat_tokenizer,
+    id_of,
+    random_texts,
+    sentencepiece_bpe,
+    unigram,
+    word_piece,
+    wrapped,
+)
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.universal import vocab_map as module
+from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Roles, Vocabulary, read_vocabulary
+from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, match, vocab_map
+
+PADDING = 37
+"""The models' vocabularies are larger than their tokenizers'."""
+NAMES = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+OTHER_NAMES = dict(bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>", unk_token="<|unk|>")
+PAIRS = {
+    "byte_level x sentencepiece": lambda: (byte_level(500, **OTHER_NAMES), sentencepiece_bpe(**NAMES)),
+    "sentencepiece x byte_level": lambda: (sentencepiece_bpe(prefix=True, **NAMES), byte_level(**OTHER_NAMES)),
+    "sentencepiece x unigram": lambda: (sentencepiece_bpe(**NAMES), unigram(**NAMES)),
+    "unigram x byte_level": lambda: (unigram(**NAMES), byte_level(380, **OTHER_NAMES)),
+    "byte_level x byte_level": lambda: (byte_level(450, **OTHER_NAMES), byte_level(300, **OTHER_NAMES)),
+    "byte_level x word_piece": lambda: (byte_level(450, **OTHER_NAMES), word_piece()),
+}
+
+
+class Pair:
+    def __init__(self, target: Any, draft: Any, ends: tuple[int, ...] = (), draft_ends: tuple[int, ...] = ()) -> None:
+        self.target, self.draft = target, draft
+        self.models = ModelTokenizer(target, ends), ModelTokenizer(draft, draft_ends)
+        self.sizes = len(target) + PADDING, len(draft) + 2 * PADDING
+        self.vocabularies = read_vocabulary(self.models[0]), read_vocabulary(self.models[1])
+        self.map = match(*self.vocabularies, *self.sizes)
+
+    def build(self, cache: Path | None) -> VocabMap:
+        return vocab_map(*self.models, *self.sizes, cache)
+
+
+@pytest.fixture(params=PAIRS, scope="module")
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(*PAIRS[request.param]())
+
+
+def equal(left: VocabMap, right: VocabMap) -> bool:
+    return left.num_matched == right.num_matched and all(
+        np.array_equal(getattr(left, name), getattr(right, name))
+        for name in ("target_to_draft", "draft_to_target", "draftable")
+    )
+
+
+# ---- the pairs -------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_mutual_and_never_padding(pair: Pair) -> None:
+    made = pair.map
+    assert made.target_to_draft.dtype == made.draft_to_target.dtype == np.int32
+    assert (made.target_to_draft.shape, made.draft_to_target.shape) == ((pair.sizes[0],), (pair.sizes[1],))
+    target_ids = np.flatnonzero(made.target_to_draft >= 0)
+    draft_ids = np.flatnonzero(made.draft_to_target >= 0)
+    assert len(target_ids) == len(draft_ids) == made.num_matched > 20
+    assert (made.draft_to_target[made.target_to_draft[target_ids]] == target_ids).all()
+    assert target_ids.max() < len(pair.target)
+    assert draft_ids.max() < len(pair.draft)
+    assert not made.draftable[made.draft_to_target < 0].any()
+
+
+def test_text_of_matched_tokens_reads_the_same_on_both_sides(pair: Pair) -> None:
+    """Random tokens, as the two decoders write them behind another token: at the start of a text some take spaces away.
+    Where the bytes are no UTF-8 each decoder writes something else."""
+    made, rng = pair.map, random.Random(0)
+    target = pair.vocabularies[0]
+    ordinary = [i for i in np.flatnonzero(made.target_to_draft >= 0).tolist() if target.bytes_by_id[i] is not None]
+    front = target.id_by_bytes[b"e"]
+    draft_front = int(made.target_to_draft[front])
+    compared = 0
+    for _ in range(3000):
+        ids = [rng.choice(ordinary) for _ in range(rng.randint(1, 8))]
+        draft_ids = made.target_to_draft[ids].tolist()
+        try:
+            text = b"".join(target.bytes_by_id[i] or b"" for i in ids).decode()
+        except UnicodeDecodeError:
+            continue
+        compared += 1
+        assert pair.target.decode([front, *ids]) == pair.target.decode([front]) + text
+        assert pair.draft.decode([draft_front, *draft_ids]) == pair.draft.decode([draft_front]) + text
+    assert compared > 300
+
+
+def test_random_bytes_written_with_matched_tokens_come_back(pair: Pair) -> None:
+    """Any string of bytes that greedy matching can write at all."""
+    target, draft = pair.vocabularies
+    made, rng = pair.map, random.Random(1)
+    known = {piece: i for piece, i in target.id_by_bytes.items() if made.target_to_draft[i] >= 0}
+    longest = max(map(len, known))
+    texts = [text.encode() for text in (*random_texts(5, 100), *CORPUS)] + [rng.randbytes(30) for _ in range(100)]
+    written = 0
+    for text in texts:
+        ids, at = [], 0
+        while at < len(text):
+            sizes = [size for size in range(min(longest, len(text) - at), 0, -1) if text[at : at + size] in known]
+            if not sizes:
+                break
+            ids.append(known[text[at : at + sizes[0]]])
+            at += sizes[0]
+        else:
+            assert b"".join(draft.bytes_by_id[i] or b"?" for i in made.target_to_draft[ids]) == text
+            written += 1
+    assert written == len(texts) or "WordPiece" in repr(pair.draft.backend_tokenizer.decoder) or written > 50
+
+
+def test_nothing_with_the_same_bytes_is_left_out(pair: Pair) -> None:
+    target, draft = pair.vocabularies
+    common = {piece for piece in target.bytes_by_id if piece} & {piece for piece in draft.bytes_by_id if piece}
+    ordinary = [i for i in np.flatnonzero(pair.map.target_to_draft >= 0) if target.bytes_by_id[i] is not None]
+    assert {target.bytes_by_id[i] for i in ordinary} == common
+    for i in ordinary:
+        assert target.bytes_by_id[i] == draft.bytes_by_id[pair.map.target_to_draft[i]]
+
+
+def test_whitespace_bytes_and_accents_match_between_families() -> None:
+    pair = Pair(sentencepiece_bpe(), byte_level(600))
+    for token, partner in [("▁", "Ġ"), ("▁▁", "ĠĠ"), ("▁the", "Ġthe"), ("\n", "Ċ"), ("<0x0B>", "ċ"), ("<0xE4>", "ä")]:
+        assert pair.map.target_to_draft[id_of(pair.target, token)] == id_of(pair.draft, partner), token
+    # "Ċ" as a letter of a text is not the newline, whose sign it is in the other alphabet.
+    friend = wrapped(Tokenizer(models.BPE({"Ċ": 0, "▁": 1, "\n": 2}, [])))
+    friend.backend_tokenizer.decoder = sentencepiece_bpe().backend_tokenizer.decoder
+    false = Pair(friend, byte_level())
+    assert false.map.target_to_draft[:3].tolist() == [-1, id_of(false.draft, "Ġ"), id_of(false.draft, "Ċ")]
+
+
+def test_a_duplicate_that_the_tokenizer_does_not_emit_has_no_partner() -> None:
+    pair = Pair(sentencepiece_bpe(), byte_level())
+    assert pair.map.target_to_draft[id_of(pair.target, "a")] == id_of(pair.draft, "a")
+    assert pair.map.target_to_draft[id_of(pair.target, "<0x61>")] == -1
+
+
+def test_a_vocabulary_matches_itself_id_by_id() -> None:
+    tokenizer = chat_tokenizer()
+    end, eos = id_of(tokenizer, "<|end|>"), tokenizer.eos_token_id
+    pair = Pair(tokenizer, tokenizer, ends=(end,), draft_ends=())
+    assert pair.map.target_to_draft[: len(tokenizer)].tolist() == list(range(len(tokenizer)))
+    assert pair.map.draftable[[end, eos]].all()
+
+
+def test_ids_beyond_a_model_have_no_partner() -> None:
+    """A tokenizer can be larger than its model, too."""
+    vocabulary = read_vocabulary(ModelTokenizer(byte_level(eos_token="<eos>")))
+    made = match(vocabulary, vocabulary, 300, 200)
+    assert (made.target_to_draft.size, made.draft_to_target.size, made.num_matched) == (300, 200, 200)
+    assert made.coverage() == {"target": 200 / 300, "drafter": 1}
+    assert (made.target_to_draft[200:] == -1).all()
+
+
+def test_special_tokens_beyond_a_model_have_no_partner() -> None:
+    vocabulary = special("<a> <b> <c>")
+    for sizes in ((2, 4), (4, 2)):
+        assert match(vocabulary, vocabulary, *sizes).num_matched == 2
+
+
+def test_arrays_can_not_be_changed(pair: Pair) -> None:
+    with pytest.raises(ValueError):
+        pair.map.target_to_draft[0] = 1
+
+
+def test_an_empty_intersection_is_refused() -> None:
+    def vocabulary(piece: bytes) -> Vocabulary:
+        return Vocabulary(
+            bytes_by_id=(piece, None),
+            id_by_bytes={piece: 0},
+            special_names={1: "</s>"},
+            roles=Roles(eos=(1,)),
+            leading_space=False,
+        )
+
+    with pytest.raises(UnsupportedConfigError, match="Give another model"):
+        match(vocabulary(b"a"), vocabulary(b"b"), 2, 2)
+    with pytest.raises(UnsupportedConfigError):  # only in the padding of the drafter
+        match(vocabulary(b"a"), vocabulary(b"a"), 2, 0)
+    assert match(vocabulary(b"a"), vocabulary(b"a"), 2, 2).num_matched == 2
+
+
+# ---- special tokens --------------------------------------------------------------------------------------
+
+
+def special(names: str, **roles: Any) -> Vocabulary:
+    """Of one ordinary token and special ones, ids from 1 on."""
+    held = names.split()
+    return Vocabulary(
+        bytes_by_id=(b"a", *[None] * len(held)),
+        id_by_bytes={b"a": 0},
+        special_names=dict(enumerate(held, 1)),
+        roles=Roles(**roles),
+        leading_space=False,
+    )
+
+
+def partners(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    made = match(target, draft, 20, 20)
+    return {i: int(made.target_to_draft[i]) for i in np.flatnonzero(made.target_to_draft >= 0).tolist() if i}
+
+
+def test_roles_pair_tokens_of_other_names() -> None:
+    target = special("<pad> <eos> <bos> <unk> <turn>", pad=1, eos=(2,), bos=3, unk=4, end_of_turn=5)
+    draft = special("[t] [e] [b] [p] [u]", end_of_turn=1, eos=(2,), bos=3, pad=4, unk=5)
+    assert partners(target, draft) == {1: 4, 2: 2, 3: 3, 4: 5, 5: 1}
+    made = match(target, draft, 20, 20)
+    assert np.flatnonzero(made.draftable).tolist() == [0, 1, 2, 3]
+
+
+def test_an_only_end_pairs_with_whichever_end_there_is() -> None:
+    base, chat = special("<eos>", eos=(1,)), special("x [turn]", end_of_turn=2)
+    assert partners(base, chat) == {1: 2}
+    assert partners(chat, base) == {2: 1}
+
+
+def test_the_end_of_turn_goes_first_where_one_end_is_for_two() -> None:
+    target = special("<eos> <turn>", eos=(1,), end_of_turn=2)
+    assert partners(target, special("[end]", end_of_turn=1, pad=1)) == {2: 1}
+
+
+def test_names_come_before_roles_unless_these_contradict() -> None:
+    chat = special("<text> <turn>", end_of_turn=2, unk=1)
+    base = special("<text> <turn>", eos=(1,), unk=1, bos=1)
+    assert partners(chat, base) == {1: 1, 2: 2}
+    swapped = special("</s> <s>", bos=1, eos=(2,))
+    assert partners(special("</s> <s>", eos=(1,), bos=2), swapped) == {1: 2, 2: 1}
+
+
+def test_several_ends_pair_in_order_and_bytes_do_not_mix_with_names() -> None:
+    target = special("<e1> <e2> <e3> <call>", eos=(3, 1, 2))
+    draft = special("[e1] [e2] <call>", eos=(1, 2))
+    assert partners(target, draft) == {3: 1, 1: 2, 4: 3}
+
+
+def test_roles_of_real_tokenizers() -> None:
+    pair = Pair(byte_level(**OTHER_NAMES), sentencepiece_bpe(**NAMES))
+    target, draft = pair.target, pair.draft
+    for role in ("bos", "eos", "pad", "unk"):
+        ours, theirs = getattr(target, f"{role}_token_id"), getattr(draft, f"{role}_token_id")
+        assert pair.map.target_to_draft[ours] == theirs
+        assert pair.map.draftable[theirs] == (role in ("bos", "eos"))
+
+
+# ---- the file --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small() -> Pair:
+    return Pair(byte_level(**OTHER_NAMES), sentencepiece_bpe(**NAMES))
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("built anew")
+
+
+def test_a_second_build_reads_the_file(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = small.build(tmp_path / "deep" / "cache")
+    assert equal(first, small.map)
+    monkeypatch.setattr(module, "match", never)
+    assert equal(small.build(tmp_path / "deep" / "cache"), first)
+
+
+def test_other_inputs_are_other_files(small: Pair, tmp_path: Path) -> None:
+    def built(pair: Pair) -> VocabMap:
+        made = pair.build(tmp_path)
+        assert equal(made, match(*pair.vocabularies, *pair.sizes))
+        return made
+
+    built(small)
+    longer = Pair(small.target, small.draft)
+    longer.sizes = (small.sizes[0] + 1, small.sizes[1])
+    assert built(longer).target_to_draft.size == small.sizes[0] + 1
+    built(Pair(small.draft, small.target))
+    built(Pair(small.target, sentencepiece_bpe(prefix=True, **NAMES)))
+    built(Pair(small.target, small.draft, ends=(small.target.bos_token_id,)))
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def change_byte(at: float) -> Any:
+    def change(content: bytes) -> bytes:
+        place = int(at * (len(content) - 1))
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    return change
+
+
+def rewrite(**values: Any) -> Any:
+    def change(content: bytes) -> bytes:
+        line, _, payload = content.partition(b"\n")
+        return json.dumps(json.loads(line) | values).encode() + b"\n" + payload
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda content: content + b"\0",
+        lambda content: b"[1]\n" + content,
+        lambda content: b"\xff" * 40,
+        change_byte(0.3),
+        change_byte(0.6),
+        change_byte(1.0),
+        rewrite(format=0),
+        rewrite(key="another"),
+        rewrite(pairs=3),
+        rewrite(pairs="3"),
+        rewrite(pairs=10**9),
+    ],
+)
+def test_a_damaged_file_is_made_again(small: Pair, tmp_path: Path, change: Any) -> None:
+    small.build(tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(change(whole))
+    assert file.read_bytes() != whole
+    assert equal(small.build(tmp_path), small.map)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
+
+
+def test_a_file_of_another_pair_is_not_trusted(small: Pair, tmp_path: Path) -> None:
+    small.build(tmp_path / "one")
+    other = Pair(small.draft, small.target)
+    other.build(tmp_path / "two")
+    (mine,), (theirs,) = (tmp_path / "one").iterdir(), (tmp_path / "two").iterdir()
+    mine.write_bytes(theirs.read_bytes())
+    assert equal(small.build(tmp_path / "one"), small.map)
+
+
+def test_pairs_that_can_not_be_are_refused_even_with_a_right_checksum() -> None:
+    flags = np.array([True, True])
+    for pairs in ([[0, 0], [0, 1]], [[0, 1], [1, 1]], [[0, 0], [4, 1]], [[0, -1], [1, 0]]):
+        with pytest.raises(ValueError):
+            VocabMap.of_pairs(np.array(pairs, dtype=np.int32), flags, 4, 4)
+
+
+def test_a_folder_that_can_not_be_written_costs_the_file_only(small: Pair, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert equal(small.build(tmp_path / "file"), small.map)
+
+
+def test_an_interrupted_write_leaves_nothing(small: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_writers_and_readers_at_once(small: Pair, tmp_path: Path) -> None:
+    """Every reader sees no file or a whole one."""
+    small.build(tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole, key = file.read_bytes(), json.loads(file.read_bytes().partition(b"\n")[0])["key"]
+    seen: list[bool] = []
+
+    def write() -> None:
+        for _ in range(20):
+            module._write(file, key, small.map)
+
+    def read() -> None:
+        for _ in range(60):
+            seen.append(equal(module._read(file, key, *small.sizes), small.map))
+
+    threads = [threading.Thread(target=act) for act in (write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 120
+    assert all(seen)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [whole]
+
+
+def test_a_large_pair_is_quick() -> None:
+    """The work grows with the vocabularies, not with their product: seconds at 262k x 152k, so well below one here."""
+
+    def large(count: int, space: str, **special: str) -> PreTrainedTokenizerFast:
+        vocab = {piece: i for i, piece in enumerate([*BYTE_PIECES, *special.values()])}
+        for i in range(count):
+            vocab.setdefault(f"{space}{i:x}", len(vocab))
+        tokenizer = wrapped(Tokenizer(models.BPE(vocab, [], unk_token="<unk>")), **special)
+        tokenizer.backend_tokenizer.decoder = sentencepiece_bpe().backend_tokenizer.decoder
+        return tokenizer
+
+    target, draft = large(30000, "▁", unk_token="<unk>"), large(20000, " ", unk_token="<unk>")
+    started = time.process_time()
+    made = vocab_map(ModelTokenizer(target), ModelTokenizer(draft), len(target), len(draft))
+    assert time.process_time() - started < 2
+    assert made.num_matched == 20000 + 256 + 1

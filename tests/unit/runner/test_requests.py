@@ -1,0 +1,302 @@
+"""The rows of running requests: who holds which, what it contains, and that nobody's trace stays behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fakes import HostBackend, cached, new_request, step
+from vllm_gaudi_spec.records import NO_ROW, Drafts, Verification
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.sampling.noise import fold_seed
+
+
+@pytest.fixture
+def requests() -> Requests:
+    return Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+
+
+def table(requests: Requests, req_id: str) -> list[int]:
+    return requests.tables_np[0][requests.by_id[req_id].row].tolist()
+
+
+def history(requests: Requests, req_id: str, length: int) -> list[int]:
+    return requests.history_RM[requests.by_id[req_id].row, :length].tolist()
+
+
+def test_admission_and_growth(requests: Requests) -> None:
+    requests.apply(step({"a": 5}, new=[new_request("a", [7, 8, 9, 7, 5], [4])]))
+    assert history(requests, "a", 6) == [7, 8, 9, 7, 5, 0]
+    assert requests.by_id["a"].seed_words == fold_seed(1)
+    requests.apply(step({"a": 1}, running=cached({"a": 16}, blocks={"a": [9]})))
+    assert table(requests, "a") == [4, 9, 0, 0]
+    assert requests.by_id["a"].num_computed == 16
+
+
+def test_an_id_may_finish_and_come_back_in_one_step(requests: Requests) -> None:
+    requests.apply(step({"a": 2}, new=[new_request("a", [1, 2, 3], [1, 2])]))
+    requests.apply(step({"a": 1}, new=[new_request("a", [4], [3])], finished={"a"}))
+    assert history(requests, "a", 4) == [4, 0, 0, 0], "nothing of the old request is left"
+    assert table(requests, "a") == [3, 0, 0, 0]
+
+
+class Forwards(set[str]):
+    """Sets of texts have another order in each process."""
+
+    backwards = False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__(), reverse=self.backwards))
+
+
+class Backwards(Forwards):
+    backwards = True
+
+
+@pytest.mark.parametrize("kind", ["finished", "preempted"])
+def test_every_rank_gives_the_same_rows(kind: str) -> None:
+    given = []
+    for order in (Forwards, Backwards):
+        ranks = Requests(HostBackend(), max_rows=3, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
+        ranks.apply(step({}, new=[new_request(name, [1, 2], [block]) for block, name in enumerate("abc", 1)]))
+        ranks.apply(step({}, **{kind: order({"a", "b", "c"})}))
+        ended = list(ranks.ended)
+        ranks.apply(step({}, new=[new_request(name, [1, 2], [block]) for block, name in enumerate("def", 1)]))
+        given.append((ended, [ranks.by_id[name].row for name in "def"]))
+    assert given[0] == given[1]
+
+
+@pytest.mark.parametrize("contract", ["V1", "V2"])
+def test_preemption_replaces_blocks_and_keeps_the_noise(requests: Requests, contract: str) -> None:
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
+    requests.by_id["a"].seed_words = (11, 12)  # as if it had come without a seed
+    requests.apply(step({}, preempted={"a"}))
+    assert requests.by_id["a"].row == NO_ROW
+    known = [1, 2, 3, 40, 41]
+    if contract == "V1":
+        resumed = cached({"a": 2}, blocks={"a": [5, 6]}, resumed={"a": known})
+        requests.apply(step({"a": 3}, running=resumed))
+    else:
+        again = new_request("a", [1, 2, 3], [5, 6], num_computed=2, prefill=known)
+        requests.apply(step({"a": 3}, new=[again]))
+    assert table(requests, "a") == [5, 6, 0, 0]
+    assert history(requests, "a", 6) == [*known, 0]
+    assert requests.by_id["a"].seed_words == (11, 12)
+    assert requests.by_id["a"].outputs == [40, 41]
+
+
+def test_a_preempted_request_may_be_aborted_before_the_next_step(requests: Requests) -> None:
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
+    requests.apply(step({}, preempted={"a"}, finished={"a"}))
+    assert "a" not in requests.by_id
+    for name in "bcd":
+        requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
+
+
+def test_the_next_turn_of_a_session_brings_a_longer_prompt_and_its_own_parameters(requests: Requests) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    requests.apply(step({"a": 3}, new=[new_request("a", [1, 2, 3], [1])]))
+    turn = new_request("a", [1, 2, 3, 9, 4], [1], num_computed=3, params=SamplingParams(seed=1, temperature=0.5))
+    requests.apply(step({"a": 2}, new=[turn]))
+    assert requests.by_id["a"].num_prompt == 5
+    assert requests.by_id["a"].params.temperature == 0.5
+    assert requests.by_id["a"].seed_words == fold_seed(1)
+
+
+def test_rows_run_out_only_when_all_are_held(requests: Requests) -> None:
+    for name in "abc":
+        requests.apply(step({name: 1}, new=[new_request(name, [1], [1])]))
+    assert {requests.by_id[name].row for name in "abc"} == {0, 1, 2}
+    requests.apply(step({"d": 1}, new=[new_request("d", [9], [2])], finished={"b"}))
+    assert len({requests.by_id[name].row for name in "acd"}) == 3
+
+
+def test_without_a_seed_every_admission_draws_its_own(requests: Requests) -> None:
+    from vllm.sampling_params import SamplingParams
+
+    words = set()
+    for _ in range(20):
+        requests.apply(step({"a": 1}, new=[new_request("a", [1], [1], params=SamplingParams())], finished={"a"}))
+        words.add(requests.by_id["a"].seed_words)
+    assert len(words) == 20
+
+
+def test_advance_writes_what_was_sampled_and_nothing_else(requests: Requests) -> None:
+    requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
+    row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
+    rows = torch.tensor([row_b, row_a, requests.pad_row])
+    verification = Verification(
+        tokens_BQ=torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32),
+        num_sampled_B=torch.tensor([2, 3, 1], dtype=torch.int32),
+    )
+    requests.advance(rows, torch.tensor([1, 2, 0], dtype=torch.int32), verification)
+    assert history(requests, "b", 6) == [4, 5, 50, 51, 0, 0]
+    assert history(requests, "a", 7) == [1, 2, 3, 60, 61, 62, 0]
+    assert requests.computed_R[row_b] == 3, "all but the newest token have KV"
+    assert requests.computed_R[row_a] == 5
+    assert requests.computed_R[requests.pad_row] == 0
+
+
+def test_drafts_wait_behind_the_last_token_and_go_with_the_next(requests: Requests) -> None:
+    requests.apply(step({"a": 3, "b": 2}, new=[new_request("a", [1, 2, 3], [1]), new_request("b", [4, 5], [2])]))
+    row_a, row_b = requests.by_id["a"].row, requests.by_id["b"].row
+    rows = torch.tensor([row_a, row_b, requests.pad_row])
+    tokens = torch.tensor([[50, 51, 52], [60, 61, 62], [70, 71, 72]], dtype=torch.int32)
+    lengths = torch.tensor([3, 2, 0], dtype=torch.int32)
+    requests.put_drafts(rows, lengths, Drafts(tokens, torch.tensor([2, 0, 3], dtype=torch.int32)))
+    assert history(requests, "a", 6) == [1, 2, 3, 50, 51, 0]
+    assert history(requests, "b", 4) == [4, 5, 0, 0]
+    assert requests.num_drafts_R[rows].tolist() == [2, 0, 0], "padding never has a draft"
+    verification = Verification(torch.tensor([[80]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    requests.advance(rows[:1], torch.tensor([2], dtype=torch.int32), verification)
+    assert history(requests, "a", 4) == [1, 2, 3, 80]
+    assert requests.num_drafts_R[row_a] == 0, "what stands behind the new token was drafted for another"
+
+
+def test_a_row_is_handed_on_without_drafts(requests: Requests) -> None:
+    requests.apply(step({"a": 1}, new=[new_request("a", [1], [1])]))
+    row = torch.tensor([requests.by_id["a"].row])
+    one = torch.tensor([1], dtype=torch.int32)
+    requests.put_drafts(row, one, Drafts(torch.tensor([[9]], dtype=torch.int32), one))
+    requests.apply(step({"b": 1}, new=[new_request("b", [1], [1])], finished={"a"}))
+    assert requests.by_id["b"].row == row
+    assert requests.num_drafts_R[row] == 0
+    assert requests.ended == ["a"]
+
+
+# --- blocks of a decode, listed for all rows at once ---
+
+WINDOW = 0  # what a sliding window left behind
+
+
+class FlatBackend(HostBackend):
+    flat_decode = True
+
+
+def flat_requests(block_sizes: list[int]) -> Requests:
+    return Requests(FlatBackend(), max_rows=4, max_len=256, block_sizes=block_sizes, max_context=192, seed=0)  # type: ignore[arg-type]
+
+
+def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np.ndarray:
+    """Rows of a batch: the last admitted first, then one that is padding."""
+    new = []
+    for name, ids in blocks.items():
+        record = new_request(name, [1, 2], [])
+        record.block_ids = ids
+        new.append(record)
+    requests.apply(step(dict.fromkeys(blocks, 1), new=new))
+    return np.array([*reversed([requests.by_id[name].row for name in blocks]), requests.pad_row])
+
+
+def entries(flat_3N: torch.Tensor) -> list[tuple[int, ...]]:
+    """Block, row and place of each."""
+    assert flat_3N.dtype == torch.int32
+    return [tuple(entry) for entry in flat_3N.T.tolist()]
+
+
+def test_a_decode_lists_each_rows_blocks_once_and_in_order() -> None:
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],), "c": ([3, 8],)})
+    found = requests.decode_blocks(rows_np, [17, 16, 48], 10)
+    assert found.sizes == (16,)
+    (flat,) = found.flat
+    used = [(3, 0, 0), (8, 0, 1), (7, 1, 0), (4, 2, 0), (9, 2, 1), (5, 2, 2)]
+    assert entries(flat) == used + [(0, 4, 0)] * 4
+    (table,) = found.tables
+    assert table[:, :4].tolist() == [[3, 8, 0, 0], [7, 0, 0, 0], [4, 9, 5, 0], [0, 0, 0, 0]]
+    assert table.shape[1] * 16 >= 192, "wide enough for every position, so that its shape says nothing of the rows"
+
+
+def test_blocks_behind_a_rows_end_are_not_listed() -> None:
+    """The scheduler may have given more than this step reads; and what was not given can not be listed."""
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
+    (flat,) = requests.decode_blocks(rows_np, [200, 16], 4).flat
+    assert entries(flat) == [(7, 0, 0), (4, 1, 0)] + [(0, 3, 0)] * 2
+
+
+def test_what_a_sliding_window_left_behind_is_not_listed() -> None:
+    requests = flat_requests([16])
+    rows_np = admitted(requests, {"a": ([WINDOW, WINDOW, 5, 6],), "b": ([2, 3],)})
+    (flat,) = requests.decode_blocks(rows_np, [32, 64], 6).flat
+    assert entries(flat) == [(2, 0, 0), (3, 0, 1), (5, 1, 2), (6, 1, 3), (0, 3, 0), (0, 3, 0)]
+
+
+@pytest.mark.parametrize("in_flight", [0, 6])
+def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) -> None:
+    """A running request keeps its old blocks in the table, whoever has them by now. The host's word of its length may
+    be too high by what is in flight."""
+    backend: Any = FlatBackend()
+    requests = Requests(
+        backend,
+        4,
+        256,
+        [16, 16],
+        192,
+        seed=0,
+        windows=[None, 20],
+        in_flight=in_flight,  # type: ignore[arg-type]
+    )
+    rows_np = admitted(requests, {"a": (list(range(1, 9)), list(range(11, 19)))})
+    for end in range(1, 129):
+        every, some = requests.decode_blocks(rows_np, [end], 16).flat
+        assert [entry[2] for entry in entries(every) if entry[0]] == list(range(-(-end // 16)))
+        # The earliest query stands `in_flight` before the end at most, and sees itself and 19 keys before it.
+        first_key = max(end - in_flight - 20, 0)
+        assert [entry[2] for entry in entries(some) if entry[0]] == list(range(first_key // 16, -(-end // 16)))
+        assert (every.shape, some.shape) == ((3, 16), (3, 6)), "no longer than needed, whatever the context"
+
+
+def test_groups_of_different_block_sizes_have_lists_of_their_own() -> None:
+    requests = flat_requests([16, 64])
+    rows_np = admitted(requests, {"a": ([4, 9, 5], [2]), "b": ([7, 8, 10, 11, 12], [3, 6])})
+    found = requests.decode_blocks(rows_np, [70, 40], 8)
+    assert found.sizes == (16, 64)
+    small, large = found.flat
+    rows_of_b = [(block, 0, place) for place, block in enumerate([7, 8, 10, 11, 12])]
+    assert entries(small) == [*rows_of_b, (4, 1, 0), (9, 1, 1), (5, 1, 2)]
+    assert entries(large) == [(3, 0, 0), (6, 0, 1), (2, 1, 0)] + [(0, 3, 0)] * 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_say_what_tables_say(seed: int) -> None:
+    """The blocks that a row's tokens are in, as its table has them."""
+    rng = random.Random(seed)
+    requests, free = flat_requests([16, 32]), list(range(1, 200))
+    rng.shuffle(free)
+    ends = [rng.randint(1, 192) for _ in range(rng.randint(1, 4))]
+    blocks = {
+        str(i): tuple([free.pop() for _ in range(-(-end // size))] for size in (16, 32)) for i, end in enumerate(ends)
+    }
+    rows_np = admitted(requests, blocks)
+    found = requests.decode_blocks(rows_np, ends[::-1], 60)
+    for flat, table, size in zip(found.flat, found.tables, found.sizes, strict=True):
+        needed = [
+            (int(table[row, place]), row, place)
+            for row, end in enumerate(ends[::-1])
+            for place in range(-(-end // size))
+        ]
+        assert entries(flat) == needed + [(0, len(rows_np), 0)] * (60 - len(needed))
+
+
+def test_a_decode_elsewhere_has_tables_alone(requests: Requests) -> None:
+    requests.apply(step({"a": 2}, new=[new_request("a", [1, 2], [4, 9])]))
+    found = requests.decode_blocks(np.array([requests.by_id["a"].row, requests.pad_row]), [2], 32)
+    assert found.flat == ()
+    assert found.tables[0].tolist() == [[4, 9], [0, 0]]
+
+
+def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
+    """A set of names has another order in each process; a drafter on the host remembers who ended last."""
+    names = [f"request {index}" for index in range(40)]
+    requests = Requests(HostBackend(), 40, 64, [16], 64, seed=0)  # type: ignore[arg-type]
+    new = [new_request(name, [1, 2], [1 + index]) for index, name in enumerate(names)]
+    requests.apply(step(dict.fromkeys(names, 2), new=new))
+    requests.apply(step({}, finished=set(names)))
+    assert requests.ended == sorted(names)

@@ -1,0 +1,63 @@
+"""What a runner counts, and says of its rows, while vLLM's scheduler plays with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.support.small_engine import ROOMY, SmallEngine, Variant
+from vllm_gaudi_spec.scheduling.metrics import COMPILED
+
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+
+
+def method(overlap: bool) -> str:
+    return "ngram_gpu" if overlap else "ngram"
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+@BOTH
+def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool, tmp_path: Path) -> None:
+    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap), tmp_path)
+    engine.add("a", [3, 4, 5], greedy(10))
+    for _ in range(2):
+        engine.step()
+    engine.runner.backend.compiled_after_warmup = lambda: 3
+    engine.finish()
+    assert engine.num_steps < 16, "it was not asked for another reason"
+    assert engine.scheduler._gaudi_spec_known[COMPILED, ""] == 3
+
+
+@BOTH
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: Path) -> None:
+    """Once for each time that it is admitted: the engine checks that it is the row's first token."""
+    engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
+    started: Counter[str] = Counter()
+    hear = engine._hear_tokens
+
+    def count(output: Any, members: Any) -> None:
+        started.update(getattr(output, "started", ()))
+        hear(output, members)
+
+    engine._hear_tokens = count
+    long = list(range(2, 35))  # two chunks; but for one token whole blocks of KV
+    engine.add("new", [3, 4, 5], greedy(50))
+    engine.add("chunked", long, greedy(30))
+    for _ in range(5):
+        engine.step()
+    engine.add("cached", long, greedy(30))
+    while len(engine.texts["new"]) < 25:  # when it comes back, it has more than a step's budget behind its prompt
+        engine.step()
+    assert started == {"new": 1, "chunked": 1, "cached": 1}
+    assert engine.running == ["new", "chunked", "cached"]
+    engine.interrupt()
+    engine.finish()
+    assert started == {"new": 2, "chunked": 2, "cached": 2}

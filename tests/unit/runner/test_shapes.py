@@ -1,0 +1,184 @@
+"""The list of shapes is closed: whatever a scheduler may ask for is in it, and small."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.shapes import Shapes
+
+
+def shapes(
+    max_num_seqs: int = 64,
+    max_tokens: int = 2048,
+    max_len: int = 1024,
+    exact: bool = True,
+    drafts: int = 0,
+    flat: bool = False,
+    num_ranks: int = 1,
+    **options: object,
+) -> Shapes:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens),
+        model_config=SimpleNamespace(max_model_len=max_len, is_moe=True),
+        parallel_config=SimpleNamespace(data_parallel_size=num_ranks),
+    )
+    backend = SimpleNamespace(
+        name="small",
+        exact_context_width=exact,
+        smallest_prefill=16,
+        prefill_growth=1.25,
+        prefill_rows=(1,),
+        max_drafts=8,
+        captures=False,
+        flat_decode=flat,
+        block_size=16,
+    )
+    return Shapes.from_config(config, Options(**options), backend, drafts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("drafts", [0, 5])
+@pytest.mark.parametrize("rows", [(1,), (1, 4)])
+def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[int, ...]) -> None:
+    chosen = shapes(max_num_seqs=17, max_tokens=300, max_len=200, exact=exact, drafts=drafts, prefill_rows=rows)
+    listed = set(chosen.all())
+    for length in range(1, 201):
+        for num in range(1, chosen.prefill_rows_at(length) + 1):
+            for start in range(0, 201 - length, 7):
+                shape = chosen.prefill(num, length, start + length)
+                assert shape in listed
+                assert shape.queries >= length
+                assert shape.context >= start + shape.queries, "padding must stay inside the block table"
+    for num in range(1, 18):
+        for queries in chosen.decode_queries:
+            assert chosen.decode(queries, [200] * num) in listed
+
+
+def test_the_strategy_reaches_contexts() -> None:
+    chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
+    steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
+    assert steps == {1024, 512}
+    assert chosen.of_length(4096, SimpleNamespace(exact_context_width=False)).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
+    assert shapes(max_len=8192, exact=False).contexts[:4] == (512, 1024, 2048, 4096)
+
+
+def test_padding_is_bounded() -> None:
+    chosen = shapes(max_num_seqs=256, max_tokens=4096, max_len=4096)
+    for num in range(1, 257):
+        assert chosen.decode(1, [1] * num).rows <= max(num * 1.5, num + 1)
+    for length in range(64, 4097):
+        assert chosen.prefill(1, length, length).queries <= length * 1.25 + 16
+
+
+def test_drafts_double_the_decode_shapes_whatever_their_number() -> None:
+    def count(drafts: int) -> int:
+        return sum(shape.phase == "decode" for shape in shapes(drafts=drafts).all())
+
+    assert count(1) == count(3) == count(8) == 2 * count(0)
+
+
+def test_buckets_of_the_user_must_cover_the_configuration() -> None:
+    assert shapes(batch_buckets=(1, 64)).decode(1, [5, 5]).rows == 64
+    with pytest.raises(UnsupportedConfigError, match=r"batch_buckets ends at 32.*--max-num-seqs"):
+        shapes(batch_buckets=(1, 32))
+    with pytest.raises(UnsupportedConfigError, match=r"prefill_buckets ends at 128.*--max-num-batched-tokens"):
+        shapes(prefill_buckets=(128,))
+    with pytest.raises(UnsupportedConfigError, match="prefill_rows must contain 1"):
+        shapes(prefill_rows=(2,))
+
+
+def test_a_device_may_verify_fewer_drafts() -> None:
+    assert shapes(drafts=8).decode_queries == (1, 9)
+    with pytest.raises(UnsupportedConfigError, match=r"small verifies at most 8 drafts .* set num_speculative_tokens"):
+        shapes(drafts=9)
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "linear"])
+@pytest.mark.parametrize("drafts", [0, 5])
+@pytest.mark.parametrize("max_len", [16, 100, 1024])
+def test_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: str) -> None:
+    """Whatever lengths rows have together: all of one block, all as long as can be, anything between."""
+    chosen = shapes(17, 300, max_len, exact=False, drafts=drafts, flat=True, bucket_strategy=strategy)
+    listed, rng = set(chosen.all()), random.Random(0)
+    longest = max_len + drafts  # a verify step's padding may stand behind the last position
+    for num in range(1, 18):
+        cases = [[1] * num, [16] * num, [17] * num, [max_len] * num, [longest] * num, [longest] + [1] * (num - 1)]
+        cases += [[rng.randint(1, longest) for _ in range(num)] for _ in range(50)]
+        for ends in cases:
+            for queries in chosen.decode_queries:
+                shape = chosen.decode(queries, ends)
+                assert shape in listed, ends
+                assert shape.rows >= num
+                assert shape.context >= sum(-(-min(end, max_len) // 16) for end in ends), "every block has a place"
+
+
+def test_a_flat_decode_pays_for_its_blocks_and_not_for_the_longest_row() -> None:
+    chosen = shapes(max_num_seqs=64, max_len=1024, exact=False, flat=True)
+    assert chosen.decode(1, [1024] + [16] * 63).context <= 2 * (64 + 63)
+    for num_blocks in range(1, 64 * 64):
+        assert chosen.decode_context([16] * num_blocks) < max(2 * num_blocks, 2)
+
+
+def test_flat_decodes_that_can_not_be_are_not_listed() -> None:
+    """Eight rows have eight blocks at least, and one row has at most those of the longest context."""
+    chosen = shapes(max_num_seqs=16, max_len=128, exact=False, flat=True)
+    found = {(shape.rows, shape.context) for shape in chosen.all() if shape.phase == DECODE}
+    reachable = {
+        (shape.rows, shape.context)
+        for num in range(1, 17)
+        for more in range(num * 7 + 1)
+        for shape in [chosen.decode(1, [16 * (1 + min(max(more - 7 * row, 0), 7)) for row in range(num)])]
+    }
+    assert found == reachable
+
+
+def test_drafts_double_the_flat_decode_shapes_whatever_their_number() -> None:
+    def count(drafts: int) -> int:
+        return sum(shape.phase == DECODE for shape in shapes(exact=False, drafts=drafts, flat=True).all())
+
+    assert count(1) == count(3) == count(5) == 2 * count(0)
+
+
+def test_block_buckets_of_the_user_must_cover_the_configuration() -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"block_buckets ends at 100.*--max-num-seqs with --max-model-len"):
+        shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
+    chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100, 512))
+    assert chosen.entries == (10, 100, 512)
+    assert chosen.decode(1, [16] * 8).context == 10
+    assert chosen.decode(1, [1024] * 8).context == 512
+
+
+def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
+    from tests.support.fakes import HostBackend
+
+    backend = HostBackend()
+    backend.exact_context_width = False  # type: ignore[attr-defined]
+    own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).of_length(2000, backend)  # type: ignore[arg-type]
+    assert own.entries == ()
+    assert own.decode_context([2000]) in own.contexts
+    assert all(shape.context in own.contexts for shape in own.all())
+
+
+def test_prompt_chunks_of_ranks_in_step_go_one_by_one() -> None:
+    assert shapes(num_ranks=2).prefill_rows == (1,)
+    with pytest.raises(UnsupportedConfigError, match="leave out additional_config"):
+        shapes(num_ranks=2, prefill_rows=(1, 2))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_decodes_as_wide_as_another_ranks_are_listed(flat: bool) -> None:
+    """Also of fewer blocks than so many rows would have."""
+    chosen = shapes(max_num_seqs=9, max_len=200, flat=flat, drafts=2)
+    listed = set(chosen.all())
+    for num_rows in chosen.decode_rows:
+        for ends in ([], [1], [17, 200], [200] * 9):
+            shape = chosen.decode(3, ends, num_rows)
+            assert shape in listed
+            assert shape.rows >= max(num_rows, len(ends))
+            assert shape.context >= chosen.decode_context(ends)

@@ -1,0 +1,209 @@
+"""A step's results reach the host in one copy and in vLLM's own records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
+from tests.unit.runner.test_shapes import shapes
+from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
+from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
+from vllm_gaudi_spec.runner.report import Downloads, Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.scheduling import metrics
+
+
+def send(step: StepResult, backend: HostBackend) -> Report:
+    return Reports(backend, Downloads(backend, overlap=True)).send(step)  # type: ignore[arg-type]
+
+
+def request(name: str, **params: Any) -> Request:
+    return Request(req_id=name, params=SamplingParams(**params), seed_words=(0, 0), prompt=[1])
+
+
+def logprobs(rows: int, columns: int, start: float) -> LogprobsTensors:
+    values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + start
+    return LogprobsTensors(values.int(), values, torch.arange(rows, dtype=torch.int32))
+
+
+def test_ragged_tokens_in_one_read() -> None:
+    backend = HostBackend()
+    a, b, c = request("a"), request("b"), request("c")
+    verification = Verification(
+        torch.tensor([[5, 6, 7], [8, 9, 10], [0, 0, 0]], dtype=torch.int32), torch.tensor([2, 3, 1]).int()
+    )
+    output = send(StepResult([a, b], verification, unfinished=[c]), backend).get_output()
+    assert backend.num_host_reads == 1
+    assert output.req_ids == ["a", "b", "c"]
+    assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
+    assert output.sampled_token_ids == [[5, 6], [8, 9, 10], []], "an unfinished prompt answers with nothing"
+    assert output.logprobs is None
+
+
+def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
+    backend = HostBackend()
+    output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
+    assert output.sampled_token_ids == [[]]
+    assert backend.num_host_reads == 0
+
+
+def test_each_request_gets_the_logprobs_it_asked_for() -> None:
+    """One wants the three likeliest, one named two tokens, one wants nothing, in one batch of Q = 2."""
+    backend = HostBackend()
+    top, named, none = request("t", logprobs=3), request("n", logprob_token_ids=[1, 2]), request("x")
+    tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
+    step = StepResult(
+        [top, named, none],
+        Verification(tokens, torch.tensor([2, 2, 1]).int()),
+        logprobs=logprobs(6, 4, 0),
+        scores=logprobs(6, 3, 100),
+    )
+    output = send(step, backend).get_output()
+    assert backend.num_host_reads == 1
+    assert output.logprobs is not None
+    first = output.logprobs.slice_request(0, 2)
+    assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert first.sampled_token_ranks.tolist() == [0, 1]
+    second = output.logprobs.slice_request(1, 2)
+    assert second.logprobs[:, :3].tolist() == [[106, 107, 108], [109, 110, 111]]
+    assert (second.logprobs[:, 3] == -torch.inf).all()
+
+
+class HiddenLogits:
+    """A model whose hidden states are its logits."""
+
+    adapters = None
+
+    def logits(self, hidden_NH: torch.Tensor, adapters_N: torch.Tensor | None) -> torch.Tensor:
+        return hidden_NH.clone()
+
+
+VOCAB = 30
+
+
+def expected_scores(hidden_TV: torch.Tensor, following: list[int], num_top: int) -> LogprobsTensors:
+    scores, tokens = hidden_TV[: len(following)].log_softmax(-1), torch.tensor(following)[:, None]
+    own = scores.gather(1, tokens)
+    best = scores.topk(num_top, dim=-1)
+    return LogprobsTensors(
+        torch.cat((tokens, best.indices), 1).int(), torch.cat((own, best.values), 1), (scores >= own).sum(-1).int()
+    )
+
+
+def same(found: LogprobsTensors | None, expected: LogprobsTensors) -> bool:
+    return found is not None and all(torch.equal(*pair) for pair in zip(found[:3], expected[:3], strict=True))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
+@pytest.mark.parametrize("chunk", [5, 100, 130, 200])
+def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
+    device: type[HostBackend], chunk: int, overlap: bool
+) -> None:
+    """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
+    backend = device()
+    listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
+    requests = Requests(backend, 4, 600, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
+    sampling = Sampling(backend, 4, VOCAB, -1, "raw_logprobs")  # type: ignore[arg-type]
+    chunk_TV, seen = torch.zeros(512, VOCAB), set()
+    scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, Downloads(backend, overlap=overlap))  # type: ignore[arg-type]
+    wanted = {"a": 3, "b": -1, "c": None}
+    length = {"a": 131, "b": 64, "c": 20}
+    prompts = {name: torch.randint(VOCAB, (length[name],)).tolist() for name in wanted}
+    hidden = {name: torch.randn(length[name], VOCAB) for name in wanted}
+    new = [
+        new_request(name, prompt, [1], params=SamplingParams(prompt_logprobs=wanted[name]))
+        for name, prompt in prompts.items()
+    ]
+    requests.apply(step(dict.fromkeys(prompts, 1), new=new))
+    steps_of: dict[str, LogprobsTensors | None] = {}
+    while going := {n: r for n, r in requests.by_id.items() if r.num_computed < r.num_prompt}:
+        counts = {name: min(chunk, request.num_prompt - request.num_computed) for name, request in going.items()}
+        pending = batches_of(step(counts), requests, listed, {})
+        for batch in pending:
+            hidden_TV = torch.full((batch.shape.rows, batch.shape.queries, VOCAB), torch.nan)
+            for row, member, count in zip(hidden_TV, batch.requests, batch.counts, strict=False):
+                row[:count] = hidden[member.req_id][member.num_computed : member.num_computed + count]
+            chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
+            scoring.collect(batch, seen.add)
+        finishing = [member for batch in pending for member, _ in batch.finishing()]
+        done = StepResult(finishing, prompt_logprobs=take(finishing))
+        done.unfinished = [member for batch in pending for member in batch.continuing()]
+        done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
+        before = backend.num_host_reads
+        output = send(done, backend).get_output()
+        assert backend.num_host_reads == before + 1
+        for name in output.prompt_logprobs_dict:
+            assert name not in steps_of
+            assert counts[name] + going[name].num_computed == length[name], "not before its last chunk"
+        steps_of |= output.prompt_logprobs_dict
+        for name, count in counts.items():
+            going[name].num_computed += count
+    assert set(steps_of) == {"a", "b"}
+    assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
+    assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
+    assert seen <= set(scoring.signatures())
+
+
+def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
+    """The user has them; outputs are prefilled beside the prompt."""
+    backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
+    requests = Requests(backend, 4, 100, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
+    sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+    downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
+    scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
+    again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
+    requests.apply(step({"a": 5}, new=[again]))
+    (batch,) = batches_of(step({"a": 5}), requests, listed, {})
+    scoring.collect(batch, lambda signature: None)
+    assert take(batch.requests) == []
+    assert backend.num_host_reads == 0
+
+
+def test_drafts_and_their_number_travel_in_the_same_read() -> None:
+    backend = HostBackend()
+    a, b = request("a"), request("b")
+    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
+    report = send(StepResult([a, b], verification, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)
+    output = report.get_output()
+    assert backend.num_host_reads == 1
+    assert isinstance(output, SpeculativeOutput)
+    assert output.num_real_drafts == {"a": 1, "b": 1}
+    assert report.step is not None
+    assert report.step.drafts is not None
+    assert report.step.drafts.tokens_BK.tolist() == [[7], [9], [0]]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rounds"),
+    [
+        ([2, FAULTY, 0], [DraftRound(("b",), worked=True)]),
+        ([FAULTY, FAULTY, 0], [DraftRound(("a", "b"), worked=False)]),
+        ([0, FAULTY, 0], [DraftRound(("b",), worked=False)]),
+        ([UNVERIFIED, FAULTY, 0], [DraftRound(("b",), worked=True)]),
+        ([UNVERIFIED, 0, 0], [DraftRound((), worked=True)]),
+        ([1, 0, 0], [DraftRound()]),
+        ([0, 0, 0], []),
+    ],
+)
+def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
+    backend = HostBackend()
+    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    seen = DraftRound(("c",), worked=False)
+    a, b = request("a"), request("b")
+    numbers_B = torch.tensor(numbers).int()
+    step = StepResult([a, b], verification, started=[b], num_drafts_B=numbers_B, draft_rounds=[seen])
+    output = send(step, backend).get_output()
+    assert isinstance(output, SpeculativeOutput)
+    assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}
+    assert output.draft_rounds == [*rounds, seen]
+    reasons = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
+    assert output.why == {name: reasons[n] for name, n in zip("ab", numbers, strict=False) if n < 0}
+    assert output.started == ("b",)

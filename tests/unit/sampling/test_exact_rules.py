@@ -1,0 +1,480 @@
+"""What the standard and the block rule have in common: the target's law, and robustness against what drafts may hold.
+
+The law is shown twice: by enumeration of every draft, with the functions the rules take their probabilities from, and
+by sampling with the rules as they are, with their real noise. Always for more than one step: noise that is used again
+in the next step shows in no single one.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import exact, laws
+from tests.support.laws import ALPHA, Table, random_table, text_law, write
+from tests.support.reference import rules as loops
+from tests.support.verify_cases import counted, loop_tokens, random_case
+from vllm_gaudi_spec.sampling import logits as edit
+from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.noise import Stream
+from vllm_gaudi_spec.sampling.rules import block, standard, strict
+
+RULES = {"standard": standard, "block": block}
+LOOPS = {"standard": loops.standard, "block": loops.block}
+STOPS = {"standard": exact.standard_stops, "block": exact.block_stops}
+# float32 probabilities, added up
+ROUNDING = 1e-6
+DRAWS = 200_000
+
+# Vocabulary and drafts at most; what is not quick is slow.
+QUICK_SHAPES = [(2, 1), (2, 3), (3, 2)]
+
+every_rule = pytest.mark.parametrize("rule", list(RULES))
+
+
+# ---- token by token -----------------------------------------------------------------------------
+
+
+@every_rule
+@pytest.mark.parametrize("num_places", [1, 2, 3, 5])
+def test_equals_the_loop(rule: str, num_places: int) -> None:
+    case = random_case(400, num_places, seed=num_places)
+    verification = RULES[rule].verify(**case.tensors())
+    assert verification.tokens_BQ.dtype == verification.num_sampled_B.dtype == torch.int32
+    for row in range(400):
+        assert counted(verification, row) == loop_tokens(LOOPS[rule], case, row, keyed_by_start=rule == "block"), row
+    lengths = set(verification.num_sampled_B.tolist())
+    assert lengths == set(range(1, num_places + 2)), "the case does not show every number of accepted drafts"
+
+
+@every_rule
+def test_all_accepted_rows_keep_their_bonus(rule: str) -> None:
+    """Where target and drafter agree nothing is rejected, however few drafts a row has."""
+    case = random_case(300, 4, seed=1, masked=0)
+    case.logits_BQV[:, :4] = case.draft_probs_BKV.log()
+    case.drafts_BK = case.draft_probs_BKV.flatten(0, 1).multinomial(1).view(300, 4).int()
+    verification = RULES[rule].verify(**case.tensors())
+    # p / q is 1 but for rounding
+    assert (verification.num_sampled_B == case.num_drafts_B + 1).float().mean() > 0.99
+    own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
+    for row in range(300):
+        if verification.num_sampled_B[row] == case.num_drafts_B[row] + 1:
+            assert verification.tokens_BQ[row, case.num_drafts_B[row]] == own[row, case.num_drafts_B[row]]
+
+
+@every_rule
+def test_rows_without_drafts_are_ordinary_sampling(rule: str) -> None:
+    case = random_case(200, 3, vocab=50)
+    case.num_drafts_B.zero_()
+    verification = RULES[rule].verify(**case.tensors())
+    own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
+    assert (verification.num_sampled_B == 1).all()
+    assert torch.equal(verification.tokens_BQ[:, 0], own[:, 0])
+
+
+@every_rule
+@pytest.mark.parametrize("garbage", [-1, 10**9, -(2**31)])
+def test_what_stands_behind_the_drafts_never_matters(rule: str, garbage: int) -> None:
+    case = random_case(200, 4)
+    clean = RULES[rule].verify(**case.tensors())
+    behind = torch.arange(4) >= case.num_drafts_B[:, None]
+    case.drafts_BK[behind] = garbage
+    case.draft_probs_BKV[behind] = torch.nan
+    dirty = RULES[rule].verify(**case.tensors())
+    assert torch.equal(clean.num_sampled_B, dirty.num_sampled_B)
+    assert ((dirty.tokens_BQ >= 0) & (dirty.tokens_BQ < 6)).all()
+    for row in range(200):
+        assert counted(clean, row) == counted(dirty, row)
+
+
+@every_rule
+@pytest.mark.parametrize(("rows", "num_places", "vocab"), [(60, 3, 500), (5, 1, 40_000), (5, 2, 40_000)])
+def test_rows_do_not_depend_on_their_batch(rule: str, rows: int, num_places: int, vocab: int) -> None:
+    """Nor, with a large vocabulary, on how many threads share the work of a row."""
+    case = random_case(rows, num_places, vocab)
+    case.temperature_B[::4] = 0
+    together = RULES[rule].verify(**case.tensors())
+    for row in range(rows):
+        alone = RULES[rule].verify(**case.row(row))
+        assert torch.equal(alone.tokens_BQ[0], together.tokens_BQ[row])
+        assert torch.equal(alone.num_sampled_B[0], together.num_sampled_B[row])
+
+
+@every_rule
+def test_inputs_stay_as_they_are(rule: str) -> None:
+    case = random_case(20, 3)
+    inputs = case.tensors()
+    RULES[rule].verify(**inputs)
+    assert all(torch.equal(value, getattr(case, name)) for name, value in inputs.items())
+
+
+@every_rule
+def test_greedy_rows_follow_the_argmax(rule: str) -> None:
+    """Among random rows, and whatever law is given for their drafts."""
+    case = random_case(300, 4, vocab=3, masked=0)
+    case.temperature_B[::2] = 0
+    case.draft_probs_BKV[::4] = 0
+    verification = RULES[rule].verify(**case.tensors())
+    best = strict.sample_greedy(case.logits_BQV)
+    expected = strict.verify(best, case.drafts_BK, case.num_drafts_B)
+    for row in range(0, 300, 2):
+        assert counted(verification, row) == counted(expected, row)
+    assert verification.num_sampled_B[::2].unique().tolist() == [1, 2, 3, 4, 5]
+
+
+@every_rule
+def test_impossible_drafts_are_rejected(rule: str) -> None:
+    """Outside the vocabulary, forbidden by the target, or with probability 0 by the drafter's own account."""
+    case = random_case(200, 1, masked=0)
+    case.num_drafts_B.fill_(1)
+    case.drafts_BK[:50], case.drafts_BK[50:100], case.drafts_BK[100:] = -1, 6, 2
+    case.logits_BQV[100:150, 0, 2] = -torch.inf
+    case.draft_probs_BKV[150:, 0, 2] = 0
+    verification = RULES[rule].verify(**case.tensors())
+    assert (verification.num_sampled_B == 1).all()
+    chosen = case.logits_BQV[:, 0].gather(1, verification.tokens_BQ[:, :1].long())
+    assert torch.isfinite(chosen).all()
+
+
+def test_nothing_left_falls_back_to_the_target() -> None:
+    """A rejection where p = q can only be an accident of rounding."""
+    case = random_case(100, 2, masked=0.4)
+    case.draft_probs_BKV = case.logits_BQV[:, :2].softmax(-1)
+    place = torch.zeros(100, dtype=torch.int32)
+    token = stop.sample_behind(
+        case.logits_BQV,
+        case.draft_probs_BKV,
+        place + 2,
+        place,
+        torch.ones(100),
+        case.temperature_B,
+        case.keys_B2,
+        case.keys_B2,
+        case.positions_BQ,
+    )
+    own = strict.sample_random(case.logits_BQV, case.temperature_B, case.keys_B2, case.positions_BQ)
+    assert torch.equal(token, own[:, 0])
+
+
+# ---- the law, by enumeration --------------------------------------------------------------------
+
+
+@every_rule
+@pytest.mark.parametrize(
+    ("vocab", "num_places"),
+    [
+        pytest.param(vocab, places, marks=[] if (vocab, places) in QUICK_SHAPES else pytest.mark.slow)
+        for vocab in range(2, 7)
+        for places in (1, 2, 3)
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
+def test_joint_law_of_two_steps(rule: str, vocab: int, num_places: int, ragged: bool) -> None:
+    for seed in range(3):
+        target, drafter = random_table(vocab, 2, seed), random_table(vocab, 2, 100 + seed)
+        if seed == 1:  # each side forbids tokens
+            target.logits_CV[::2, 0] = -torch.inf
+            drafter.logits_CV[::3, 1] = -torch.inf
+        if seed == 2:
+            drafter.logits_CV.copy_(target.logits_CV + 0.1 * drafter.logits_CV)
+        rng = np.random.default_rng(seed)
+        pick = (lambda n, rng=rng: rng.integers(0, num_places + 1, n)) if ragged else (lambda n: np.full(n, num_places))
+        law = exact.two_step_text(STOPS[rule], target, drafter, num_places, pick)
+        assert np.abs(law - text_law(target, 2 * (num_places + 1))[0]).sum() / 2 < ROUNDING
+
+
+@every_rule
+@pytest.mark.parametrize("vocab", [2, 3, 4])
+def test_law_of_one_step_over_many_models(rule: str, vocab: int) -> None:
+    for seed in range(20):
+        target, drafter = random_table(vocab, 1, seed, scale=3.0), random_table(vocab, 1, 50 + seed, scale=3.0)
+        contexts = np.arange(vocab)
+        for num in range(4):
+            law = exact.one_step_text(STOPS[rule], target, drafter, contexts, 3, np.full(vocab, num))
+            assert np.abs(law - text_law(target, 4, contexts)).sum(1).max() / 2 < ROUNDING
+
+
+# ---- the law, by sampling -----------------------------------------------------------------------
+
+
+@every_rule
+@pytest.mark.parametrize(
+    ("vocab", "num_places"),
+    [(3, 2), *(pytest.param(v, k, marks=pytest.mark.slow) for v, k in ((2, 1), (2, 3), (3, 3), (5, 2), (6, 3)))],
+)
+@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
+def test_two_sampled_steps(rule: str, vocab: int, num_places: int, ragged: bool) -> None:
+    target, drafter = random_table(vocab, 2, seed=1), random_table(vocab, 2, seed=2)
+    length = min(2 * (num_places + 1), 6)
+    texts, _ = write(
+        RULES[rule].verify,
+        target,
+        drafter,
+        num_places=num_places,
+        steps=2,
+        length=length,
+        rows=DRAWS,
+        ragged=ragged,
+    )
+    p_values = laws.p_values(texts, target)
+    assert min(p_values) > ALPHA, p_values
+
+
+def scaled(table: Table, temperature: float) -> Table:
+    values = table.logits_CV.clone()[:, None]
+    return Table(edit.apply_temperature(values, torch.full((len(values),), temperature)).squeeze(1))
+
+
+def filtered(table: Table, top_k: int | None = None, top_p: float = torch.inf, min_p: float = 0.0) -> Table:
+    values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
+    edit.apply_min_p(values, torch.full((rows,), min_p))
+    kept = torch.full((rows,), top_k or table.vocab, dtype=torch.int32)
+    return Table(
+        edit.apply_top_k_top_p(values, kept, torch.full((rows,), top_p), longest=min(64, table.vocab)).squeeze(1)
+    )
+
+
+def biased(table: Table) -> Table:
+    """Logit bias for two tokens, and one bad word."""
+    values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
+    tokens = torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(rows, 3)
+    added = torch.tensor([[2.5, -3.0, -torch.inf]]).expand(rows, 3)
+    return Table(
+        edit.apply_rules(
+            values,
+            tokens,
+            added,
+            torch.full((rows, 3), 10**6, dtype=torch.int32),
+            torch.full((rows, 3, 1), -1, dtype=torch.int32),
+            torch.zeros(rows, 1, 1, dtype=torch.int32),
+            torch.zeros(rows, 1, dtype=torch.int32),
+        ).squeeze(1)
+    )
+
+
+def penalized(table: Table) -> Table:
+    """With the context as the only output so far, behind a prompt of two tokens."""
+    values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
+    history = torch.stack((torch.full((rows,), 3), torch.full((rows,), 1), torch.arange(rows) % table.vocab), 1)
+    factor = torch.ones(rows)
+    return Table(
+        edit.apply_penalties(
+            values,
+            history,
+            torch.full((rows,), 2),
+            torch.full((rows, 1), 2),
+            0.7 * factor,
+            0.4 * factor,
+            1.5 * factor,
+        ).squeeze(1)
+    )
+
+
+def one_hot(table: Table, shift: int = 0) -> Table:
+    """Each context allows one token only."""
+    only = torch.full_like(table.logits_CV, -torch.inf)
+    rows = torch.arange(len(only))
+    only[rows, (rows + shift) % table.vocab] = 0.0
+    return Table(only)
+
+
+def without(table: Table, first: int, step: int) -> Table:
+    values = table.logits_CV.clone()
+    values[:, first::step] = -torch.inf
+    return Table(values)
+
+
+def near_ties(table: Table) -> Table:
+    return Table(1e-4 * table.logits_CV)
+
+
+# How target and drafter come from two unrelated tables.
+ADVERSARIES = {
+    "unrelated": lambda a, b: (a, b),
+    "equal": lambda a, b: (a, a),
+    "disjoint": lambda a, b: (without(a, 0, 2), without(b, 1, 2)),
+    "zeros": lambda a, b: (without(a, 0, 3), without(b, 1, 3)),
+    "one-hot drafter": lambda a, b: (a, one_hot(b)),
+    "one-hot target": lambda a, b: (one_hot(a), b),
+    "one-hot both": lambda a, b: (one_hot(a), one_hot(b, shift=1)),
+    "near-ties": lambda a, b: (near_ties(a), near_ties(b)),
+    "temperature 0.01": lambda a, b: (scaled(a, 0.01), scaled(b, 1.0)),
+    "temperature 0.3": lambda a, b: (scaled(a, 0.3), scaled(Table(a.logits_CV + 0.3 * b.logits_CV), 0.3)),
+    "temperature 5": lambda a, b: (scaled(a, 5.0), scaled(b, 0.5)),
+    "top-k": lambda a, b: (filtered(a, top_k=4), filtered(b, top_k=4)),
+    "top-p": lambda a, b: (filtered(a, top_p=0.7), filtered(b, top_p=0.9)),
+    "min-p": lambda a, b: (filtered(a, min_p=0.2), b),
+    "all filters": lambda a, b: (filtered(scaled(a, 1.4), 6, 0.9, 0.02), filtered(scaled(a, 0.7), 6, 0.9, 0.02)),
+    "logit bias": lambda a, b: (biased(a), b),
+    "penalties": lambda a, b: (penalized(a), penalized(b)),
+}
+QUICK_ADVERSARIES = [("all filters", 8)]
+
+
+@every_rule
+@pytest.mark.parametrize(
+    ("adversary", "vocab"),
+    [
+        pytest.param(name, vocab, marks=[] if (name, vocab) in QUICK_ADVERSARIES else pytest.mark.slow)
+        for name in ADVERSARIES
+        for vocab in (8, 50)
+    ],
+)
+def test_adversaries(rule: str, adversary: str, vocab: int) -> None:
+    """Rows of several lengths, two steps; the joint law of the first three tokens."""
+    target, drafter = ADVERSARIES[adversary](random_table(vocab, 1, seed=3), random_table(vocab, 1, seed=4))
+    texts, _ = write(
+        RULES[rule].verify, target, drafter, num_places=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
+    )
+    p_values = laws.p_values(texts, target)
+    assert min(p_values) > ALPHA, p_values
+
+
+@every_rule
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_large_vocabulary(rule: str) -> None:
+    """V = 50k in at most 200 bins: the first token, and the second, which is a bonus where a draft was accepted."""
+    target = random_table(50_000, 0, seed=5, scale=2.5)
+    drafter = Table(target.logits_CV + random_table(50_000, 0, seed=6).logits_CV)
+    texts, accepted = write(RULES[rule].verify, target, drafter, num_places=1, steps=1, length=2, rows=DRAWS, chunk=32)
+    law = text_law(target, 1)[0]
+    p_values = [laws.p_value(texts[:, place], law, most=200) for place in (0, 1)]
+    assert min(p_values) > ALPHA, p_values
+    overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
+    assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS)
+
+
+# ---- what is accepted ---------------------------------------------------------------------------
+
+
+@every_rule
+def test_one_draft_is_accepted_with_the_overlap(rule: str) -> None:
+    """sum of min(p, q): no rule can accept more."""
+    target, drafter = random_table(8, 0, seed=7), random_table(8, 0, seed=8)
+    overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
+    _, accepted = write(RULES[rule].verify, target, drafter, num_places=1, steps=1, length=1, rows=DRAWS)
+    assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS), (accepted, overlap)
+
+
+def test_block_accepts_at_least_as_much_as_standard() -> None:
+    """In expectation, behind every context; and as much as the closed forms say."""
+    gains = []
+    for seed in range(10):
+        target, drafter = random_table(4, 1, seed), random_table(4, 1, 10 + seed)
+        contexts, num = np.arange(4), np.full(4, 3)
+        by_rule = {rule: exact.step_law(STOPS[rule], target, drafter, contexts, 3, num).mean_accepted for rule in RULES}
+        np.testing.assert_allclose(by_rule["standard"], expected_standard(target, drafter, 3), atol=1e-5)
+        np.testing.assert_allclose(by_rule["block"], expected_block(target, drafter, 3), atol=1e-5)
+        assert (by_rule["block"] > by_rule["standard"] - ROUNDING).all()
+        gains.append((by_rule["block"] - by_rule["standard"]).mean())
+    assert max(gains) > 0.02
+
+
+def expected_standard(target: Table, drafter: Table, num_places: int) -> np.ndarray:
+    """A_k(c) = sum over x of min(p, q)(x | c) * (1 + A_{k-1}(c x)), by context of order 1."""
+    expected = np.zeros(target.vocab)
+    for _ in range(num_places):
+        expected = np.minimum(target.probs_CV, drafter.probs_CV) @ (1 + expected)
+    return expected
+
+
+def expected_block(target: Table, drafter: Table, num_places: int) -> np.ndarray:
+    """The sum over i of E[p_i], where p_i = min(p_{i-1} p / q, 1) and drafts come from q."""
+    p, q = target.probs_CV, drafter.probs_CV
+
+    def below(context: int, weight: float, places: int) -> float:
+        if not places:
+            return 0.0
+        after = [min(weight * p[context, x] / q[context, x], 1.0) for x in range(target.vocab)]
+        return sum(q[context, x] * (w + below(x, w, places - 1)) for x, w in enumerate(after))
+
+    return np.array([below(context, 1.0, num_places) for context in range(target.vocab)])
+
+
+@pytest.mark.slow
+def test_sampled_lengths_meet_the_closed_forms() -> None:
+    target, drafter = random_table(8, 1, seed=1), random_table(8, 1, seed=2)
+    expected = {"standard": expected_standard, "block": expected_block}
+    for rule in RULES:
+        _, accepted = write(RULES[rule].verify, target, drafter, num_places=3, steps=1, length=1, rows=DRAWS)
+        assert abs(accepted - expected[rule](target, drafter, 3)[0]) < 5 * 1.5 / math.sqrt(DRAWS)
+
+
+# ---- negative controls --------------------------------------------------------------------------
+
+
+def off_by(table: Table, distance: float) -> Table:
+    """A law at this total variation from the table's: mass goes from the likeliest token to the third."""
+    probs = table.probs_CV.copy()
+    order = np.argsort(-probs[0])
+    probs[:, order[0]] -= distance
+    probs[:, order[2]] += distance
+    return Table(torch.from_numpy(probs).log().float())
+
+
+def test_power_against_a_small_bias() -> None:
+    """By the noncentral chi-square law: a bias of 0.01 in two cells is seen in 99 of 100 runs, for every vocabulary."""
+    for vocab, scale, most in ((8, 1.5, None), (50, 1.5, None), (50_000, 2.5, 200)):
+        table = random_table(vocab, 0, seed=5, scale=scale)
+        shifted = table.probs_CV[0].copy()
+        order = np.argsort(-shifted)
+        few = order[:3] if most else order[[0, 2]]
+        shifted[few] += 0.01 * np.where(np.arange(len(few)) == 0, -1, 1 / (len(few) - 1))
+        assert (shifted >= 0).all()
+        assert laws.power(shifted, table.probs_CV[0], DRAWS, most) > 0.99, vocab
+
+
+@every_rule
+@pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_small_bias_is_rejected(rule: str, repetitions: int) -> None:
+    """A rule that is exact for a law 0.01 away from the target's."""
+    target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
+    wrong = off_by(target, 0.01)
+    assert laws.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
+    for seed in range(repetitions):
+        texts, _ = write(RULES[rule].verify, wrong, drafter, num_places=1, steps=1, length=1, rows=DRAWS, seed=1 + seed)
+        assert min(laws.p_values(texts, target)) < ALPHA, seed
+
+
+def shared_stream_law(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """First token when the draw that rejects is also the residual's noise for token 0.
+
+    A rejection says that this noise, an exponential, is at least c = -log(1 - a); what lies above c is a unit
+    exponential again. So token 0 can win the race only when nobody else arrives before c.
+    """
+    law = np.minimum(p, q)
+    left = np.maximum(p - q, 0)
+    left /= left.sum()
+    for x in range(len(p)):
+        accept = min(1.0, p[x] / q[x])
+        if accept == 1:
+            continue
+        zero_wins = left[0] * (1 - accept) ** ((1 - left[0]) / left[0]) if left[0] else 0.0
+        others = left.copy()
+        others[0] = 0
+        law = law + q[x] * (1 - accept) * (np.eye(len(p))[0] * zero_wins + (1 - zero_wins) * others / others.sum())
+    return law
+
+
+@every_rule
+@pytest.mark.parametrize("repetitions", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance draws out of the residuals' stream; with one draft both rules are the same then."""
+    shared = SimpleNamespace(**(dict(Stream.__members__) | {"ACCEPT": Stream.RESIDUAL}))
+    monkeypatch.setattr(RULES[rule], "Stream", shared)
+    target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
+    # The residual needs mass at token 0 for the sharing to matter.
+    target.logits_CV[0, 0] = 1.0
+    law = shared_stream_law(target.probs_CV[0], drafter.probs_CV[0])
+    assert laws.power(law, target.probs_CV[0], DRAWS) > 0.99
+    for seed in range(repetitions):
+        texts, _ = write(
+            RULES[rule].verify, target, drafter, num_places=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
+        )
+        assert laws.p_value(texts[:, 0], law) > ALPHA, "the control is not what its analysis says"
+        assert min(laws.p_values(texts, target)) < ALPHA, seed

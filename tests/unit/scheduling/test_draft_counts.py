@@ -1,0 +1,397 @@
+"""Rows that decode are counted by their drafts, and those without by the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from tests.unit.test_config import engine_config
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.records import DraftRound, WorkerCounts
+from vllm_gaudi_spec.scheduling import counts as draft_counts
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.counts import DraftCounts
+from vllm_gaudi_spec.scheduling.metrics import (
+    COMPILED,
+    COVERAGE,
+    HOST_READS,
+    REASONS,
+    ROWS,
+    ROWS_BY_CHOICE,
+    ROWS_WITHOUT_DRAFTS,
+    STEPS,
+)
+from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
+
+KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
+
+
+class Play:
+    """A scheduler with a scripted worker: steps of one token a request, and what was counted of them."""
+
+    def __init__(self, kind: type[Scheduler], folder: Path, **options: Any) -> None:
+        compat.apply()
+        self.scheduler: Any = scheduler_of(kind, folder, **options)
+        self.counted: metrics.Figures = {}
+
+    def admit(self, name: str, **params: Any) -> None:
+        given = dict(max_tokens=200) | params
+        self.scheduler.add_request(Request(name, PROMPT, SamplingParams(**given), None))
+
+    def step(self, num_real: dict[str, int] | None = None, **more: Any) -> dict[str, float]:
+        """Returns the reasons that it added. `more`: what the worker says besides."""
+        return self.hear(*self.send(num_real, **more))
+
+    def send(self, num_real: dict[str, int] | None = None, **more: Any) -> tuple[Any, Any]:
+        """Schedules a step; returns it with what the worker will say."""
+        scheduled = self.scheduler.schedule()
+        names = [*scheduled.num_scheduled_tokens]
+        started = (
+            *(new.req_id for new in scheduled.scheduled_new_reqs),
+            *scheduled.scheduled_cached_reqs.resumed_req_ids,
+        )
+        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0) | (num_real or {}))
+        vars(said).update(dict(started=started) | more)
+        return scheduled, said
+
+    def hear(self, scheduled: Any, said: Any) -> dict[str, float]:
+        for outputs in self.scheduler.update_from_output(scheduled, said).values():
+            if (stats := outputs.scheduler_stats) is None:
+                continue
+            for name, figures in stats.gaudi_spec.items():
+                for value, number in figures.items():
+                    mine = self.counted.setdefault(name, {})
+                    mine[value] = mine.get(value, 0) + number
+            reasons: dict[str, float] = stats.gaudi_spec.get(ROWS_WITHOUT_DRAFTS, {})
+            return reasons
+        return {}
+
+    def check(self) -> None:
+        """The sums that the page promises."""
+        rows, by_choice = (self.counted.get(name, {}) for name in (ROWS, ROWS_BY_CHOICE))
+        reasons = self.counted.get(ROWS_WITHOUT_DRAFTS, {})
+        assert set(reasons) <= set(REASONS)
+        assert sum(rows.values()) == sum(by_choice.values())
+        assert sum(reasons.values()) == rows.get("0", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_by_their_drafts(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path)
+    for name in "abc":
+        play.admit(name)
+    assert play.step() == {}, "a prompt's end has no drafts to verify"
+    assert ROWS not in play.counted
+    assert play.step({"a": 3, "b": 1}) == {"nothing": 1}
+    assert play.step({"a": 3}, why={"b": "unverified", "c": "fault"}) == {"unverified": 1, "fault": 1}
+    assert play.counted[ROWS] == {"0": 3, "1": 1, "3": 2}
+    assert play.counted[ROWS_BY_CHOICE] == {"3": 6}
+    play.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_row_itself_is_the_reason_for(kind: type[Scheduler], tmp_path: Path) -> None:
+    longest = len(PROMPT) + 4
+    play = Play(kind, tmp_path)
+    play.admit("none", extra_args={"num_speculative_tokens": 0})
+    play.admit("one", extra_args={"num_speculative_tokens": 1})
+    play.admit("short", max_tokens=3)
+    assert play.step() == {}
+    assert play.step({"one": 1, "short": 1}) == {"request": 1}
+    assert play.step({"one": 1}) == {"request": 1, "ending": 1}, "the third token of three"
+    assert not play.scheduler.requests.get("short")
+    play.scheduler._gaudi_spec_draft_counts._longest = longest
+    seen = [play.step({"one": 1 if length < longest else 0}) for length in range(len(PROMPT) + 3, longest + 2)]
+    assert seen == [{"request": 1}, {"request": 1, "length": 1}, {"request": 1, "length": 1}]
+    play.check()
+
+
+def test_a_drafter_has_a_length_of_its_own(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path, speculative=dict(max_model_len=len(PROMPT) + 2))
+    play.admit("a")
+    play.step()
+    assert [play.step(), play.step(), play.step()] == [{"nothing": 1}, {"length": 1}, {"length": 1}]
+
+
+@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
+def test_a_schedule_by_load(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path, speculative=dict(num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 64, 0]]))
+    play.admit("a")
+    play.step()
+    play.step({"a": 2})
+    play.admit("b")
+    play.step({"a": 2})  # behind this one nothing is drafted any more
+    assert play.step() == {"load": 2}
+    assert play.counted[ROWS_BY_CHOICE] == {"2": 2, "0": 2}
+    play.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert play.step() == {"load": 1}
+    assert play.step() == {"nothing": 1}
+    play.check()
+
+
+class Never:
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+        return False
+
+    def observe(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+
+class Chosen:
+    """Lengths as they are set."""
+
+    def __init__(self, **lengths: int) -> None:
+        self.lengths = lengths
+
+    def choose(self, req_ids: list[str]) -> dict[str, int]:
+        return {req_id: self.lengths[req_id] for req_id in req_ids}
+
+    def observe(self, *args: object) -> None:
+        pass
+
+    def forget(self, req_ids: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
+def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    for name in "ab":
+        play.admit(name)
+    play.scheduler._lengths = Chosen(a=2, b=0)
+    play.step()
+    assert play.step({"a": 2}) == {"acceptance": 1}
+    assert play.counted[ROWS_BY_CHOICE] == {"2": 1, "0": 1}
+    play.scheduler._lengths = Chosen(a=0, b=0)
+    play.step({"a": 2})
+    assert play.step() == {"acceptance": 2}
+    play.scheduler._goodput = Never()
+    assert play.step() == {"acceptance": 2}
+    assert play.step() == {"goodput": 2}
+    play.check()
+
+
+def in_turn(play: Play, script: list[Step]) -> list[dict[str, float]]:
+    told = []
+    for step in script:
+        step.happens(play)
+        told.append(play.step(step.real))
+    return told
+
+
+def ahead(play: Play, script: list[Step]) -> list[dict[str, float]]:
+    """Each step is scheduled before what the one before it says is heard, as where steps overlap."""
+    told, in_flight = [], None
+    for step in script:
+        step.happens(play)
+        sent = play.send(step.real)
+        if in_flight is not None:
+            told.append(play.hear(*in_flight))
+        in_flight = sent
+    assert in_flight is not None
+    return [*told, play.hear(*in_flight)]
+
+
+class Step(NamedTuple):
+    real: dict[str, int]
+    lengths: dict[str, int] | None = None
+    """What pacing chooses from here on."""
+    is_slow: bool = False
+    """Drafting does not pay from here on."""
+    admitted: str = ""
+
+    def happens(self, play: Play) -> None:
+        if self.lengths is not None:
+            play.scheduler._lengths = Chosen(**self.lengths)
+        if self.is_slow:
+            play.scheduler._goodput = Never()
+        for name in self.admitted:
+            play.admit(name)
+
+
+@pytest.mark.parametrize("go", [in_turn, ahead])
+def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
+    """That is one step later, though the next choice may already be made when the step is heard."""
+    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    script = [
+        Step({}, lengths=dict(a=2, b=0, c=1), admitted="ab"),
+        Step({"a": 2}, lengths=dict(a=0, b=3, c=1)),
+        Step({"b": 3}, admitted="c", lengths=dict(a=1, b=1, c=1)),
+        Step({"b": 1, "c": 1}),
+        Step({"a": 1}, is_slow=True),
+        Step({}),
+    ]
+    assert go(play, script) == [
+        {},
+        {"acceptance": 1},
+        {"acceptance": 1},
+        {"nothing": 1},
+        {"nothing": 2},
+        {"goodput": 3},
+    ]
+    # Of the choices (a, b, c): 2 0; 0 3; 1 1 1; 1 1 1; 0 0 0.
+    assert play.counted[ROWS_BY_CHOICE] == {"0": 5, "1": 6, "2": 1, "3": 1}
+    play.check()
+    counts = play.scheduler._gaudi_spec_draft_counts
+    assert set(counts._choices) == set("abc")
+    play.scheduler.finish_requests(["a", "b", "c"], RequestStatus.FINISHED_ABORTED)
+    play.step()
+    assert not counts._choices
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults(kind: type[Scheduler], tmp_path: Path) -> None:
+    play = Play(kind, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    assert play.step({"b": 1}) == {"fault": 1}, "the host saw it a step before"
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    play.step({"b": 1})
+    play.admit("c")
+    play.step({"b": 1})
+    bad = dict(draft_rounds=[DraftRound(("b", "c"), worked=False)], why={"b": "fault", "c": "fault"})
+    assert play.step(**bad) == {"fault": 2}, "the device sees it where the drafts are to be verified"
+    assert play.step() == {"nothing": 2}
+    for _ in range(2):
+        play.step(**bad)
+    play.step(**bad)
+    assert play.step() == {"off": 2}
+    play.check()
+
+
+def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
+    """A step may go by without its row, for want of budget."""
+    counts = DraftCounts(Speculation.from_vllm(engine_config(tmp_path, dict(method="ngram"))), 64)
+    play, failed = Play(Scheduler, tmp_path), [DraftRound(("a",), worked=True)]
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    scheduled = play.send()[0]
+
+    def step_of(*names: str, **more: Any) -> dict[str, float]:
+        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0))
+        vars(said).update(more)
+        counts.count(play.scheduler, said)
+        counts.remember(scheduled, said)
+        return metrics.take(play.scheduler).get(ROWS_WITHOUT_DRAFTS, {})
+
+    step_of("a", "b", draft_rounds=failed)
+    assert step_of("b") == {"nothing": 1}
+    assert step_of("a", "b") == {"fault": 1, "nothing": 1}
+    assert step_of("a", "b") == {"nothing": 2}
+    step_of("a", draft_rounds=failed)
+    counts.forget({"a"})
+    assert step_of("a") == {"nothing": 1}, "another one of that name"
+
+
+def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    for _ in range(3):
+        assert play.step({"b": 1}) == {"fault": 1}
+    play.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    play.admit("a")
+    play.step()
+    assert play.step() == {"nothing": 1}, "another one of that name"
+
+
+def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
+    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
+    play.admit("a")
+    play.scheduler._lengths = Chosen(a=1, b=1)
+    play.step(draft_rounds=[DraftRound(("a",), worked=True)])
+    play.step()
+    play.admit("b")
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    play.step()
+    counts = play.scheduler._gaudi_spec_draft_counts
+    assert set(counts._choices) == {"b"}
+    assert not counts._excluded
+
+
+def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
+    """As vLLM counts no drafts of them."""
+    play = Play(AsyncScheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    scheduled = play.scheduler.schedule()
+    play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    said: Any = answer({"a": [9], "b": [9]}, {"a": 2, "b": 1})
+    stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats
+    assert stats.gaudi_spec == {ROWS: {"1": 1}, ROWS_BY_CHOICE: {str(NUM_DRAFTS): 1}}
+    assert stats.spec_decoding_stats.num_drafts == 1
+
+
+def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
+    """They begin anew, and vLLM's own figures know nothing of them."""
+    play = Play(AsyncScheduler, tmp_path)
+    for name in "ab":
+        play.admit(name)
+    play.step()
+    play.step({"a": 1, "b": 2})
+    before = {name: dict(figures) for name, figures in play.counted.items()}
+    lost = play.send({"a": 3})
+    assert play.scheduler.reset_prefix_cache(reset_running_requests=True)
+    again = play.send()
+    assert play.hear(*lost) == {}
+    assert play.hear(*again) == {}, "a prompt's end"
+    assert play.counted == before
+    assert play.step({"a": 3}) == {"nothing": 1}
+    assert play.counted[ROWS] == {"0": 1, "1": 1, "2": 1, "3": 1}
+    play.check()
+
+
+@pytest.mark.parametrize("kind", [AsyncScheduler, PacedAsyncScheduler])
+def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verified(
+    kind: type[Scheduler], tmp_path: Path
+) -> None:
+    """Whoever reads it divides by them."""
+    play = Play(kind, tmp_path)
+    play.admit("a")
+    said = []
+    for number in (0, 0, 2, 0):
+        scheduled = play.scheduler.schedule()
+        made: Any = answer({"a": [9]}, {"a": number})
+        stats = play.scheduler.update_from_output(scheduled, made)[0].scheduler_stats
+        assert stats.gaudi_spec
+        said.append(stats.spec_decoding_stats and stats.spec_decoding_stats.num_draft_tokens)
+    assert said == [None, None, 2, None]
+
+
+def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
+    play = Play(Scheduler, tmp_path)
+    play.admit("a")
+    coverage = {"target": 0.5, "drafter": 0.75}
+    play.step(worked=WorkerCounts(4, 3, 0, coverage))
+    assert play.counted == {STEPS: {"": 4}, HOST_READS: {"": 3}, COVERAGE: coverage}
+    play.step(worked=WorkerCounts(5, 4, 2, coverage))
+    assert [play.counted[name][""] for name in (STEPS, HOST_READS, COMPILED)] == [5, 4, 2]
+    assert play.counted[COVERAGE] == coverage
+
+
+def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
+    """--disable-log-stats."""
+    play = Play(PacedScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
+    play.scheduler.log_stats = False
+    play.admit("a")
+    for _ in range(3):
+        play.step(worked=WorkerCounts(1, 1, 0, {}))
+    assert not play.counted
+    assert not [name for name in vars(play.scheduler) if name.startswith("_gaudi_spec")]
+
+
+def test_a_scheduler_without_its_constructor_counts_nothing() -> None:
+    """As a test's double of a scheduler is made."""
+    draft_counts.hear(object.__new__(AsyncScheduler), None, answer({"a": [9]}, {"a": 1}))

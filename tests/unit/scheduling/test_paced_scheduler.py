@@ -1,0 +1,130 @@
+"""What vLLM's schedulers do with our word, on a scripted worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.scheduling.metrics import SPARED_STEPS
+from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
+
+
+def paced(kind: type[Scheduler], folder: Path, **options: bool) -> Any:
+    """With requests `a` and `b`, whose prompts are computed."""
+    compat.apply()
+    scheduler: Any = scheduler_of(kind, folder, additional_config={"gaudi_spec": options})
+    for name in "ab":
+        scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
+    return scheduler
+
+
+class Never:
+    """A rule that is always against it."""
+
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+        return False
+
+    def observe(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+
+def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> None:
+    scheduler = paced(PacedAsyncScheduler, tmp_path, goodput=True)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first.num_spec_tokens_to_schedule == NUM_DRAFTS
+    assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
+    scheduler._goodput = Never()
+    third, fourth = scheduler.schedule(), scheduler.schedule()
+    assert third.num_spec_tokens_to_schedule == fourth.num_spec_tokens_to_schedule == 0
+    assert not fourth.scheduled_spec_decode_tokens, "but behind the step in which it was decided"
+    said = [
+        scheduler.update_from_output(step, answer({"a": [1], "b": [4]}, num_real))[0].scheduler_stats
+        for step, num_real in ((first, {}), (second, {"a": 2, "b": 2}), (third, {}))
+    ]
+    counts = [stats.spec_decoding_stats for stats in said if stats.spec_decoding_stats is not None]
+    assert sum(count.num_draft_tokens for count in counts) == 4
+    assert sum(stats.gaudi_spec.get(SPARED_STEPS, {"": 0})[""] for stats in said) == 2
+
+
+class Notes:
+    """A rule that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.observed: list[int] = []
+
+    def drafts(self, num_rows: int, *, may_try: bool) -> bool:
+        return True
+
+    def observe(self, num_rows: int, *args: object, **kwargs: object) -> bool:
+        self.observed.append(num_rows)
+        return False
+
+
+def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
+    scheduler = paced(PacedScheduler, tmp_path, goodput=True)
+    scheduler._goodput = notes = Notes()
+
+    def step() -> None:
+        scheduled = scheduler.schedule()
+        scheduler.update_from_output(scheduled, answer({name: [1] for name in scheduled.num_scheduled_tokens}, {}))
+
+    step()
+    assert not notes.observed, "of prompts"
+    step()
+    assert not notes.observed, "behind prompts"
+    step()
+    assert notes.observed == [2]
+    # One that nobody paced: the time since the last that was is not the next one's.
+    scheduler.num_spec_tokens, kept = 0, scheduler.num_spec_tokens
+    step()
+    scheduler.num_spec_tokens = kept
+    step()
+    assert notes.observed == [2]
+    step()
+    assert notes.observed == [2, 2]
+
+
+def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
+    scheduler = paced(PacedScheduler, tmp_path, goodput=True)
+    scheduler._goodput = Never()
+    outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
+    sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
+    assert sent.scheduler_stats.gaudi_spec[SPARED_STEPS] == {"": 1}
+
+
+@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
+def test_each_request_has_its_own_length(kind: type[Scheduler], tmp_path: Path) -> None:
+    scheduler = paced(kind, tmp_path, adaptive=True)
+    for _ in range(50):
+        scheduler._lengths.observe("a", NUM_DRAFTS, NUM_DRAFTS)
+        scheduler._lengths.observe("b", NUM_DRAFTS, 0)
+    first = scheduler.schedule()
+    few = first.most_drafts["b"]
+    assert first.most_drafts["a"] == NUM_DRAFTS > few
+    if issubclass(kind, AsyncScheduler):
+        places = scheduler.schedule().scheduled_spec_decode_tokens
+        assert {name: len(places.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
+
+
+@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
+def test_what_is_learned_of_a_request_ends_with_it(kind: type[Scheduler], tmp_path: Path) -> None:
+    scheduler = paced(kind, tmp_path, adaptive=True)
+    scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {"a": 3}))
+    assert set(scheduler._lengths._by_id) == {"a"}
+    in_flight = scheduler.schedule()
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    scheduler.schedule()
+    assert not scheduler._lengths._by_id
+    scheduler.update_from_output(in_flight, answer({"a": [9], "b": [9]}, {"a": 3, "b": 0}))
+    assert not scheduler._lengths._by_id
+    assert id(in_flight) not in scheduler._paces

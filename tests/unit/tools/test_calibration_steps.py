@@ -1,0 +1,321 @@
+"""The scripts of calibration/ on files: what they make, and what they say of files that are not right."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.measurements import measured, same
+from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.files import Node
+from vllm_gaudi_spec.quantization.fingerprint import fingerprint
+from vllm_gaudi_spec.tools.tune import measure
+from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder, write_json
+from vllm_gaudi_spec.tools.tune.ranks import expand
+from vllm_gaudi_spec.tools.tune.scales import METHODS
+
+SCRIPTS = Path(__file__).parents[3] / "calibration"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit status, stdout and stderr of a script."""
+
+    def run(script: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", [script, *map(str, arguments)])
+        status = runpy.run_path(str(SCRIPTS / f"{script}.py"))["main"]()
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def make_model(folder: Path, weights: bytes) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 32}))
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, str]:
+    return {name: make_model(tmp_path / f"{name}-model", name.encode() * 99) for name in ROLES}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: dict[str, str]) -> Folder:
+    """Two ranks measured a target and a drafter."""
+    folder = Folder(tmp_path / "calibration")
+    for seed, name in enumerate(ROLES):
+        for record in expand(measured(seed, fingerprint(models[name])), 2):
+            files.write(folder.role(name).measured, record)
+    return folder
+
+
+def tree(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def given(folder: Folder, models: dict[str, str]) -> list[object]:
+    return ["--out", folder.root, "--model", models[TARGET], "--draft", models[DRAFT]]
+
+
+def test_from_two_ranks_to_the_scales_of_four(run: Run, folder: Folder, models: dict[str, str]) -> None:
+    assert run("step_1_detect_device", "--out", folder.root, "--card", "gaudi3")[0] == 0
+    assert run("step_4_postprocess", *given(folder, models))[0] == 0
+    assert run("step_5_unify_ranks", "--out", folder.root, "--world-size", 4)[0] == 0
+    status, out, err = run("step_6_make_scales", *given(folder, models), "--exclude", "down_proj")
+    assert (status, err) == (0, "")
+    for name in ROLES:
+        role = folder.role(name)
+        assert len(files.read_world(role.final, 4)) == 4
+        for method in METHODS:
+            config = json.loads(role.quant_config(method).read_text())
+            assert f"QUANT_CONFIG={role.quant_config(method)}" in out
+            assert config["blocklist"]["names"] == ["down_proj"]
+            for record in files.read_world(config["dump_stats_path"], 4, config["scale_method"]):
+                assert (record.mode, record.device) == (files.SCALED, "gaudi3")
+                assert record.model == fingerprint(models[name])
+                assert len(record.nodes) == 2 * 8
+    before = tree(folder.root)
+    for script, options in [("step_4_postprocess", []), ("step_5_unify_ranks", ["--world-size", 4])]:
+        assert run(script, "--out", folder.root, *options)[0] == 0
+    assert tree(folder.root) == before
+
+
+def test_ranks_of_any_folder(run: Run, tmp_path: Path) -> None:
+    for record in expand(measured(), 4):
+        files.write(tmp_path / "a" / "inc", record)
+    status, out, _ = run(
+        "step_5_unify_ranks", "--from", tmp_path / "a" / "inc", "--to", tmp_path / "b", "--world-size", 1
+    )
+    assert status == 0
+    assert "4 ranks measured, files for 1" in out
+    same(files.read_world(tmp_path / "b")[0], measured())
+
+
+def test_matmuls_get_the_range_of_their_cache(run: Run, folder: Folder) -> None:
+    keys, values = (f"model.layers.0.self_attn.attn.impl.{kind}" for kind in ("matmul_qk", "matmul_av"))
+    role = folder.role(TARGET)
+    for record in files.read_world(role.measured):
+        for name in (keys, values):
+            record.nodes[name].inputs[1] = np.full((1, 1), 1e6, np.float32)  # what stands in padding
+        files.write(role.measured, record)
+    assert run("step_4_postprocess", "--out", folder.root)[0] == 0
+    for record in files.read_world(role.processed):
+        same(record, files.read(files.stem(role.processed, record.rank, 2)))
+        for name, cache in ((keys, "k_cache"), (values, "v_cache")):
+            read_from = record.nodes[f"{name.rpartition('.')[0]}.{cache}"]
+            np.testing.assert_array_equal(record.nodes[name].inputs[1], read_from.inputs[0])
+
+
+def test_a_module_that_saw_nothing(run: Run, folder: Folder) -> None:
+    role = folder.role(DRAFT)
+    for record in files.read_world(role.measured):
+        nothing = Node([np.zeros((1, 1), np.float32)], [], {"weight": np.ones((1, 1), np.float32)})
+        changed = replace(record, nodes=record.nodes | {"model.fc": nothing})
+        files.write(role.measured, replace(changed, looked_at=[*changed.nodes, "lm_head"]))
+    before = tree(folder.root)
+    status, _, err = run("step_4_postprocess", "--out", folder.root)
+    assert status == 1
+    assert "2 of 20 modules saw no value, model.fc and lm_head among them" in err
+    assert tree(folder.root) == before
+    status, _, err = run("step_4_postprocess", "--out", folder.root, "--allow-unseen")
+    assert status == 0
+    assert "warning: model.fc saw no value" in err
+    assert run("step_5_unify_ranks", "--out", folder.root)[0] == 0
+    assert run("step_6_make_scales", "--out", folder.root, "--card", "gaudi2")[0] == 0
+    config = json.loads(role.quant_config("maxabs_hw").read_text())
+    assert config["blocklist"]["names"] == [r"^model\.fc$", "^lm_head$"]
+
+
+# ---- what is not right -------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def block(path: Path) -> None:
+    """A file where the step wants to make a folder."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+    path.parent.write_text("")
+
+
+STEPS = {
+    "step_4_postprocess": lambda role: role.measured,
+    "step_5_unify_ranks": lambda role: role.processed,
+    "step_6_make_scales": lambda role: role.final,
+}
+
+
+def up_to(script: str, run: Run, folder: Folder) -> None:
+    run("step_1_detect_device", "--out", folder.root)
+    for earlier in STEPS:
+        if earlier == script:
+            return
+        assert run(earlier, "--out", folder.root)[0] == 0
+
+
+@pytest.mark.parametrize("script", STEPS)
+@pytest.mark.parametrize(
+    ("end", "damage", "message"),
+    [
+        (".json", Path.unlink, "is missing"),
+        (".json", cut, "is truncated"),
+        (".npz", Path.unlink, "is missing"),
+        (".npz", cut, "is truncated"),
+    ],
+)
+def test_a_damaged_file_stops_a_step(
+    run: Run, folder: Folder, script: str, end: str, damage: Callable[[Path], None], message: str
+) -> None:
+    up_to(script, run, folder)
+    path = Path(f"{files.stem(STEPS[script](folder.role(DRAFT)), 1, 2)}{end}")
+    damage(path)
+    before = tree(folder.root)
+    status, _, err = run(script, "--out", folder.root)
+    assert status == 1
+    assert tree(folder.root) == before
+    assert err.splitlines() == [line for line in err.splitlines() if f"{path.name} {message}" in line]
+
+
+@pytest.mark.parametrize("script", STEPS)
+def test_another_model_stops_a_step(
+    run: Run, folder: Folder, models: dict[str, str], tmp_path: Path, script: str
+) -> None:
+    up_to(script, run, folder)
+    before = tree(folder.root)
+    status, _, err = run(script, "--out", folder.root, "--model", make_model(tmp_path / "other", b"tuned further"))
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "was measured on another model than" in err
+    assert tree(folder.root) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world-size", 3], "do not spread over 3 ranks"),
+        (["--measured-world-size", 4], "are for world size 2, not 4"),
+    ],
+)
+def test_a_wrong_world_size_stops_it(run: Run, folder: Folder, options: list[object], message: str) -> None:
+    up_to("step_5_unify_ranks", run, folder)
+    before = tree(folder.root)
+    status, _, err = run("step_5_unify_ranks", "--out", folder.root, *options)
+    assert (status, err.count("\n")) == (1, 1)
+    assert message in err
+    assert tree(folder.root) == before
+
+
+@pytest.mark.parametrize("script", ["step_1_detect_device", "step_2_prepare_prompts", "step_4_postprocess"])
+def test_a_folder_that_can_not_be_written(run: Run, folder: Folder, script: str) -> None:
+    root = folder.root
+    if script == "step_4_postprocess":
+        (root / TARGET / "processed").write_text("")
+    else:
+        shutil.rmtree(root)
+        root.write_text("")
+    before = tree(root.parent)
+    status, _, err = run(script, "--out", root)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "can not be written: " in err
+    assert tree(root.parent) == before
+
+
+def test_nothing_measured(run: Run, tmp_path: Path) -> None:
+    for script in STEPS:
+        status, _, err = run(script, "--out", tmp_path)
+        assert (status, err.count("\n")) == (1, 1)
+        assert f"{tmp_path} has no measurements" in err
+
+
+def test_a_method_that_needs_channels(run: Run, folder: Folder) -> None:
+    """Neural Compressor measures weights per tensor, and makes such scales while it loads them."""
+    for name in ROLES:
+        for record in files.read_world(folder.role(name).measured):
+            for node in record.nodes.values():
+                node.params = {key: weight.max().reshape(1, 1) for key, weight in node.params.items()}
+            files.write(folder.role(name).measured, replace(record, linears={}))
+    up_to("step_6_make_scales", run, folder)
+    method = "act_maxabs_pow2_weights_pcs_maxabs_pow2"
+    status, _, err = run("step_6_make_scales", "--out", folder.root, "--scale-method", method)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "was measured per tensor" in err
+    status, out, _ = run("step_6_make_scales", "--out", folder.root)
+    assert status == 0
+    assert f"so there is no {method}" in out
+    assert not folder.role(TARGET).quant_config(method).exists()
+
+
+# ---- prompts, and the start of measuring -------------------------------------------------------------
+
+
+def test_prompts(run: Run, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    source = tmp_path / "mine.jsonl"
+    source.write_text('"one"\n\n{"prompt": "two\\nlines"}\n{"text": "three", "id": 3}\n')
+    assert run("step_2_prepare_prompts", "--out", folder.root, "--prompts", source)[0] == 0
+    lines = [json.loads(line) for line in folder.prompts.read_text().splitlines()]
+    assert lines == [{"prompt": "one"}, {"prompt": "two\nlines"}, {"prompt": "three"}]
+    assert run("step_2_prepare_prompts", "--out", folder.root, "--limit", 5)[0] == 0
+    assert len(folder.prompts.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('"one"\n{"answer": "two"}\n', "line 2 of .*: a string, or an object with one of prompt, text"),
+        ('"one"\n{"prompt"\n', "line 2 of .*: Expecting"),
+        ("\n", "has no prompts"),
+        (None, "can not be read: No such file or directory"),
+    ],
+)
+def test_prompts_that_are_none(run: Run, tmp_path: Path, content: str | None, message: str) -> None:
+    source = tmp_path / "mine.jsonl"
+    if content is not None:
+        source.write_text(content)
+    status, _, err = run("step_2_prepare_prompts", "--out", tmp_path / "out", "--prompts", source)
+    assert (status, err.count("\n")) == (1, 1)
+    assert re.search(message, err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_first_chunk_is_done_again(folder: Folder, models: dict[str, str]) -> None:
+    """Some ranks may have written, and others not: nobody counted that."""
+    run = measure.Run(model=models[TARGET], draft=models[DRAFT], method="draft_model", world=2)
+    identity = measure._identity(run, ["a prompt"])
+    with pytest.raises(files.QuantFilesError, match=r"measured\.json is missing beside measurements"):
+        measure._done(folder, run, identity)
+    write_json(folder.progress, identity | {"done": 0})
+    assert measure._done(folder, run, identity) == 0
+    assert not files.worlds(folder.role(TARGET).measured)
+    assert not files.worlds(folder.role(DRAFT).measured)
+
+
+def test_what_was_measured_is_known_again(folder: Folder, models: dict[str, str], tmp_path: Path) -> None:
+    run = measure.Run(model=models[TARGET], draft=models[DRAFT], method="draft_model", world=2)
+    identity = measure._identity(run, ["a prompt"])
+    write_json(folder.progress, identity | {"done": 5, "of": 8})
+    before = tree(folder.root)
+    assert measure._done(folder, replace(run, batch_size=1), measure._identity(run, ["a prompt"])) == 5
+    tuned = make_model(tmp_path / "tuned", b"tuned further")
+    others = {
+        "target": (replace(run, model=tuned), ["a prompt"]),
+        "draft": (replace(run, draft=tuned), ["a prompt"]),
+        "prompts": (run, ["another prompt"]),
+        "settings": (replace(run, world=1), ["a prompt"]),
+    }
+    for what, (other, prompts) in others.items():
+        with pytest.raises(files.QuantFilesError, match=f"measurements with another {what}: choose another --out"):
+            measure._done(folder, other, measure._identity(other, prompts))
+    assert tree(folder.root) == before

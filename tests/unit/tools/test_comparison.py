@@ -1,0 +1,256 @@
+"""A comparison without an engine: how answers are kept, what is printed, and what a pipe gets."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.records import run, task
+from vllm_gaudi_spec.tools.compare import measure, turns
+from vllm_gaudi_spec.tools.compare.answers import Answer
+from vllm_gaudi_spec.tools.compare.console import show, show_several
+from vllm_gaudi_spec.tools.compare.measure import accepted_lengths
+from vllm_gaudi_spec.tools.compare.run import main
+from vllm_gaudi_spec.tools.io import terminal
+
+
+def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
+    answer = Answer("prompt", [1], params=None)  # type: ignore[arg-type]
+    for place, tokens in enumerate(steps):
+        last = place == len(steps) - 1 and histogram is not None
+        metrics = SimpleNamespace(histogram=histogram, num_draft_tokens=2 * sum(histogram)) if last else None
+        step: Any = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics)
+        assert answer.take(step) == len(tokens)
+    return answer
+
+
+def test_a_steps_last_token_is_the_targets() -> None:
+    answer = arriving([5], [6, 7, 8], [], [9], [10, 11], histogram=[1, 1, 1])
+    assert answer.token_ids == [5, 6, 7, 8, 9, 10, 11]
+    assert answer.steps() == [(1, 0), (3, 2), (1, 0), (2, 1)]
+
+
+def test_without_speculation_nothing_is_a_draft() -> None:
+    assert arriving([5], [6], [7]).steps() == [(1, 0)] * 3
+    assert Answer("p", [], params=None).steps() == []  # type: ignore[arg-type]
+
+
+def test_an_answer_that_its_end_cut_off() -> None:
+    """Two drafts were accepted in the last step too, and the target's own token behind them was not wanted."""
+    answer = arriving([5], [6, 7, 8], [9, 10], histogram=[0, 0, 2, 0])
+    assert answer.steps() == [(1, 0), (3, 2), (2, 2)]
+
+
+def test_counts_that_contradict_each_other_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="other numbers of drafts than its steps brought"):
+        arriving([5], [6, 7], histogram=[0, 0, 0, 1]).steps()
+    with pytest.raises(RuntimeError, match="other numbers of drafts"):
+        arriving([5], [6, 7], [8], histogram=[2, 0]).steps()
+
+
+def test_lengths_of_all_answers() -> None:
+    answers = [arriving([5], [6, 7], histogram=[3, 1, 0]), arriving([5]), arriving([5], [6], histogram=[1, 0, 2])]
+    assert accepted_lengths(answers, 2) == [4, 1, 2]
+    assert measure.acceptance(answers, 2) == {
+        "num_drafts": 7,
+        "num_draft_tokens": 14,
+        "num_accepted_tokens": 5,
+        "accepted_lengths": [4, 1, 2],
+        "acc_counts": [3, 2],
+        "acc_rate": 5 / 14,
+        "mean_accepted_length": 1 + 5 / 7,
+    }
+    assert measure.acceptance([arriving([5], [6])], 0)["acc_rate"] is None
+
+
+def test_pieces_are_what_vllm_writes() -> None:
+    """A character whose bytes are several tokens comes with the last of them."""
+    from vllm import SamplingParams
+
+    from tests.full_tests.tiny_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("the fox 狐 runs")
+    answer = Answer("a", tokenizer.encode("a"), SamplingParams(max_tokens=99), token_ids=ids)
+    pieces = answer.pieces(tokenizer)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == "the fox 狐 runs"
+    assert "狐" in pieces
+    assert "" in pieces
+
+
+# ---- what is printed -------------------------------------------------------------------------------------
+
+
+def test_a_table_in_a_pipe_is_plain() -> None:
+    made, pipe = run(), io.StringIO()
+    show_several(made["tasks"], made["device"], made["measurement"], pipe)
+    said = pipe.getvalue()
+    assert "\x1b" not in said
+    lines = said.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("task"))
+    assert lines[place].split() == [
+        "task",
+        "tokens/s",
+        "ratio",
+        *["middle", "half"],
+        "tokens/step",
+        "acceptance",
+        *["same", "text", "as", "baseline"],
+    ]
+    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "-", "-"]
+    assert lines[place + 2].split() == [
+        "ngram",
+        "60.0",
+        "1.50",
+        *["1.25", "to", "2.00"],
+        "2.30",
+        "0.650",
+        "1",
+        "equal,",
+        "0",
+        "tied,",
+        "0",
+        "different",
+    ]
+    assert "'Once upon a time there was a boat'" in said
+    assert "Each prompt was run 2 times, by all tasks in turns" in said
+
+
+# ---- speeds ----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_minute_of_the_machine_does_not_move_the_ratio() -> None:
+    """Two prompts and three turns, the last of which found the machine four times as slow."""
+    base = [[1.0, 2.0], [1.0, 2.0], [4.0, 8.0]]
+    found = turns.speedup(base, [[0.5, 2.0], [0.5, 2.0], [2.0, 8.0]])
+    assert found == {"ratio": 1.5, "low": 1.0, "high": 2.0}
+    assert turns.typical_seconds(base) == 3.0
+
+
+def test_one_window_that_other_work_disturbed_does_not_either() -> None:
+    found = turns.speedup([[1.0]] * 5, [[0.5], [0.5], [9.0], [0.5], [0.4]])
+    assert found["ratio"] == found["low"] == found["high"] == 2.0
+    assert turns.typical_seconds([[0.5], [9.0], [0.5]]) == 0.5
+
+
+def test_a_single_window_has_no_spread() -> None:
+    assert turns.speedup([[3.0]], [[2.0]]) == {"ratio": 1.5, "low": 1.5, "high": 1.5}
+
+
+def test_engines_that_would_not_fit_run_apart() -> None:
+    gib = 1 << 30
+    assert turns.why_not_together(4, 3 * gib, 17 * gib) is None
+    assert (
+        turns.why_not_together(4, 8 * gib, 12 * gib) == "the other engines need about 24.0 GiB, and 12.0 GiB are free"
+    )
+
+
+class Engine:
+    """Takes its turns by the clock of the test, and may fail."""
+
+    def __init__(self, task: str, log: list[tuple[str, int, range]], fails_at: int | None = None) -> None:
+        self.task, self._log, self._fails_at = task, log, fails_at
+
+    def take(self, turn: int, batch: range, more: Any) -> None:
+        if turn == self._fails_at:
+            raise RuntimeError("no more")
+        self._log.append((self.task, turn, batch))
+        more(len(batch))
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, *engines: Any, turns: int = 2, **options: float) -> dict[str, Exception]:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
+    setup: Any = SimpleNamespace(turns=turns, prompts=["a", "b", "c"], batch_size=2, osl=1)
+    return measure.take_turns(engines, setup, lambda text: None, **options)
+
+
+def test_engines_answer_each_batch_next_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    assert taken(monkeypatch, Engine("base", log), Engine("ngram", log)) == {}
+    first, last = range(2), range(2, 3)
+    assert log == [
+        *[("base", 0, first), ("ngram", 0, first), ("ngram", 0, last), ("base", 0, last)],
+        *[("base", 1, first), ("ngram", 1, first), ("ngram", 1, last), ("base", 1, last)],
+    ]
+
+
+def test_the_others_go_on_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    failed = taken(monkeypatch, Engine("base", log), Engine("ngram", log, fails_at=1))
+    assert {name: str(error) for name, error in failed.items()} == {"ngram": "no more"}
+    assert [(name, turn) for name, turn, _ in log].count(("base", 1)) == 2
+
+
+def test_a_slow_machine_takes_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int, range]] = []
+    taken(monkeypatch, Engine("base", log), turns=5, enough_s=1.5)
+    assert {turn for _, turn, _ in log} == {0, 1, 2}, "asked before the third and the fourth, at 1 and at 2 seconds"
+    log.clear()
+    taken(monkeypatch, Engine("base", log), turns=5, enough_s=0.0)
+    assert {turn for _, turn, _ in log} == {0, 1}
+
+
+def test_one_task_in_full() -> None:
+    one = task("ngram", 60.0, acc_rate_elsewhere=0.25, mean_accepted_length=2.3)
+    pipe = io.StringIO()
+    show(one, {"device": "cpu", "mode": "eager"}, pipe)
+    assert "acc_rate elsewhere   0.250" in pipe.getvalue()
+    assert "-> ' there was a boat'" in pipe.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    watched = Terminal()
+    terminal.show_table(("", "what", "text"), [("problem", "a", "[bold]b[/bold]")], watched, styles={"problem": "red"})
+    assert "\x1b[" in watched.getvalue()
+    assert "[bold]b[/bold]" in watched.getvalue(), "brackets are text"
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(terminal.counted("abc", "letters", 3)) == ["a", "b", "c"]
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "letters: 3 of 3, 0 s\n"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stderr", watched := Terminal())
+    assert list(terminal.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
+    assert "[letters]" in watched.getvalue()
+    assert "100%" in watched.getvalue()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_device_is_one_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "tpu")
+    assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: task ngram failed: VGS_DEVICE=tpu is not available; use one of cpu, ")
+
+
+def test_another_platform_is_one_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: False)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.compare.run.setup_of", lambda *_: pytest.fail("it went on"))
+    assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
+    said = capsys.readouterr()
+    assert "error" not in said.out
+    assert said.err == (
+        "error: task ngram failed: vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec\n"
+    )

