@@ -33,6 +33,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
             monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.delitem(sys.modules, "habana_frameworks", raising=False)  # tests of the emulated card leave a double
     devices.other_platform_plugins.cache_clear()
 
 
