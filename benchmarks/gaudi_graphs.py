@@ -4,8 +4,8 @@ python benchmarks/gaudi_graphs.py --json .bench/gaudi_graphs.json
 python benchmarks/gaudi_graphs.py --checkout vllm-gaudi    # with the existing worker's own bucket lists beside
 
 The lists are those that warm-up goes through: no engine, no model, no device. Every size that an engine would be given
-is a flag or a constant below. Times of warm-up are estimates of vllm_gaudi_spec/devices/hpu/compile_time.py from what Intel prints
-for Gaudi 2; nothing here ran on a Gaudi.
+is a flag or a constant below. Times of warm-up are estimates of devices/hpu/compile_time.py from what Intel
+prints for Gaudi 2; nothing here ran on a Gaudi.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ emulator.install(generation="gaudi2", lazy=True)  # the checkout imports habana_
 import common  # noqa: E402
 
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
+from vllm_gaudi_spec.devices.hpu import compile_time  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
 from vllm_gaudi_spec.drafting.drafter_state import DrafterState  # noqa: E402
 from vllm_gaudi_spec.drafting.head_reading import HeadReading  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.devices.hpu import compile_time  # noqa: E402
 from vllm_gaudi_spec.drafting.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
