@@ -23,6 +23,7 @@ from tests.support.schedulers import drafter
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat, config
 from vllm_gaudi_spec.compat import configuration
+from vllm_gaudi_spec.drafting.table import METHODS
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
@@ -204,7 +205,7 @@ def test_the_list_of_methods_that_overlap_is_used_for_nothing_else() -> None:
     uses = re.findall(r"\bNgramGPUTypes\b", inspect.getsource(upstream_vllm))
     decides = re.findall(r"method not in get_args\(NgramGPUTypes\)", inspect.getsource(upstream_vllm.VllmConfig))
     assert len(uses) == len(["import", *decides]) == 3
-    assert set(config.METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
+    assert set(METHODS) <= set(get_args(upstream_vllm.NgramGPUTypes))
     assert upstream_speculative.NgramGPUTypes == Literal["ngram_gpu"]
 
 
