@@ -191,6 +191,9 @@ MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
+E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
+"""The largest e4m3 number of each Gaudi. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
+GAUDIS = tuple(E4M3_MAX)
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -203,7 +206,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "goodput": _switch,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "draft_quant_config": _text,
-    "fp8_range": _one_of(GAUDI2, GAUDI3),
+    "fp8_range": _one_of(*GAUDIS),
 }
 
 MAX_DRAFTS = 16

@@ -54,7 +54,7 @@ MAY_IMPORT = {
         "records",
         "sampling",
     },
-    "emulator": {"emulator", "devices.hpu.compile_time"},
+    "emulator": {"emulator", "config", "devices.hpu.compile_time"},
     "cached_files": set(),
     "records": {"attention.inputs"},
     "drafting": {
