@@ -128,5 +128,6 @@ def _options_of_others(given: SpeculativeConfig) -> Iterator[str]:
         if option.name not in names - {"model", *METHODS[given.method].options}:
             continue
         value = getattr(given, option.name)
-        if value != option.default if option.default else value not in (None, False, 0):
+        default = getattr(option.default, "default", option.default)  # pydantic may wrap it
+        if value != default if default else value not in (None, False, 0):
             yield option.name
