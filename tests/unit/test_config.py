@@ -337,7 +337,7 @@ def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool,
 MODEL_ONLY = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "draft_sample_method ": ("coupled", "greedy"),
-    "rejection_sample_method": ("probabilistic", "strict, standard or block"),
+    "rejection_sample_method": ("probabilistic", "strict, standard,? (or )?block"),
     "code_revision": ("main", "leave it out"),
     "disable_eagle_block_drop": (True, "leave it out"),
     "draft_load_config": ({"load_format": "dummy"}, "leave it out"),
