@@ -49,7 +49,7 @@ def test_speculation_has_our_rules_and_still_refuses_typos() -> None:
     for name, more in configuration._MORE_VALUES.items():
         for value in more if name != "method" else ():
             assert getattr(drafter(**{name: value}), name) == value
-    with pytest.raises(ValueError, match="'standard', 'synthetic', 'block', 'strict'.* or 'probabilistic'"):
+    with pytest.raises(ValueError, match=r"'standard', 'synthetic', 'block', 'strict'.* or 'probabilistic'"):
         drafter(rejection_sample_method="strickt")
     with pytest.raises(ValueError, match="'greedy', 'probabilistic' or 'coupled'"):
         drafter(draft_sample_method="couple")
