@@ -26,6 +26,7 @@ import common  # noqa: E402
 import torch  # noqa: E402
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks  # noqa: E402
+from vllm_gaudi_spec.config import GAUDIS  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.emulator.card import DEVICE  # noqa: E402
@@ -34,7 +35,6 @@ from vllm_gaudi_spec.emulator.counters import Tally  # noqa: E402
 BATCHES = (1, 8, 32)
 CONTEXTS = (128, 1024, 4096)
 DRAFTS = (1, 3, 5)
-GENERATIONS = ("gaudi2", "gaudi3")
 NUM_LAYERS = 32
 TOLERANCE = 1e-5
 
@@ -209,7 +209,7 @@ def measure(case: Case) -> Outcome:
     shape = (case.batch * case.queries, SMALL.num_heads, SMALL.head_size)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to("hpu")
     outputs, tallies = [], []
-    estimates: dict[str, dict[str, float]] = {generation: {} for generation in GENERATIONS}
+    estimates: dict[str, dict[str, float]] = {generation: {} for generation in GAUDIS}
     for name, rows, queries in (("ours", ours, case.queries), ("flattened", theirs, 1)):
         out, tally = replayed(make_attend(backend, SMALL, queries), kv, query, rows)
         outputs.append(out)
@@ -219,7 +219,7 @@ def measure(case: Case) -> Outcome:
         scale = NUM_LAYERS * block_bytes(LLAMA_8B) / block_bytes(SMALL)
         if full.kv_bytes_read != tally.kv_bytes_read * scale:
             raise RuntimeError(f"{case}: {full.kv_bytes_read} bytes of KV from shapes, {tally.kv_bytes_read} small")
-        for generation in GENERATIONS:
+        for generation in GAUDIS:
             estimates[generation][name] = 1e3 * cost.step_seconds(full, generation)
     return Outcome(
         **asdict(case),
@@ -242,7 +242,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def as_row(found: Outcome) -> list[str]:
-    times = [f"{found.estimated_ms[g][layout]:.2f}" for g in GENERATIONS for layout in ("ours", "flattened")]
+    times = [f"{found.estimated_ms[g][layout]:.2f}" for g in GAUDIS for layout in ("ours", "flattened")]
     return [
         str(found.batch),
         str(found.context),

@@ -117,7 +117,7 @@ def judge(rules: Rules, case: Case) -> Verification:
         return rules.strict_greedy(case.logits_BQV, *drafts)
     if case.rule in ("strict", "sure"):
         return rules.strict_random(case.logits_BQV, *drafts, *noise)
-    return getattr(rules, case.rule)(case.logits_BQV, case.draft_probs_BKV, *drafts, *noise)
+    return rules.verify[case.rule](case.logits_BQV, case.draft_probs_BKV, *drafts, *noise)
 
 
 # ---- upstream's ----------------------------------------------------------------------------------------

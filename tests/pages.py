@@ -70,7 +70,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    found = [*ROOT.glob("docs/*.md"), *(ROOT / folder / "README.md" for folder in ("demo", "calibration", "examples"))]
+    found = [
+        *ROOT.glob("docs/**/*.md"),
+        *(ROOT / folder / "README.md" for folder in ("demo", "calibration", "examples")),
+    ]
     more = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "requirements/README.md")
     return sorted(page for page in [*found, *(ROOT / name for name in more)] if page.is_file())
 

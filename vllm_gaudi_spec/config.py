@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec.drafting.table import METHODS, has_model
+from vllm_gaudi_spec.sampling.rules.table import RULES
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
@@ -188,6 +191,9 @@ MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
+E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
+"""The largest e4m3 number of each Gaudi. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
+GAUDIS = tuple(E4M3_MAX)
 # How options are read that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
@@ -200,20 +206,11 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "goodput": _switch,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "draft_quant_config": _text,
-    "fp8_range": _one_of(GAUDI2, GAUDI3),
+    "fp8_range": _one_of(*GAUDIS),
 }
 
 MAX_DRAFTS = 16
 """The most drafts of a request in one step."""
-
-# Methods whose drafter has no model: it looks tokens up, or is a class of the user's that answers with token ids.
-WEIGHTLESS_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
-# Methods whose drafter works on the host, behind its one read of each step.
-HOST_METHODS = ("ngram", "suffix", "custom_class")
-EAGLE, EAGLE3, MTP, MEDUSA = "eagle", "eagle3", "mtp", "medusa"
-# Those whose drafter reads the target's hidden states and keeps KV beside the target's.
-HEAD_METHODS = (EAGLE, EAGLE3, MTP)
-METHODS = (*WEIGHTLESS_METHODS, "draft_model", *HEAD_METHODS, MEDUSA)
 
 # Logit rules of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
 # holds back. The table grows where that makes no new program; elsewhere it is this large, and more is refused.
@@ -241,10 +238,6 @@ IS_UNIVERSAL = "gaudi_spec_universal_draft"
 """How compat/ marks vLLM's configuration when it was asked for."""
 
 
-ACCEPTANCE_RULES = {"strict": False, "standard": True, "block": True, "synthetic": False}
-"""By name (`rejection_sample_method`): whether it looks at the probabilities that drafts were drawn from."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """What vLLM's `speculative_config` says, as far as the runner needs it."""
@@ -253,7 +246,7 @@ class Speculation:
     num_drafts: int
     """k: the most tokens drafted for a row in a step."""
     rule: str
-    """`rejection_sample_method`, one of ACCEPTANCE_RULES."""
+    """`rejection_sample_method`, one of `sampling/rules/table.py`."""
     drafting: str
     """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
     drafter_max_len: int | None
@@ -269,20 +262,24 @@ class Speculation:
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
 
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:  # a value of vLLM's that has no row here
+            raise UnsupportedConfigError(
+                f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
+                "--speculative-config."
+            )
+
     @property
     def has_model(self) -> bool:
-        """Whether the drafter is a model, to be loaded beside the target."""
-        return self.method not in WEIGHTLESS_METHODS
+        return has_model(self.method)
 
     @property
     def is_head(self) -> bool:
-        """Whether the drafter is a head: a small model on the target's hidden states, with KV of its own."""
-        return self.method in HEAD_METHODS
+        return METHODS[self.method].is_head
 
     @property
     def reads_states(self) -> bool:
-        """Whether the drafter looks at the target's hidden states, with KV or without."""
-        return self.is_head or self.method == MEDUSA
+        return METHODS[self.method].reads_hidden_states
 
     @property
     def retokenizes(self) -> bool:
@@ -292,7 +289,7 @@ class Speculation:
     @property
     def on_device(self) -> bool:
         """Whether drafts are made on the device, between two steps: only then may steps overlap."""
-        return self.method not in HOST_METHODS and not self.retokenizes
+        return METHODS[self.method].on_device and not self.retokenizes
 
     def longest(self, max_model_len: int) -> int:
         """The length that a row's context and its drafts may reach together."""
@@ -305,7 +302,7 @@ class Speculation:
     @property
     def keeps_laws(self) -> bool:
         """Whether the rule looks at the laws that drafts were drawn from."""
-        return self.drafting == "probabilistic" and ACCEPTANCE_RULES[self.rule]
+        return self.drafting == "probabilistic" and RULES[self.rule].needs_probs
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
@@ -316,7 +313,7 @@ class Speculation:
         if rule == "probabilistic":
             rule, drafting = "standard", "probabilistic"
         longest = given.max_model_len
-        if given.method not in WEIGHTLESS_METHODS:
+        if has_model(given.method):
             longest = given.draft_model_config.max_model_len
         options = Options.from_vllm(vllm_config)
         universal, context = getattr(given, IS_UNIVERSAL, False), options.universal_context or MAP

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
 
 DEVICE_VARIABLE = "VGS_DEVICE"
 
@@ -139,9 +139,9 @@ def gaudi_memory_reserve() -> float:
 
 def emulated_generation() -> str:
     """The card that hpu-emulated takes after."""
-    generation = os.environ.get("VGS_EMULATED_GENERATION", "gaudi2")
-    if generation not in ("gaudi2", "gaudi3"):
-        raise UnsupportedConfigError(f"VGS_EMULATED_GENERATION={generation} is unknown; use gaudi2 or gaudi3.")
+    generation = os.environ.get("VGS_EMULATED_GENERATION", GAUDI2)
+    if generation not in GAUDIS:
+        raise UnsupportedConfigError(f"VGS_EMULATED_GENERATION={generation} is unknown; use {' or '.join(GAUDIS)}.")
     return generation
 
 

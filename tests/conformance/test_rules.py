@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.verify_cases import counted, random_case
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.sampling.rules.table import RULES
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -22,6 +24,7 @@ INPUTS = {
     "strict_greedy": ("logits_BQV", "drafts_BK", "num_drafts_B"),
     "strict_random": ("logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"),
 }
+BY_PROBS = [name for name, rule in RULES.items() if rule.needs_probs]
 BY_LAW = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
 # Of what is drawn, a score or a draw may lie within rounding of another.
 MOST_DIFFERING = ROWS // 100
@@ -33,12 +36,15 @@ def case(vocab: int) -> dict[str, torch.Tensor]:
     return made.tensors()
 
 
-@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
+@pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", *BY_PROBS])
 def test_verifications(backend: DeviceBackend, rule: str) -> None:
+    def run(rules: Rules) -> Callable[..., Verification]:
+        return rules.verify[rule] if rule in BY_PROBS else getattr(rules, rule)
+
     given = case(FEW_TOKENS)
     inputs = [given[name].clone() for name in INPUTS.get(rule, BY_LAW)]
-    expected: Verification = getattr(TORCH, rule)(*inputs)
-    found = backend.graph(getattr(backend.rules, rule))(*(backend.upload(tensor.clone()) for tensor in inputs))
+    expected = run(TORCH)(*inputs)
+    found = backend.graph(run(backend.rules))(*(backend.upload(tensor.clone()) for tensor in inputs))
     found = Verification(*(backend.download(tensor) for tensor in found))
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING

@@ -182,6 +182,7 @@ class Variant:
 
 
 RETOKENIZE = "retokenize"
+# What a method has to be told besides its name; one that is missing needs nothing.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
     "custom_class": dict(model=f"{__name__}.Guesses"),
@@ -377,7 +378,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     compat.apply()
     init_none_hash(sha256)
     byte_tokenizer().save_pretrained(folder)
-    speculative, options = _SPECULATIVE[variant.method], {}
+    speculative, options = _SPECULATIVE.get(variant.method, {}), {}
     if speculative is not None:
         speculative = dict(method=variant.method, num_speculative_tokens=NUM_DRAFTS) | speculative
         if variant.method == "draft_model":

@@ -27,6 +27,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import compat, config, devices, environment, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
 
@@ -336,7 +337,7 @@ def test_a_drafter_that_is_a_model_needs_its_target(missing: str, trusted: bool,
 MODEL_ONLY = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "draft_sample_method ": ("coupled", "greedy"),
-    "rejection_sample_method": ("probabilistic", "strict, standard or block"),
+    "rejection_sample_method": ("probabilistic", "strict, standard,? (or )?block"),
     "code_revision": ("main", "leave it out"),
     "disable_eagle_block_drop": (True, "leave it out"),
     "draft_load_config": ({"load_format": "dummy"}, "leave it out"),
@@ -369,9 +370,9 @@ def test_the_lists_of_options_are_upstreams() -> None:
     used |= {"rejection_sample_method", "draft_sample_method"}
     used |= {"synthetic_acceptance_rates", "synthetic_acceptance_length"}
     used |= {"attention_backend"}  # a warning says that it is not
-    ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS, *drafters._NGRAM_OPTIONS}
-    names = {name for name in SpeculativeConfig.__dataclass_fields__ if not name.startswith(drafters._SUFFIX_OPTIONS)}
-    assert names == refused_upstream | filled_in | used | ours
+    ours = {*refusals.speculation._NO_EFFECT, *drafters._DRAFTER_MODEL_OPTIONS}
+    of_methods = {name for method in METHODS.values() for name in method.options}
+    assert {*SpeculativeConfig.__dataclass_fields__} == refused_upstream | filled_in | used | ours | of_methods
 
 
 UNIVERSAL = DRAFT | dict(method="universal_draft")

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from vllm_gaudi_spec.config import IS_UNIVERSAL, METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS, UnsupportedConfigError
+from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
+from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
 from vllm_gaudi_spec.patching import do_nothing, raise_unchanged, widen, wrap
+from vllm_gaudi_spec.sampling.rules.table import RULES
 
 
 def describe_drafters() -> None:
-    """How a speculative configuration describes its drafter. One wrapper with three parts, of which each can go alone.
+    """How a speculative configuration describes its drafter. One wrapper with four parts, of which each can go alone.
 
     Method `universal_draft` is another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
     draft, and for vocabularies of other sizes.
@@ -25,6 +27,10 @@ def describe_drafters() -> None:
     Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two. It does not hand
     on the revision that was looked at before it was trusted.
     Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
+
+    A method of ours without a model is described as n-gram drafting, which has none either.
+    Reason: upstream refuses every method that it does not know.
+    Remove when: upstream lets a platform add methods.
 
     A drafter that is a model, configured without its target, is refused in one line.
     Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
@@ -54,19 +60,31 @@ def _describe_with_target(original: Callable[..., Any], config: Any) -> Any:
 
 def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     if config.method == UNIVERSAL_DRAFT:
-        config.method, config.use_heterogeneous_vocab = "draft_model", True
+        config.method, config.use_heterogeneous_vocab = DRAFT_MODEL, True
+    if not has_model(config.method) and not METHODS[config.method].in_vllm:
+        original = partial(_describe_new_lookup, original)
     target = config.target_model_config
-    if target is not None and config.method not in WEIGHTLESS_METHODS and _is_in_targets_folder(config):
+    if target is not None and has_model(config.method) and _is_in_targets_folder(config):
         if config.revision is None and config.code_revision is None:
             config.revision, config.code_revision = target.revision, target.code_revision
     if target is None or not target.trust_remote_code or trusts_draft_code() or _has_targets_code(config):
         result = _describe_with_target(original, config)
     else:
         result = _describe_untrusted(partial(_describe_with_target, original), config)
-    if config.use_heterogeneous_vocab and config.method == "draft_model":
+    if config.use_heterogeneous_vocab and config.method == DRAFT_MODEL:
         # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
+    return result
+
+
+def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
+    """vLLM describes a method without a model that it does not know as it does n-gram drafting."""
+    method, lookup = config.method, (config.prompt_lookup_min, config.prompt_lookup_max)
+    config.method, config.model = "ngram_gpu", config.model or method
+    result = original(config)
+    config.method = method
+    config.prompt_lookup_min, config.prompt_lookup_max = lookup  # vLLM filled in defaults for n-grams
     return result
 
 
@@ -100,9 +118,9 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
 
 # Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.
 _MORE_VALUES = {
-    "rejection_sample_method": ("strict", "probabilistic"),
+    "rejection_sample_method": (*(name for name, rule in RULES.items() if not rule.in_vllm), "probabilistic"),
     "draft_sample_method": ("coupled",),
-    "method": (UNIVERSAL_DRAFT,),
+    "method": (*(name for name, method in METHODS.items() if not method.in_vllm), UNIVERSAL_DRAFT),
 }
 
 
@@ -150,7 +168,7 @@ def leave_overlap_to_the_platform() -> None:
     from vllm.config import vllm as upstream
 
     # One of the lists that are looked up there, and there alone.
-    upstream.NgramGPUTypes = Literal[METHODS]
+    upstream.NgramGPUTypes = Literal[tuple(METHODS)]
 
 
 def raise_refusals_unchanged() -> None:

@@ -17,6 +17,8 @@ from vllm_gaudi_spec.records import Context
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
+
 
 class CustomProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -24,6 +26,10 @@ class CustomProposer:
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
         """How many tokens each request had when drafts were last made for it: what is behind them is new."""
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> CustomProposer:
+        return cls(context.vllm_config)
 
     def load_model(self, target_model: Any) -> None:
         if hasattr(self._proposer, "load_model"):

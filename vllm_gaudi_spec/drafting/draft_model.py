@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Drafted
 
@@ -29,6 +31,13 @@ class AutoregressiveProposer:
     def __init__(self, model: Model, translation: Translation) -> None:
         self._model = model
         self._translation = translation
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> AutoregressiveProposer:
+        assert context.model is not None
+        if context.pair is not None:
+            return cls(context.model, context.pair.mapped(context.device))
+        return cls(context.model, same_tokens(context.vllm_config))
 
     def read(self, chunk: Inputs) -> None:
         """Tokens of the target's, a prompt chunk say."""

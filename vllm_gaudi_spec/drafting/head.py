@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.drafting.draft_model import draft_behind
+from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
 
@@ -23,8 +25,18 @@ class HeadProposer:
         self._model = model
         self._translation = translation
 
+    @classmethod
+    def build(cls, context: ProposerContext) -> HeadProposer:
+        assert context.model is not None
+        return cls(context.model, translation_of(context.model, context.vocab_size))
+
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
         # The newest token stands beside the state before it, so a head is one position behind the target.
         starts_B = request.lengths_B - 1
         return draft_behind(self._model, self._translation, request, request.hidden, starts_B)
+
+
+def translation_of(head: Model, vocab_size: int) -> Translation:
+    """A head reads the target's tokens, and may have logits of fewer."""
+    return SameTokens(vocab_size, vocab_size) if head.said is None else FewerTokens(head.said, vocab_size)

@@ -13,7 +13,8 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.config import EAGLE3, MEDUSA, UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.drafting.table import EAGLE3, MEDUSA
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model import LoadedModel

@@ -13,7 +13,6 @@ from vllm.config import replace
 from vllm.distributed import get_pp_group
 
 from vllm_gaudi_spec.config import SLEM, TLI, UnsupportedConfigError
-from vllm_gaudi_spec.drafting import Setting, build_proposer
 from vllm_gaudi_spec.drafting.base import DeviceProposer, HostProposer
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
 from vllm_gaudi_spec.drafting.custom import CustomProposer
@@ -26,6 +25,7 @@ from vllm_gaudi_spec.drafting.heads import load_head
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
+from vllm_gaudi_spec.drafting.proposers import ProposerContext, build_proposer
 from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.reading import Reading
 from vllm_gaudi_spec.drafting.universal.coverage import Coverage
@@ -231,15 +231,15 @@ def load_drafting(
             guard,
             coverage,
         )
-    setting = Setting(speculation, vllm_config, device, model, pair)
-    proposer = build_proposer(setting)
+    context = ProposerContext(speculation=speculation, vllm_config=vllm_config, device=device, model=model, pair=pair)
+    proposer = build_proposer(context)
     if speculation.on_device:
         longest = min(speculation.drafter_max_len or target.max_model_len, target.max_model_len)
         reading = Reading()
         own = set() if model is None else set(model.layer_names)
         groups = [index for index, names in enumerate(kv_cache.layer_groups) if set(names) & own]
         if speculation.is_head and model is not None:
-            size = setting.given.draft_model_config.get_hidden_size()
+            size = context.spec_config.draft_model_config.get_hidden_size()
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups, keeps_up=True)
             reading = HeadReading(model, landing, requests, recorder, shapes, split, blocks, size, longest)
         elif speculation.reads_states:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from vllm_gaudi_spec.drafting.draft_model import gathered
+from vllm_gaudi_spec.drafting.head import translation_of
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import DraftRequest, Drafts
 
@@ -24,6 +26,11 @@ class MedusaProposer:
     def __init__(self, model: Heads, translation: Translation) -> None:
         self._heads = model
         self._translation = translation
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> MedusaProposer:
+        assert context.model is not None
+        return cls(cast(Heads, context.model), translation_of(context.model, context.vocab_size))
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None

@@ -20,12 +20,17 @@ from vllm_gaudi_spec.records import Context, DraftRequest, Drafts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
 
 
 class NgramProposer:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         _check(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> NgramProposer:
+        return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
         return [self._drafts(context.tokens_np, context.num_wanted) for context in contexts]
@@ -66,6 +71,10 @@ class DeviceNgramProposer:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         _check(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> DeviceNgramProposer:
+        return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def follow(self, chunk: Inputs) -> None:
         """The history holds it."""

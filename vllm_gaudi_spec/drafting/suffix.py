@@ -15,12 +15,15 @@ import importlib
 from array import array
 from collections.abc import Iterable, KeysView, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.records import Context
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.drafting.proposers import ProposerContext
 
 logger = init_logger(__name__)
 
@@ -43,6 +46,16 @@ class SuffixProposer:
         self._cache = _build_cache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
         """Of each active request the length of its prompt and all tokens that the cache was given."""
+
+    @classmethod
+    def build(cls, context: ProposerContext) -> SuffixProposer:
+        config = context.spec_config
+        return cls(
+            max_tree_depth=config.suffix_decoding_max_tree_depth,
+            max_cached_requests=config.suffix_decoding_max_cached_requests,
+            max_spec_factor=config.suffix_decoding_max_spec_factor,
+            min_token_prob=config.suffix_decoding_min_token_prob,
+        )
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
         return [self._drafts(context) for context in contexts]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3
 from vllm_gaudi_spec.emulator.counters import Tally
 
 
@@ -22,8 +23,8 @@ class Card:
 
 
 CARDS = {
-    "gaudi2": Card(memory_bandwidth=2.46e12, matrix_flops=432e12, host_bandwidth=32e9),
-    "gaudi3": Card(memory_bandwidth=3.67e12, matrix_flops=1835e12, host_bandwidth=64e9),
+    GAUDI2: Card(memory_bandwidth=2.46e12, matrix_flops=432e12, host_bandwidth=32e9),
+    GAUDI3: Card(memory_bandwidth=3.67e12, matrix_flops=1835e12, host_bandwidth=64e9),
 }
 
 # Share of the peak that decoding reaches. Unverified: a common rule of thumb for accelerators.

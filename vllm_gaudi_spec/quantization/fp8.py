@@ -12,11 +12,6 @@ from typing import Protocol
 
 import torch
 
-from vllm_gaudi_spec.config import GAUDI2, GAUDI3
-
-LARGEST = {GAUDI2: 240.0, GAUDI3: 448.0}
-"""The largest e4m3 number. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
-
 
 def to_e4m3(x: torch.Tensor, largest: float) -> torch.Tensor:
     """Saturates, where torch's own cast gives nan."""

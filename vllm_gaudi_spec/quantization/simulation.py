@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.config import GAUDI2, UnsupportedConfigError
+from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
-from vllm_gaudi_spec.quantization.fp8 import LARGEST, Arithmetic, to_e4m3
+from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.linear_shape import linear_shape
 from vllm_gaudi_spec.quantization.observers import (
@@ -182,7 +182,7 @@ def quantize(
         raise files.QuantFilesError(
             f"the scales at {given.dump_stats_path} were made for {record.device}, and this computes as a {fp8_range}"
         )
-    scales, largest = record.nodes, LARGEST[fp8_range]
+    scales, largest = record.nodes, E4M3_MAX[fp8_range]
     chosen = list(modules_of(model, given, place.apart))
     _refuse_another_model(given, chosen, scales)
     served = [found for found in chosen if found.name in scales]

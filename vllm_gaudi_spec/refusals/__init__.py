@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
@@ -24,15 +25,21 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
     """Raise at start-up, with the option to change, for every combination that would not work later."""
     if vllm_config.model_config is None:
         return
-    for refusals in (pickle_refusals, model_refusals, feature_refusals, speculation_refusals, expert_refusals):
-        for reason in refusals(vllm_config):
+    for refusals in _IN_ORDER:
+        for reason in refusals(vllm_config, backend):
             raise UnsupportedConfigError(reason)
-    for of_device in (
-        damage_refusals,
-        format_refusals,
-        weight_refusals,
-        quantization_refusals,
-        adapter_refusals,
-    ):
-        for reason in of_device(vllm_config, backend):
-            raise UnsupportedConfigError(reason)
+
+
+# The first reason is the one that the user reads. Damaged files come late, since each of them is opened.
+_IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
+    pickle_refusals,
+    model_refusals,
+    feature_refusals,
+    speculation_refusals,
+    expert_refusals,
+    damage_refusals,
+    format_refusals,
+    weight_refusals,
+    quantization_refusals,
+    adapter_refusals,
+)

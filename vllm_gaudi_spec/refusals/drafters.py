@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import EAGLE, EAGLE3, HEAD_METHODS, MAX_DRAFTS, MEDUSA, MTP
+from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.drafting.table import EAGLE3, MEDUSA, METHODS
+from vllm_gaudi_spec.sampling.rules.table import RULES, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -32,8 +34,6 @@ _DRAFTER_LAYER_OPTIONS = (
     "kv_cache_dtype",
     "moe_backend",
 )
-_NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
-_SUFFIX_OPTIONS = "suffix_decoding_"
 
 
 def weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
@@ -44,14 +44,14 @@ def weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
             "none; use greedy in --speculative-config."
         )
     if given.rejection_sample_method == "probabilistic":
+        *others, last = (rule for rule in RULES if rule != SYNTHETIC)
         yield (
             f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
-            "use strict, standard or block in --speculative-config."
+            f"use {', '.join(others)} or {last} in --speculative-config."
         )
-    useless = list(set_options(given, _DRAFTER_MODEL_OPTIONS))
-    useless += set_options(given, _NGRAM_OPTIONS) if method == "suffix" else _changed_suffix_options(given)
+    useless = [*set_options(given, _DRAFTER_MODEL_OPTIONS), *_options_of_others(given)]
     names = (method, f"[{method}]", *(("ngram", "[ngram]") if method == "ngram_gpu" else ()))
-    if method != "custom_class" and given.model not in (None, *names):
+    if "model" not in METHODS[method].options and given.model not in (None, *names):
         useless.append("model")
     yield from _refuse_useless(given, useless)
 
@@ -66,19 +66,21 @@ def drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
             "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
             "not; use strict with coupled in --speculative-config."
         )
-    if given.method in (*HEAD_METHODS, MEDUSA):
+    method = METHODS[given.method]
+    if method.reads_hidden_states:
         yield from _head_refusals(given)
-    useless = [*set_options(given, _DRAFTER_LAYER_OPTIONS), *set_options(given, _NGRAM_OPTIONS)]
-    if given.method in HEAD_METHODS:  # the scheduler listens to it
+    useless = [*set_options(given, _DRAFTER_LAYER_OPTIONS), *_options_of_others(given)]
+    if method.is_head:  # the scheduler reads it
         useless = [name for name in useless if name != "disable_eagle_block_drop"]
-    yield from _refuse_useless(given, [*useless, *_changed_suffix_options(given)])
+    yield from _refuse_useless(given, useless)
 
 
 def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
     config, target = given.draft_model_config.hf_config, given.target_model_config
+    method = METHODS[given.method]
     if given.use_gemma4_mtp() or given.use_step3p5_mtp():
         yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
-    if given.method == MTP and getattr(config, "n_predict", 1) != 1:
+    if method.in_target and getattr(config, "n_predict", 1) != 1:
         yield (
             f"{target.model} predicts with {config.n_predict} layers one after the other; only models with one such "
             "layer are supported, which is run again for each draft. Use another method in --speculative-config."
@@ -94,7 +96,7 @@ def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
             f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
         )
     own, theirs = given.draft_model_config.get_vocab_size(), target.get_vocab_size()
-    if given.method in (EAGLE, EAGLE3) and own != theirs:
+    if method.is_head and not method.in_target and own != theirs:
         yield (
             f"{given.model} reads {own} tokens, and {target.model} has {theirs}; give a head that was trained for this "
             "model in --speculative-config."
@@ -119,6 +121,13 @@ def set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]
     return (name for name in names if getattr(given, name) not in (None, False, 0))
 
 
-def _changed_suffix_options(given: SpeculativeConfig) -> Iterator[str]:
-    own = (option for option in fields(given) if option.name.startswith(_SUFFIX_OPTIONS))
-    return (option.name for option in own if getattr(given, option.name) != option.default)
+def _options_of_others(given: SpeculativeConfig) -> Iterator[str]:
+    """Options that the user set and that other methods than this one take. `model` is looked at by itself."""
+    names = {name for method in METHODS.values() for name in method.options}
+    for option in fields(given):
+        if option.name not in names - {"model", *METHODS[given.method].options}:
+            continue
+        value = getattr(given, option.name)
+        default = getattr(option.default, "default", option.default)  # pydantic may wrap it
+        if value != default if default else value not in (None, False, 0):
+            yield option.name

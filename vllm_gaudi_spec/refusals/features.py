@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-def feature_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         yield "Pipeline parallelism is not supported; use --pipeline-parallel-size 1."

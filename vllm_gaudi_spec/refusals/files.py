@@ -25,7 +25,7 @@ _PICKLE_FORMATS = ("pt", "npcache")
 _FALLING_BACK = ("auto", "hf")
 
 
-def pickle_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def pickle_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """What the loader would refuse as well (`compat.refuse_pickled_weights`), but in the engine and later."""
     for model, load_format in models_of(vllm_config):
         if load_format in _PICKLE_FORMATS:

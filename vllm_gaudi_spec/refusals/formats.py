@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, WEIGHTLESS_METHODS, Options, target_of
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, target_of
+from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
 from vllm_gaudi_spec.refusals.models import models_of
 
@@ -44,7 +45,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
         return  # the drafter's part of a configuration that was looked at as a whole
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:
-        if given is None or given.method in WEIGHTLESS_METHODS:
+        if given is None or not has_model(given.method):
             yield f"{drafter.option} is for drafters that are models; leave it out."
             return
         quantized.append((drafter, given.draft_model_config))

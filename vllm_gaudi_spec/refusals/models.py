@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import WEIGHTLESS_METHODS, ranks_in_step
+from vllm_gaudi_spec.config import ranks_in_step
+from vllm_gaudi_spec.drafting.table import has_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
     given, load = vllm_config.speculative_config, vllm_config.load_config
     models = [(vllm_config.model_config, str(load.load_format))]
-    if given is not None and given.method not in WEIGHTLESS_METHODS:
+    if given is not None and has_model(given.method):
         models.append((given.draft_model_config, str((given.draft_load_config or load).load_format)))
     return models
 
 
-def model_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
 
@@ -62,7 +65,7 @@ def _has_sinks(model: ModelConfig) -> bool:
     return asked or any(name in _SINK_ARCHITECTURES for name in model.architectures)
 
 
-def expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of models with experts that data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
@@ -73,7 +76,7 @@ def expert_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     if parallel.all2all_backend != _ALL2ALL:
         yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
     given = vllm_config.speculative_config
-    if given is not None and given.method not in WEIGHTLESS_METHODS and given.draft_model_config.is_moe:
+    if given is not None and has_model(given.method) and given.draft_model_config.is_moe:
         yield (
             f"A drafter with experts does not run data parallel: {given.draft_model_config.model}; use "
             "--data-parallel-size 1, or a drafter without experts in --speculative-config."

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import (
     ADDITIONAL_CONFIG_KEY,
     MAX_DRAFTS,
-    METHODS,
     RETOKENIZE,
     SLEM,
     TLI,
     UNIVERSAL_DRAFT,
-    WEIGHTLESS_METHODS,
     Options,
     Speculation,
     target_of,
 )
+from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.refusals.drafters import drafter_model_refusals, set_options, weightless_refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 # What nothing here listens to, whatever the method, and why where there is more to say.
@@ -34,7 +35,7 @@ _NO_EFFECT = {
 }
 
 
-def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     given = vllm_config.speculative_config
     yield from _pacing_refusals(vllm_config)
     if given is None:
@@ -45,6 +46,7 @@ def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             f"Speculative method {given.method} is not supported yet; "
             f"use one of {', '.join(METHODS)} in --speculative-config."
         )
+        return
     if given.num_speculative_tokens > MAX_DRAFTS:
         yield (
             f"{given.num_speculative_tokens} drafts a step are too many; "
@@ -59,10 +61,10 @@ def speculation_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     for name in set_options(given, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config)
-    if given.method in WEIGHTLESS_METHODS:
-        yield from weightless_refusals(given)
-    elif given.method in METHODS:
+    if METHODS[given.method].has_model:
         yield from drafter_model_refusals(given)
+    else:
+        yield from weightless_refusals(given)
     if vllm_config.model_config.logits_processors:
         yield (
             "Custom logits processors are not supported when speculative decoding is enabled; leave out "

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from vllm_gaudi_spec.config import ACCEPTANCE_RULES, UnsupportedConfigError
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED
-from vllm_gaudi_spec.sampling.rules import synthetic
+from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT, SYNTHETIC
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors
@@ -47,24 +46,23 @@ class Verified(NamedTuple):
 
 
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
-    """Drafts without a law are one-hot, and for those standard, block and strict have one and the same law: all run
-    strict, which is the only one that keeps a seeded request's tokens."""
+    """The rule that the user asked for.
+
+    Drafts without probabilities are one-hot, and for those the exact rules have one and the same distribution. Then the
+    strict rule runs, which is the only one that keeps a seeded request's tokens.
+    """
     rules = backend.rules
     strict = partial(_strict, rules)
-    if speculation is None:
+    if speculation is None or speculation.rule == STRICT:
         return strict
-    if speculation.rule not in ACCEPTANCE_RULES:  # a new value of vLLM's, or a row that is missing
-        raise UnsupportedConfigError(
-            f"rejection_sample_method {speculation.rule} is not known here; use one of {', '.join(ACCEPTANCE_RULES)} "
-            "in --speculative-config."
-        )
-    if speculation.rule == "synthetic":
+    verify = rules.verify[speculation.rule]
+    if RULES[speculation.rule].needs_probs:
+        return partial(_with_probs, rules, verify) if speculation.keeps_laws else strict
+    if speculation.rule == SYNTHETIC:
         with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
-        return partial(_synthetic, rules, rates_K=rates_K)
-    if speculation.keeps_laws:
-        return partial(_by_law, rules, getattr(rules, speculation.rule))
-    return strict
+        verify = partial(verify, rates_K=rates_K)
+    return partial(_without_probs, rules, verify)
 
 
 def _strict(
@@ -81,7 +79,7 @@ def _strict(
     return rules.strict_greedy(logits_BQV, *drafts)
 
 
-def _by_law(
+def _with_probs(
     rules: Rules,
     verify: Callable[..., Verification],
     logits_BQV: torch.Tensor,
@@ -111,25 +109,24 @@ def _by_law(
     )
 
 
-def _synthetic(
+def _without_probs(
     rules: Rules,
+    verify: Callable[..., Verification],
     logits_BQV: torch.Tensor,
     positions_BQ: torch.Tensor,
     proposed: Drafts,
     inputs: SamplingInputs,
-    rates_K: torch.Tensor,
 ) -> Verification:
     if not proposed.tokens_BK.shape[1]:
         return _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
-    return synthetic.verify(
+    return verify(
         rules,
-        logits_BQV,
-        proposed.tokens_BK,
-        proposed.num_drafts_B,
-        rates_K,
-        inputs.floats["temperature"],
-        inputs.keys_B2,
-        positions_BQ,
+        logits_BQV=logits_BQV,
+        drafts_BK=proposed.tokens_BK,
+        num_drafts_B=proposed.num_drafts_B,
+        temperature_B=inputs.floats["temperature"],
+        keys_B2=inputs.keys_B2,
+        positions_BQ=positions_BQ,
     )
 
 

@@ -45,8 +45,7 @@ def verify(rules: Rules, rule: str, given: dict[str, torch.Tensor]) -> Verificat
         return rules.strict_greedy(given["logits_BQV"], *drafts)
     if rule == "strict_random":
         return rules.strict_random(given["logits_BQV"], *drafts, *noise)
-    by_law: Verification = getattr(rules, rule)(given["logits_BQV"], given["draft_probs_BKV"], *drafts, *noise)
-    return by_law
+    return rules.verify[rule](given["logits_BQV"], given["draft_probs_BKV"], *drafts, *noise)
 
 
 def counted(verification: Verification) -> list[list[int]]:

@@ -54,7 +54,7 @@ MAY_IMPORT = {
         "records",
         "sampling",
     },
-    "emulator": {"emulator", "devices.hpu.compile_time"},
+    "emulator": {"emulator", "config", "devices.hpu.compile_time"},
     "cached_files": set(),
     "records": {"attention.inputs"},
     "drafting": {
@@ -62,10 +62,12 @@ MAY_IMPORT = {
         *("quantization.models", "records", "runner", "sampling", "scheduling"),
     },
     "sampling": {"compat", "config", "devices.base", "records", "runner.requests", "sampling"},
-    "config": set(),
+    "config": {"drafting.table", "sampling.rules.table"},
     "environment": {"config"},
-    "refusals": {"devices.base", "config", "quantization.config", "refusals"},
-    "compat": {"compat", "config", "environment", "patching", "scheduling"},
+    "refusals": {
+        *("devices.base", "config", "drafting.table", "quantization.config", "refusals", "sampling.rules.table"),
+    },
+    "compat": {"compat", "config", "drafting.table", "environment", "patching", "sampling.rules.table", "scheduling"},
     "patching": set(),
     "quantization": {
         "cached_files",
@@ -85,12 +87,12 @@ MAY_IMPORT = {
     "tools.demo_model": {"cached_files", "environment"},
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config", "environment"),
-        *("emulator.cost", "emulator.counters"),
+        *("drafting.table", "emulator.cost", "emulator.counters"),
     },
-    "tools.report": {"tools.report", "tools.io", "environment", "variables", "versions"},
+    "tools.report": {"tools.report", "tools.io", "drafting.table", "environment", "variables", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
-        *("devices", "config", "environment", "platforms"),
+        *("devices", "config", "drafting.table", "environment", "platforms", "sampling.rules.table"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
@@ -100,7 +102,7 @@ MAY_IMPORT = {
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "devices", "config", "emulator", "environment", "platforms", "versions"),
+        *("__version__", "devices", "config", "drafting.table", "emulator", "environment", "platforms", "versions"),
     },
 }
 

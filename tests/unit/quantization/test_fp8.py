@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.support.reference.e4m3 import nearest, table
-from vllm_gaudi_spec.quantization.fp8 import LARGEST, HostArithmetic, to_e4m3
+from vllm_gaudi_spec.config import E4M3_MAX
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 
 ONE = torch.tensor(1.0)
 
@@ -20,15 +21,15 @@ def between(largest: float) -> torch.Tensor:
     return torch.cat((some, -some))
 
 
-@pytest.mark.parametrize("card", LARGEST)
+@pytest.mark.parametrize("card", E4M3_MAX)
 def test_the_nearest_number_and_the_even_one_of_two(card: str) -> None:
-    x = between(LARGEST[card])
-    assert torch.equal(to_e4m3(x, LARGEST[card]).double(), nearest(x, LARGEST[card]))
+    x = between(E4M3_MAX[card])
+    assert torch.equal(to_e4m3(x, E4M3_MAX[card]).double(), nearest(x, E4M3_MAX[card]))
 
 
 def test_a_gaudi_3_has_torchs_numbers() -> None:
     largest = torch.finfo(torch.float8_e4m3fn).max
-    assert LARGEST["gaudi3"] == largest == table(1e9).max() - 32  # torch's last code is nan
+    assert E4M3_MAX["gaudi3"] == largest == table(1e9).max() - 32  # torch's last code is nan
     x = between(largest)
     inside = x[x.abs() <= largest]
     assert torch.equal(to_e4m3(inside, largest).view(torch.uint8), inside.to(torch.float8_e4m3fn).view(torch.uint8))

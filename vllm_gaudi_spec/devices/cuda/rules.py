@@ -11,7 +11,7 @@ import triton
 from vllm_gaudi_spec.devices.cuda import rule_kernels as kernels
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
-from vllm_gaudi_spec.sampling.rules.registry import Rules
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 # Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535
@@ -256,4 +256,10 @@ def block(*inputs: torch.Tensor) -> Verification:
     return _by_law(True, *inputs)
 
 
-RULES = Rules(sample_greedy, sample_random, strict_greedy, strict_random, standard, block)
+RULES = TORCH._replace(
+    sample_greedy=sample_greedy,
+    sample_random=sample_random,
+    strict_greedy=strict_greedy,
+    strict_random=strict_random,
+    verify={**TORCH.verify, "standard": standard, "block": block},
+)

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import GAUDI2, GAUDI3, MAX_DRAFTS, UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDIS, MAX_DRAFTS, UnsupportedConfigError
 from vllm_gaudi_spec.devices.common import kv_pair
 from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
@@ -103,7 +103,7 @@ class Backend:
     @property
     def fp8_range(self) -> str | None:
         name = str(self._habana.hpu.get_device_name()).lower()
-        return name if name in (GAUDI2, GAUDI3) else None
+        return name if name in GAUDIS else None
 
     def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_spec.config import GAUDI2
 from vllm_gaudi_spec.emulator.card import DEVICE
 
 Stats = list[tuple[str, Any]]
@@ -28,7 +29,7 @@ class SynDeviceType(enum.Enum):
 
 
 def get_device_type() -> SynDeviceType:
-    return SynDeviceType.synDeviceGaudi2 if DEVICE.generation == "gaudi2" else SynDeviceType.synDeviceGaudi3
+    return SynDeviceType.synDeviceGaudi2 if DEVICE.generation == GAUDI2 else SynDeviceType.synDeviceGaudi3
 
 
 class FusedSDPA:

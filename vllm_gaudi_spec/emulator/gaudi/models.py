@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, GAUDI3
 from vllm_gaudi_spec.emulator.card import GIB, Model
 from vllm_gaudi_spec.emulator.gaudi.lazy_graph import LazyGraph
 from vllm_gaudi_spec.emulator.ops import names
@@ -42,4 +43,5 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
 
 # What the allocator offers: Gaudi 2 as printed in a log of vllm-gaudi's documentation; Gaudi 3 inferred from its
 # 128 GB by the same share, unverified.
-MODELS = {"gaudi2": _model("gaudi2", int(94.62 * GIB), 240.0), "gaudi3": _model("gaudi3", 120 * GIB, 448.0)}
+_MEMORY = {GAUDI2: int(94.62 * GIB), GAUDI3: 120 * GIB}
+MODELS = {name: _model(name, memory, E4M3_MAX[name]) for name, memory in _MEMORY.items()}

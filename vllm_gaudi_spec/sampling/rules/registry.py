@@ -1,19 +1,25 @@
 """The functions that pass over whole vocabularies, as one device runs them.
 
-Those of this folder are the reference. A device whose launches or passes over memory cost too much in them brings its
-own, with the same arguments and the same tokens; scores within 1e-4 of each other may change places. Of a row with NaN
-only that is promised that its token is one of the vocabulary.
+Those of this folder are the reference. A device whose launches or passes over memory cost too much in them replaces
+some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may change places. Of a row
+with NaN only that is promised that its token is one of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
 from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.sampling.rules import block, standard, strict
+from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT
+
+
+def _modules_verify() -> dict[str, Callable[..., Verification]]:
+    return {name: import_module(f"{__package__}.{name}").verify for name in RULES if name != STRICT}
 
 
 class Rules(NamedTuple):
@@ -21,8 +27,9 @@ class Rules(NamedTuple):
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
     strict_greedy: Callable[..., Verification] = strict.verify_greedy
     strict_random: Callable[..., Verification] = strict.verify_random
-    standard: Callable[..., Verification] = standard.verify
-    block: Callable[..., Verification] = block.verify
+    verify: Mapping[str, Callable[..., Verification]] = _modules_verify()
+    """The other rules by name. One that needs probabilities is called as `standard.verify` is, others as
+    `synthetic.verify`; `rates_K` is for the synthetic rule alone."""
 
 
 TORCH = Rules()

@@ -5,12 +5,16 @@ For benchmarks only: the output follows no law that anybody asked for.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.noise import Stream, uniform
-from vllm_gaudi_spec.sampling.rules.registry import Rules
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_gaudi_spec.config import METHODS, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files, terminal
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
@@ -68,7 +69,8 @@ def contradiction_in(options: argparse.Namespace) -> str | None:
         return "these options are about a model; give --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):
         return "--speculative-config takes the place of --draft, --method and --num-speculative-tokens; leave those out"
-    if options.method in WEIGHTLESS_METHODS and options.draft is not None and options.method != "custom_class":
+    row = METHODS.get(options.method)
+    if row is not None and options.draft is not None and not (row.has_model or "model" in row.options):
         return f"method {options.method} needs no model; leave out --draft"
     if options.num_speculative_tokens is not None and options.method is None and options.draft is None:
         return "--num-speculative-tokens needs --draft or --method"

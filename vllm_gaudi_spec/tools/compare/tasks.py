@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.config import ACCEPTANCE_RULES
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method
+from vllm_gaudi_spec.sampling.rules.table import RULES
 
 PROMPTS = [
     "Hello, my name is",
@@ -28,19 +30,15 @@ class Task:
     """vLLM's name for the way of drafting; none for the baseline."""
     options: tuple[str, ...] = ()
     """Options of the command that go to vLLM under the same name."""
+    needs_draft_model: bool = False
+    remembers_answers: bool = False
+    """Whether it drafts from requests that ended, so that a second turn would be another task."""
     demo_drafter: str | None = None
-    """The folder under demo/ that drafts for the demo's target; set for tasks that need a draft model."""
+    """The folder under demo/ that drafts for the demo's target."""
     demo_target: str | None = None
     """The folder under demo/ that is the target, where it is not the demo model."""
     demo_drafts: int | None = None
     """How many drafts the demo's drafter can make at most, where there is an end to it."""
-
-    remembers_answers: bool = False
-    """Whether it drafts from requests that ended, so that a second turn would be another task."""
-
-    @property
-    def needs_draft_model(self) -> bool:
-        return self.demo_drafter is not None
 
     @property
     def was_trained_on_the_prompts(self) -> bool:
@@ -48,23 +46,39 @@ class Task:
 
 
 BASELINE = "baseline"
+# The demo's models, of tasks that have some.
+_DEMOS: dict[str, dict[str, Any]] = {
+    DRAFT_MODEL: {"demo_drafter": "draft-same-vocab"},
+    UNIVERSAL_DRAFT: {"demo_drafter": "draft-other-vocab"},
+    "eagle": {"demo_drafter": "eagle-head"},
+    "eagle3": {"demo_drafter": "tiny/eagle3", "demo_target": "tiny/target"},
+    "medusa": {"demo_drafter": "tiny/medusa", "demo_target": "tiny/target", "demo_drafts": 4},
+    "mtp": {"demo_target": "tiny/mtp"},
+}
+_OPTIONS_OF_COMMAND = ("prompt_lookup_min", "prompt_lookup_max")
+
+
+def _task(name: str, row: Method) -> Task:
+    return Task(
+        name,
+        tuple(option for option in _OPTIONS_OF_COMMAND if option in row.options),
+        needs_draft_model=row.has_model and not row.in_target,
+        remembers_answers=row.remembers_requests,
+        **_DEMOS.get(name, {}),
+    )
+
+
 TASKS = {
     BASELINE: Task(None),
-    "ngram": Task("ngram", ("prompt_lookup_min", "prompt_lookup_max")),
-    "suffix": Task("suffix", remembers_answers=True),
-    "draft_model": Task("draft_model", demo_drafter="draft-same-vocab"),
-    "universal": Task("universal_draft", demo_drafter="draft-other-vocab"),
-    "eagle": Task("eagle", demo_drafter="eagle-head"),
-    "eagle3": Task("eagle3", demo_drafter="tiny/eagle3", demo_target="tiny/target"),
-    "medusa": Task("medusa", demo_drafter="tiny/medusa", demo_target="tiny/target", demo_drafts=4),
-    "mtp": Task("mtp", demo_target="tiny/mtp"),
+    # A class of the user's is not drafted with here.
+    **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
+    "universal": _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
 }
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", "draft_model", "universal")
 DEMO = Path(__file__).parents[3] / "demo"
 """Drafters of the demo model, beside the package where that is a checkout."""
 
-RULES = tuple(ACCEPTANCE_RULES)
 DRAFTING = ("greedy", "probabilistic", "coupled")
 
 
@@ -92,7 +106,7 @@ def draft_model(name: str, options: argparse.Namespace) -> str | None:
 
 
 def uses_demo_drafter(name: str, options: argparse.Namespace) -> bool:
-    return not (options.draft_model or options.model) and TASKS[name].needs_draft_model
+    return not (options.draft_model or options.model) and TASKS[name].demo_drafter is not None
 
 
 def demo_targets(options: argparse.Namespace) -> set[str | None]:

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path, PurePath
 from typing import Any
 
+from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.report.record import how_measured
 
@@ -23,14 +24,8 @@ _A_GAIN = 1.02
 # What somebody reads who hears of a task for the first time.
 _WAYS = {
     BASELINE: "without drafts",
-    "ngram": "drafts what followed the same words before",
-    "suffix": "drafts the likeliest continuation of words seen before",
-    "draft_model": "a smaller model with the same tokens drafts",
     "universal": "a smaller model with tokens of its own drafts",
-    "eagle": "a head on the model's inner states drafts",
-    "eagle3": "a head on the model's inner states drafts",
-    "medusa": "several heads draft at once",
-    "mtp": "a layer of the model itself drafts",
+    **{name: method.about for name, method in METHODS.items()},
 }
 
 

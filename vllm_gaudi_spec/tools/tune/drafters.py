@@ -6,10 +6,11 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gaudi_spec.config import METHODS, MTP, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS
 
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-_NEED_NO_MODEL = (*WEIGHTLESS_METHODS, MTP)
+_NEED_NO_MODEL = tuple(name for name, row in METHODS.items() if row.in_target or not row.has_model)
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Drafter:
         method, _, path = text.rpartition("=")
         if not method and text in _NEED_NO_MODEL:
             return cls(text, _NGRAM if text == "ngram" else {"method": text})
-        method = method or "draft_model"
+        method = method or DRAFT_MODEL
         if method not in (*METHODS, UNIVERSAL_DRAFT) or not path:
             known = ", ".join(name for name in (*METHODS, UNIVERSAL_DRAFT) if name not in _NEED_NO_MODEL)
             raise argparse.ArgumentTypeError(

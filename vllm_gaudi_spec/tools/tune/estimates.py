@@ -14,7 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_gaudi_spec.config import EAGLE, EAGLE3, MEDUSA, UNIVERSAL_DRAFT, WEIGHTLESS_METHODS
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method, has_model
 from vllm_gaudi_spec.emulator.cost import step_seconds
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.tools.tune.costs import StepCost
@@ -23,7 +24,12 @@ _BYTES = 2
 _LOGIT_BYTES = 4
 # Forward, sampling, and a report, which is the step's one wait; drafting is one program more.
 _LAUNCHES = 3
-_KINDS = ("draft_model", UNIVERSAL_DRAFT, EAGLE, EAGLE3, MEDUSA)
+# Methods whose drafter has files of its own.
+_ESTIMATED: dict[str, Method] = {
+    DRAFT_MODEL: METHODS[DRAFT_MODEL],
+    UNIVERSAL_DRAFT: METHODS[DRAFT_MODEL],
+    **{name: row for name, row in METHODS.items() if row.has_model and not row.in_target},
+}
 
 
 @dataclass(frozen=True)
@@ -92,20 +98,20 @@ def _step(tally: Tally, generation: str) -> float:
 def _draft_s(
     target: Outline, method: str, drafter: Path | None, num_drafts: int, batch: int, context: int, generation: str
 ) -> float:
-    if method in WEIGHTLESS_METHODS:
+    if not (method == UNIVERSAL_DRAFT or has_model(method)):
         return 0.0
-    if method not in _KINDS or drafter is None:
-        raise ValueError(f"there is no estimate of what {method} costs; give one of {', '.join(_KINDS)}, or ngram")
+    if method not in _ESTIMATED or drafter is None:
+        raise ValueError(f"there is no estimate of what {method} costs; give one of {', '.join(_ESTIMATED)}, or ngram")
     model = Outline.of(drafter)
     work = Tally(launches=1)
-    if method == MEDUSA:
+    row = _ESTIMATED[method]
+    if not row.has_kv:
         # All heads look at one state, each with a vocabulary of its own.
         work.add(Tally(bytes_moved=model.weights * _BYTES, flops=2 * batch * model.weights))
     else:
         # A draft model first reads two tokens a row; a head what was accepted, up to k + 1, in a program of its own.
-        is_head = method in (EAGLE, EAGLE3)
-        work.launches += is_head
-        work.add(_borrowing(model, target, num_drafts + 1 if is_head else 2).tally_of_reading(batch, context))
+        work.launches += row.is_head
+        work.add(_borrowing(model, target, num_drafts + 1 if row.is_head else 2).tally_of_reading(batch, context))
         for _ in range(num_drafts - 1):
             work.add(_borrowing(model, target, 1).tally_of_reading(batch, context))
     return step_seconds(work, generation)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, GAUDI3
 from vllm_gaudi_spec.quantization.files import SCALED, Node, QuantFilesError, Record
 
 _BITS = torch.bfloat16
@@ -30,8 +31,8 @@ class Card:
 
 
 CARDS = {
-    "gaudi2": Card(240.0, 2.0**-8, 2.0**4, steps=4),
-    "gaudi3": Card(448.0, 2.0**-55, 2.0**7, steps=1),
+    GAUDI2: Card(E4M3_MAX[GAUDI2], 2.0**-8, 2.0**4, steps=4),
+    GAUDI3: Card(E4M3_MAX[GAUDI3], 2.0**-55, 2.0**7, steps=1),
 }
 
 

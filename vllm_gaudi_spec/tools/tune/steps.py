@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_gaudi_spec.config import GAUDI2
 from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
@@ -22,8 +23,6 @@ from vllm_gaudi_spec.tools.tune.postprocess import postprocess
 from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.ranks import expand, unify
 from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS, make_scales
-
-DEFAULT_CARD = "gaudi2"
 
 
 def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
@@ -45,7 +44,7 @@ def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -
 def detect_device(folder: Folder, card: str | None = None) -> None:
     """Which card the scales are for: the one that is named, else the one that is there."""
     device = describe_device()
-    card = card or load_backend().fp8_range or DEFAULT_CARD
+    card = card or load_backend().fp8_range or GAUDI2
     write_json(folder.device, device | {"card": card})
     print(f"{device['device']} ({device['mode']}); scales for {card}")
 

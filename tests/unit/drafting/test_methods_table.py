@@ -1,0 +1,39 @@
+"""Each drafting method is a row, and its proposer is found and can be built."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+from vllm.config import speculative as upstream
+
+from tests.unit.compat.test_configuration import values_of
+from vllm_gaudi_spec import drafting
+from vllm_gaudi_spec.drafting.table import METHODS, has_model
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_row_names_a_proposer(name: str) -> None:
+    module, proposer = METHODS[name].proposer.split(".")
+    found = getattr(import_module(f"{drafting.__name__}.{module}"), proposer)
+    assert callable(found.build)
+    assert callable(found.propose)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_facts_agree_with_each_other(name: str) -> None:
+    method = METHODS[name]
+    of_models = (method.has_kv, method.reads_hidden_states, method.in_target)
+    assert method.has_model or not any(of_models), "only a model has these"
+    assert method.on_device or not method.has_model, "models draft on the device"
+
+
+def test_rows_say_which_values_are_vllms() -> None:
+    vllms = {*values_of(upstream.SpeculativeMethod)}
+    assert {name for name, method in METHODS.items() if method.in_vllm} == vllms & set(METHODS)
+
+
+def test_a_method_without_a_row_is_described_as_a_model() -> None:
+    """vLLM loads one for it before it can be refused."""
+    assert has_model("mlp_speculator")
+    assert not has_model("ngram")

@@ -1,0 +1,34 @@
+"""Each acceptance rule is a row and a module of the same name."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from vllm.config import speculative as upstream
+
+from tests.unit.compat.test_configuration import values_of
+from vllm_gaudi_spec.sampling import rules
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT
+
+NO_RULES = {"__init__", "registry", "table"}
+
+
+def test_each_row_has_its_module_and_each_module_its_row() -> None:
+    modules = {path.stem for path in Path(rules.__path__[0]).glob("*.py")} - NO_RULES
+    assert modules == set(RULES)
+    assert set(TORCH.verify) == set(RULES) - {STRICT}
+
+
+@pytest.mark.parametrize("name", TORCH.verify)
+def test_rules_take_what_they_are_called_with(name: str) -> None:
+    parameters = set(inspect.signature(TORCH.verify[name]).parameters)
+    common = {"logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"}
+    own = {"draft_probs_BKV"} if RULES[name].needs_probs else {"rules"}
+    assert parameters - {"rates_K"} == common | own
+
+
+def test_rows_say_which_values_are_vllms() -> None:
+    assert {name for name, rule in RULES.items() if rule.in_vllm} == set(values_of(upstream.RejectionSampleMethod))

@@ -1,0 +1,48 @@
+"""How proposers are built: found in the table of methods, each by a constructor of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_spec.drafting.table import METHODS
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.drafting.base import DeviceProposer, HostProposer, Model
+    from vllm_gaudi_spec.drafting.universal.pairs import Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerContext:
+    """What a proposer is built for."""
+
+    speculation: Speculation
+    vllm_config: VllmConfig
+    device: torch.device
+    model: Model | None
+    """The drafter's own, for methods that have one."""
+    pair: Pair | None
+    """The two vocabularies, where the drafter has one of its own."""
+
+    @property
+    def spec_config(self) -> SpeculativeConfig:
+        assert self.vllm_config.speculative_config is not None
+        return self.vllm_config.speculative_config
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        size: int = self.vllm_config.model_config.get_vocab_size()
+        return size
+
+
+def build_proposer(context: ProposerContext) -> HostProposer | DeviceProposer:
+    module, name = METHODS[context.speculation.method].proposer.split(".")
+    proposer = getattr(import_module(f"{__package__}.{module}"), name)
+    built: HostProposer | DeviceProposer = proposer.build(context)
+    return built
