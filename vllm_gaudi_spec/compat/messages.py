@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from vllm_gaudi_spec.patching import wrap
+from vllm_gaudi_spec.compat.patching import wrap
 
 
 def share_vllm_logging() -> None:

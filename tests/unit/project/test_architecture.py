@@ -18,16 +18,15 @@ MAY_IMPORT = {
     "__init__": {"compat", "devices", "platforms", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {
-        *("integrations", "config", "environment", "patching", "drafting.vocabulary", "drafting.universal"),
+        *("integrations", "config", "environment", "compat.patching", "drafting.vocabulary", "drafting.universal"),
     },
     "platforms": {
         *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
-        "runner.shapes",
+        *("runner.shapes", "versions"),
     },
     "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner"},
     "scheduling": {"devices", "config", "records", "runner.shapes", "scheduling"},
     "runner": {
-        "cached_files",
         "drafting",
         "sampling",
         "attention",
@@ -55,20 +54,17 @@ MAY_IMPORT = {
         "sampling",
     },
     "emulator": {"emulator", "devices.hpu.compile_time"},
-    "cached_files": set(),
     "records": {"attention.inputs"},
     "drafting": {
-        *("attention", "cached_files", "compat", "config", "devices.base", "drafting", "environment"),
+        *("attention", "compat", "config", "devices.base", "drafting", "environment"),
         *("quantization.models", "records", "runner", "sampling", "scheduling"),
     },
     "sampling": {"compat", "config", "devices.base", "records", "runner.requests", "sampling"},
     "config": set(),
-    "environment": {"config"},
+    "environment": {"config", "environment"},
     "refusals": {"devices.base", "config", "quantization.config", "refusals"},
-    "compat": {"compat", "config", "environment", "patching", "scheduling"},
-    "patching": set(),
+    "compat": {"compat", "config", "environment", "scheduling"},
     "quantization": {
-        "cached_files",
         "quantization",
         "config",
         "environment",
@@ -76,18 +72,16 @@ MAY_IMPORT = {
         "attention.operations",
         "devices.base",
     },
-    "variables": set(),
     "versions": set(),
-    "wrong_vllm": {"config", "versions"},
     # Nothing of the engine imports these.
     "tools": set(),
-    "tools.io": {"cached_files", "tools.io"},
-    "tools.demo_model": {"cached_files", "environment"},
+    "tools.io": {"environment.cached_files", "tools.io"},
+    "tools.demo_model": {"environment"},
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config", "environment"),
         *("emulator.cost", "emulator.counters"),
     },
-    "tools.report": {"tools.report", "tools.io", "environment", "variables", "versions"},
+    "tools.report": {"tools.report", "tools.io", "environment", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
         *("devices", "config", "environment", "platforms"),
@@ -96,7 +90,7 @@ MAY_IMPORT = {
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
         *("devices", "config", "environment", "integrations", "platforms", "drafting.universal"),
-        *("quantization.fingerprint", "refusals", "drafting.memory", "variables", "versions"),
+        *("quantization.fingerprint", "refusals", "drafting.memory", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
@@ -119,6 +113,11 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_top_level_has_only_doors() -> None:
+    doors = {"__init__.py", "versions.py", "config.py", "records.py", "worker.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == doors
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.cached_files import replace
+from vllm_gaudi_spec.environment.cached_files import replace
 
 STDOUT = "-"
 _PROC = Path("/proc")
