@@ -107,4 +107,4 @@ def show(found: dict[str, Any]) -> None:
         print("\nenvironment variables that matter here:")
     for variable in found["environment"]:
         print(f"  {variable['name']}={variable['value']}\n      {variable['meaning']}")
-    print(f"\nverdict: {found['conclusion']}", flush=True)
+    print(f"\nconclusion: {found['conclusion']}", flush=True)
