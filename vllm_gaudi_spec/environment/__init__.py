@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3, UnsupportedConfigError
 
 
 class Variable(NamedTuple):
@@ -43,7 +43,7 @@ SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 makes graphs while serving instead of before: for trying things out only"
 )
 EMULATED_GENERATION = Variable(
-    "VGS_EMULATED_GENERATION", "gaudi2", "the card that hpu-emulated takes after: gaudi2 or gaudi3"
+    "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated takes after: gaudi2 or gaudi3"
 )
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
@@ -232,7 +232,7 @@ def gaudi_memory_reserve() -> float:
 def emulated_generation() -> str:
     """The card that hpu-emulated takes after."""
     generation = EMULATED_GENERATION.value_or_default
-    if generation not in ("gaudi2", "gaudi3"):
+    if generation not in (GAUDI2, GAUDI3):
         raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use gaudi2 or gaudi3.")
     return generation
 

@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "runner",
         "scheduling",
     },
-    "lora": {"lora", "config", "devices.base", "runner.requests"},
+    "lora": {"lora", "compat.messages", "config", "devices.base", "runner.requests"},
     "attention": {"devices", "config", "attention"},
     "devices": {
         "compat",
@@ -78,23 +78,25 @@ MAY_IMPORT = {
     "tools.io": {"environment.cached_files", "tools.io"},
     "tools.demo_model": {"environment"},
     "tools.tune": {
-        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config", "environment"),
+        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "compat.messages", "devices", "config"),
+        "environment",
         *("emulator.cost", "emulator.counters"),
     },
     "tools.report": {"tools.report", "tools.io", "environment", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
-        *("devices", "config", "environment", "platforms"),
+        *("compat.messages", "devices", "config", "environment", "platforms"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
-        *("devices", "config", "environment", "integrations", "platforms", "drafting.universal"),
+        *("compat.messages", "devices", "config", "environment", "integrations", "platforms"),
+        "drafting.universal",
         *("quantization.fingerprint", "refusals", "drafting.memory", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "devices", "config", "emulator", "environment", "platforms", "versions"),
+        *("__version__", "compat.messages", "devices", "config", "emulator", "environment", "platforms", "versions"),
     },
 }
 

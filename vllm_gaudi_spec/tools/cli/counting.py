@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3
+
 # The key under which the emulated card reports beside what a real one counts too.
 EMULATOR = "emulator"
-GENERATIONS = ("gaudi2", "gaudi3")
 
 Event = tuple[str, str, str]
 Line = dict[str, Any]
@@ -121,7 +122,7 @@ def phase(meter: Meter) -> Phase:
     found.download_bytes = amounts["download_bytes"]
     found.kv_bytes_read = amounts["kv_bytes_read"]
     if after["estimate"] is not None:
-        found.estimate_seconds = {generation: estimate(meter.steps, generation) for generation in GENERATIONS}
+        found.estimate_seconds = {generation: estimate(meter.steps, generation) for generation in (GAUDI2, GAUDI3)}
     return found
 
 

@@ -1,4 +1,4 @@
-"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tuning/."""
+"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tools/tune/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3, MAX_DRAFTS
 from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
@@ -29,7 +29,6 @@ kept: the command goes on where it was interrupted, and measures anew what chang
 Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for options that
 make no sense.
 """
-GENERATIONS = ("gaudi2", "gaudi3")
 
 
 def add_to(commands: Any) -> None:
@@ -50,7 +49,7 @@ def add_to(commands: Any) -> None:
     add("--tokens", type=positive, default=64, help="of each prompt's answer, past any end token")
     add("--temperature", type=float, default=0.0)
     add("--turns", type=positive, default=3, metavar="N", help="with drafts and without, at each batch size")
-    add("--device", choices=GENERATIONS, help="estimate this card's costs instead of timing steps here")
+    add("--device", choices=(GAUDI2, GAUDI3), help="estimate this card's costs instead of timing steps here")
     add("--one-run", action="store_true", help="with --device: tell smaller k from the run with the largest")
     add("--context", type=positive, metavar="N", help="with --device: tokens of KV a request (default: as the prompts)")
     add("--speculative", type=json_object, default={}, metavar="JSON", help="more of speculative_config, for all")
