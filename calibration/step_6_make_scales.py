@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
-from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS
+from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS
 from vllm_gaudi_spec.tools.tune.steps import exit_status, make_scale_files
 
 
@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the folder of this calibration")
-    add("--scale-method", action="append", default=[], choices=METHODS, help="may be repeated (default: all)")
+    add("--scale-method", action="append", default=[], choices=SCALE_METHODS, help="may be repeated (default: all)")
     add("--card", choices=CARDS, help="whose range they fill (default: what step 1 noted)")
     add("--exclude", action="append", default=[], metavar="REGEX", help="modules that stay in high precision")
     add("--model", help="make sure that the target's measurements are of this model")

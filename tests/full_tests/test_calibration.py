@@ -19,7 +19,7 @@ from vllm_gaudi_spec.quantization.files import Record
 from vllm_gaudi_spec.tools.tune import measure
 from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder
 from vllm_gaudi_spec.tools.tune.ranks import unify
-from vllm_gaudi_spec.tools.tune.scales import METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS, make_scales
 from vllm_gaudi_spec.tools.tune.steps import prepare_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_two_ranks_measure_what_one_does(tmp_path: Path, looping_llama: str, cou
         one, two = (files.read_world(ranks[world].role(name).final)[0] for world in (1, 2))
         close(two, one, rtol=1e-4)
         close(two, unify(measured), rtol=0)
-        for method in METHODS:
+        for method in SCALE_METHODS:
             # Rounded to bfloat16, a difference in the last bits of float32 may become one of 2**-8.
             close(make_scales([two], method, "gaudi3")[0], make_scales([one], method, "gaudi3")[0], rtol=2**-7)
 
@@ -176,7 +176,7 @@ def test_the_demo_model_and_its_drafter(tmp_path: Path, demo_model: str) -> None
         measured = load_file(f"{files.stem(role.final, 0, 1)}.npz", np.ndarray, True)
         linears = [module for module, node in measured.items() if "weight" in node.params]
         assert layers is None or len([module for module in linears if module.endswith("qkv_proj")]) == layers
-        for method in METHODS:
+        for method in SCALE_METHODS:
             scales = load_scales(f"{files.stem(role.final, 0, 1, method)}.npz", np.ndarray)
             assert scales.keys() == measured.keys()
             assert json.loads(role.quant_config(method).read_text())["scale_method"] == method

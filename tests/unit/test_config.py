@@ -225,7 +225,7 @@ def backend_of(device: str) -> Any:
 @pytest.fixture(autouse=True)
 def start_method_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a configuration chooses one for this process."""
-    for name in (environment._START_METHOD, environment._CHOSEN_BY):
+    for name in (environment.START_METHOD.name, environment._CHOSEN_BY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

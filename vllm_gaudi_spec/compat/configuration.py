@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from vllm_gaudi_spec.compat.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
-from vllm_gaudi_spec.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.sampling.rules.table import RULES
 
 
@@ -110,7 +110,7 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
             raise
         raise UnsupportedConfigError(
             f"{config.model} in --speculative-config has code of its own, and --trust-remote-code is for the target; "
-            f"set {TRUST_DRAFT_CODE}=1 in the environment to run the drafter's as well."
+            f"set {TRUST_DRAFT_CODE.name}=1 in the environment to run the drafter's as well."
         ) from error
     finally:
         target.trust_remote_code = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_gaudi_spec.compat.patching import do_nothing, wrap
 from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
-from vllm_gaudi_spec.patching import do_nothing, wrap
 
 # vLLM calls these after loading weights and while shutting down, whatever the platform.
 _ACCELERATOR_CALLS = ("empty_cache", "empty_host_cache", "synchronize")

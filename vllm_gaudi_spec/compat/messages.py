@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from vllm_gaudi_spec.patching import wrap
+from vllm_gaudi_spec.compat.patching import wrap
 
 
 def share_vllm_logging() -> None:
@@ -50,15 +50,20 @@ def _report_error(
 
 
 def _message(error: BaseException, trace: TracebackType | None) -> str:
+    message = in_one_line(error)
+    if isinstance(error, OSError) and (address := _bound_address(trace)):
+        message += f": {address}."
+    return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as one line, for the last line that a user reads."""
     details = getattr(error, "errors", None)  # pydantic's own list of what failed
     if callable(details):
         message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
     else:
-        message = str(error) or type(error).__name__
-    message = " ".join(message.split())
-    if isinstance(error, OSError) and (address := _bound_address(trace)):
-        message += f": {address}."
-    return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
+        message = str(error)
+    return " ".join(message.split()) or type(error).__name__
 
 
 def _bound_address(trace: TracebackType | None) -> object:

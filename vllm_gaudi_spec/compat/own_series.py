@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gaudi_spec.patching import wrap
+from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.scheduling import metrics
 
 _OWN = "gaudi_spec"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.config import REFUSED_ADAPTER
-from vllm_gaudi_spec.patching import wrap
 
 # Seconds that an engine process gets to answer its last requests and to end by itself.
 _ENGINE_GRACE_S = 5.0

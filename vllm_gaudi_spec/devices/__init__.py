@@ -46,7 +46,7 @@ _DEVICES = {
 
 
 # Beside another release of vLLM: the module refuses as it is imported.
-REFUSING_PLATFORM = "vllm_gaudi_spec.wrong_vllm.Platform"
+REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.wrong_vllm.Platform"
 DEVICES = tuple(_DEVICES)
 
 

@@ -20,6 +20,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models import supports_lora
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError
 from vllm_gaudi_spec.lora.application import TokenSlots, Upload, adapters_of
 
@@ -102,8 +103,9 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         except LoRAAdapterNotFoundError:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise AdapterError(f"LoRA adapter {lora_request.lora_name} {REFUSED_ADAPTER}: {reason}") from error
+            raise AdapterError(
+                f"LoRA adapter {lora_request.lora_name} {REFUSED_ADAPTER}: {in_one_line(error)}"
+            ) from error
         return loaded
 
     def _mistakes(self, loras: dict[str, LoRALayerWeights]) -> Iterator[str]:

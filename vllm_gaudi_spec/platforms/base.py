@@ -12,7 +12,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation, UnsupportedConfigError, target_of
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
-from vllm_gaudi_spec.environment import DEVICE_VARIABLE, choose_start_method
+from vllm_gaudi_spec.environment import DEVICE, choose_start_method
 from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.refusals.models import models_of
@@ -244,7 +244,7 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:
     """For Ray: a rank chooses its platform before it hears of the engine's environment."""
     given: dict[str, Any] = dict(runtime_env or {})
-    return {**given, "env_vars": {DEVICE_VARIABLE: load_backend().name, **given.get("env_vars", {})}}
+    return {**given, "env_vars": {DEVICE.name: load_backend().name, **given.get("env_vars", {})}}
 
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:

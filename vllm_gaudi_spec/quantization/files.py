@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vllm_gaudi_spec import cached_files
-from vllm_gaudi_spec.cached_files import stays_inside
+from vllm_gaudi_spec.environment import cached_files
+from vllm_gaudi_spec.environment.cached_files import stays_inside
 from vllm_gaudi_spec.quantization.pickles import foreign_calls
 
 MEASURED = "DynamicRange"

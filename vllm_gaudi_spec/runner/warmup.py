@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec import cached_files, environment
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE, Planned
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.sampling.params import Branch

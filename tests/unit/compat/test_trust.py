@@ -48,7 +48,7 @@ def test_trust_in_the_target_is_no_trust_in_its_drafter(tmp_path: Path) -> None:
     assert not (known / "ran").exists()
 
     unknown = drafter_with_code(tmp_path / "unknown", "llama-of-its-own")
-    with pytest.raises(config.UnsupportedConfigError, match=f"unknown in .* set {environment.TRUST_DRAFT_CODE}=1"):
+    with pytest.raises(config.UnsupportedConfigError, match=f"unknown in .* set {environment.TRUST_DRAFT_CODE.name}=1"):
         with_trusted_target(tmp_path / "target", unknown)
     assert not (unknown / "ran").exists()
 
@@ -58,7 +58,7 @@ def test_a_drafter_is_trusted_when_that_is_said(tmp_path: Path, monkeypatch: pyt
     compat.apply()
     draft = drafter_with_code(tmp_path / "draft", "llama")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv(environment.TRUST_DRAFT_CODE, "1")
+    monkeypatch.setenv(environment.TRUST_DRAFT_CODE.name, "1")
     assert with_trusted_target(tmp_path / "target", draft).speculative_config.draft_model_config.trust_remote_code
     assert (draft / "ran").exists()
     made = engine_config(tmp_path / "target", dict(method="draft_model", model=str(draft)))

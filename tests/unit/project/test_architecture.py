@@ -18,16 +18,15 @@ MAY_IMPORT = {
     "__init__": {"compat", "devices", "platforms", "integrations", "versions"},
     # On other releases of vLLM than ours: nothing that knows one of those.
     "integrations": {
-        *("integrations", "config", "environment", "patching", "drafting.vocabulary", "drafting.universal"),
+        *("integrations", "config", "environment", "compat.patching", "drafting.vocabulary", "drafting.universal"),
     },
     "platforms": {
         *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
-        "runner.shapes",
+        *("runner.shapes", "versions"),
     },
     "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner"},
     "scheduling": {"devices", "config", "records", "runner.shapes", "scheduling"},
     "runner": {
-        "cached_files",
         "drafting",
         "sampling",
         "attention",
@@ -41,7 +40,7 @@ MAY_IMPORT = {
         "runner",
         "scheduling",
     },
-    "lora": {"lora", "config", "devices.base", "runner.requests"},
+    "lora": {"lora", "compat.messages", "config", "devices.base", "runner.requests"},
     "attention": {"devices", "config", "attention"},
     "devices": {
         "compat",
@@ -55,22 +54,19 @@ MAY_IMPORT = {
         "sampling",
     },
     "emulator": {"emulator", "config", "devices.hpu.compile_time"},
-    "cached_files": set(),
     "records": {"attention.inputs"},
     "drafting": {
-        *("attention", "cached_files", "compat", "config", "devices.base", "drafting", "environment"),
+        *("attention", "compat", "config", "devices.base", "drafting", "environment"),
         *("quantization.models", "records", "runner", "sampling", "scheduling"),
     },
     "sampling": {"compat", "config", "devices.base", "records", "runner.requests", "sampling"},
     "config": {"drafting.table", "sampling.rules.table"},
-    "environment": {"config"},
+    "environment": {"config", "environment"},
     "refusals": {
         *("devices.base", "config", "drafting.table", "quantization.config", "refusals", "sampling.rules.table"),
     },
-    "compat": {"compat", "config", "drafting.table", "environment", "patching", "sampling.rules.table", "scheduling"},
-    "patching": set(),
+    "compat": {"compat", "config", "drafting.table", "environment", "sampling.rules.table", "scheduling"},
     "quantization": {
-        "cached_files",
         "quantization",
         "config",
         "environment",
@@ -78,31 +74,31 @@ MAY_IMPORT = {
         "attention.operations",
         "devices.base",
     },
-    "variables": set(),
     "versions": set(),
-    "wrong_vllm": {"config", "versions"},
     # Nothing of the engine imports these.
     "tools": set(),
-    "tools.io": {"cached_files", "tools.io"},
-    "tools.demo_model": {"cached_files", "environment"},
+    "tools.io": {"environment.cached_files", "tools.io"},
+    "tools.demo_model": {"environment"},
     "tools.tune": {
-        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config", "environment"),
-        *("drafting.table", "emulator.cost", "emulator.counters"),
+        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "compat.messages", "devices", "config"),
+        *("drafting.table", "emulator.cost", "emulator.counters", "environment"),
     },
-    "tools.report": {"tools.report", "tools.io", "drafting.table", "environment", "variables", "versions"},
+    "tools.report": {"tools.report", "tools.io", "drafting.table", "environment", "versions"},
     "tools.compare": {
-        *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
+        *("tools.compare", "tools.demo_model", "tools.io", "tools.report", "compat.messages"),
         *("devices", "config", "drafting.table", "environment", "platforms", "sampling.rules.table"),
     },
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
-        *("devices", "config", "environment", "integrations", "platforms", "drafting.universal"),
-        *("quantization.fingerprint", "refusals", "drafting.memory", "variables", "versions"),
+        *("compat.messages", "devices", "config", "environment", "integrations", "platforms"),
+        "drafting.universal",
+        *("quantization.fingerprint", "refusals", "drafting.memory", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "devices", "config", "drafting.table", "emulator", "environment", "platforms", "versions"),
+        *("__version__", "compat.messages", "devices", "config", "drafting.table", "emulator", "environment"),
+        *("platforms", "versions"),
     },
 }
 
@@ -121,6 +117,11 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_top_level_has_only_doors() -> None:
+    doors = {"__init__.py", "versions.py", "config.py", "records.py", "worker.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == doors
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

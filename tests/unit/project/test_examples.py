@@ -11,7 +11,7 @@ import yaml
 
 from tests.support.processes import ROOT
 from tests.unit.project.test_dockerfile import environment, global_arguments, stages, values
-from vllm_gaudi_spec.variables import VARIABLES
+from vllm_gaudi_spec.environment import VARIABLES
 
 EXAMPLES = ROOT / "examples"
 COMPOSE: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())

@@ -20,7 +20,7 @@ from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.tune import measure
 from vllm_gaudi_spec.tools.tune.folder import DRAFT, ROLES, TARGET, Folder, write_json
 from vllm_gaudi_spec.tools.tune.ranks import expand
-from vllm_gaudi_spec.tools.tune.scales import METHODS
+from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS
 
 SCRIPTS = Path(__file__).parents[3] / "calibration"
 Run = Callable[..., tuple[int, str, str]]
@@ -77,7 +77,7 @@ def test_from_two_ranks_to_the_scales_of_four(run: Run, folder: Folder, models: 
     for name in ROLES:
         role = folder.role(name)
         assert len(files.read_world(role.final, 4)) == 4
-        for method in METHODS:
+        for method in SCALE_METHODS:
             config = json.loads(role.quant_config(method).read_text())
             assert f"QUANT_CONFIG={role.quant_config(method)}" in out
             assert config["blocklist"]["names"] == ["down_proj"]

@@ -19,11 +19,11 @@ import pytest
 from tests.support.processes import ROOT
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.environment import VARIABLES
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.cli.output import python
 from vllm_gaudi_spec.tools.doctor import machine, probe
 from vllm_gaudi_spec.tools.doctor.findings import Finding, conclusion
-from vllm_gaudi_spec.variables import VARIABLES
 
 DEMO = ROOT / "demo"
 
@@ -647,6 +647,6 @@ def test_the_documentation_has_the_table_of_variables() -> None:
 
 def test_the_table_has_every_variable_that_is_read() -> None:
     """Those of ours and of the Gaudi bridge, by name; one is a note of ours to child processes."""
-    source = (ROOT / "vllm_gaudi_spec" / "environment.py").read_text()
+    source = (ROOT / "vllm_gaudi_spec" / "environment" / "__init__.py").read_text()
     read = set(re.findall(r'"((?:VGS|PT_HPU|VLLM_CPU)_[A-Z_]+|QUANT_CONFIG|VLLM_GRAPH_RESERVED_MEM)"', source))
     assert read - {variable.name for variable in VARIABLES} == {"VGS_START_METHOD_CHOSEN_BY"}

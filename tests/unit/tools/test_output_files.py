@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT
-from vllm_gaudi_spec import cached_files
+from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.tools.io import output_files
 
 

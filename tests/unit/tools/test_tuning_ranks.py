@@ -10,7 +10,7 @@ import pytest
 from tests.support.measurements import HEAD, HEADS, INNER, KV_HEADS, measured, same
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
 from vllm_gaudi_spec.tools.tune.ranks import expand, merge, unify
-from vllm_gaudi_spec.tools.tune.scales import METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS, make_scales
 
 QKV, GATE_UP, O_PROJ = (
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")
@@ -67,7 +67,7 @@ def test_spread_and_put_together_again(world: int) -> None:
             np.testing.assert_array_equal(ours.nodes[name].params["weight"], theirs.nodes[name].params["weight"])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALE_METHODS)
 def test_two_ranks_have_the_scales_of_one(method: str) -> None:
     whole = measured()
     (one,) = make_scales([whole], method, "gaudi2")
@@ -75,7 +75,7 @@ def test_two_ranks_have_the_scales_of_one(method: str) -> None:
     for record in two:
         for name, node in record.nodes.items():
             assert node.inputs == one.nodes[name].inputs, name
-    if METHODS[method].weight_per_channel:
+    if SCALE_METHODS[method].weight_per_channel:
         cut = [record.nodes[GATE_UP].params["weight"][0] for record in two]
         gate, up = np.split(one.nodes[GATE_UP].params["weight"][0], 2)
         halves = [np.split(channels, 2) for channels in cut]

@@ -21,7 +21,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
 from vllm_gaudi_spec.tools.tune.quant_configs import measuring, serving
 from vllm_gaudi_spec.tools.tune.ranks import expand
-from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
 
 ROWS, COLUMNS = 24, 16
 
@@ -77,7 +77,7 @@ def equal(ours: np.ndarray, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALE_METHODS)
 def test_scales_are_those_of_neural_compressor(inc: SimpleNamespace, method: str, card: str) -> None:
     rng = np.random.default_rng(0)
     names = {"o_proj": "row_parallel_linear", "up": "linear", "matmul_qk": "matmul", "k_cache": "kv_cache"}
@@ -142,7 +142,7 @@ def one_rank(inc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     return
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCALE_METHODS)
 def test_it_looks_for_files_where_we_write_them(
     inc: SimpleNamespace, one_rank: None, tmp_path: Path, method: str
 ) -> None:

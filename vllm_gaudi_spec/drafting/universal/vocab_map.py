@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec import cached_files
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, content_hash, read_vocabulary
+from vllm_gaudi_spec.environment import cached_files
 
 logger = init_logger(__name__)
 

@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS.values():
         command.add_to(commands)
+    parser.set_defaults(parser=parser)  # completion reads all commands' options off it
     return parser
 
 

@@ -42,9 +42,7 @@ def add_to(commands: Any) -> None:
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from vllm_gaudi_spec.tools.cli import make_parser
-
-    print(_SHELLS[options.shell](list(_commands(make_parser()))), end="")
+    print(_SHELLS[options.shell](list(_commands(options.parser))), end="")
     return 0
 
 

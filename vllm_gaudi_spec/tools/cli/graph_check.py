@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.devices import missing_software
+from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, LAZY_MODE, SKIP_WARMUP
 from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
@@ -24,10 +25,10 @@ the model does not run, 2 for options that make no sense.
 DEVICES = ("hpu-emulated", "hpu", "ascend-emulated", "ascend")
 # The variables in which an answer would depend on what the shell happens to have.
 ENVIRONMENT = {
-    "PT_HPU_LAZY_MODE": "1",
-    "VGS_SKIP_WARMUP": "0",
+    LAZY_MODE.name: "1",
+    SKIP_WARMUP.name: "0",
     # The counters are those of this process.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    ENGINE_PROCESS.name: "0",
     # vLLM logs to stdout, which is for the summary.
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
@@ -83,5 +84,5 @@ def mistake_in(options: argparse.Namespace) -> str | None:
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     """The same command in the environment that the check needs."""
     level = "INFO" if options.verbose else "WARNING"
-    values = {**ENVIRONMENT, "VGS_DEVICE": options.device, "VLLM_LOGGING_LEVEL": level}
+    values = {**ENVIRONMENT, DEVICE.name: options.device, "VLLM_LOGGING_LEVEL": level}
     return python("vllm_gaudi_spec.tools.cli.check_engine", values, [*arguments])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from vllm_gaudi_spec.environment import environment_value
+from vllm_gaudi_spec.environment import is_set
 from vllm_gaudi_spec.tools.io.output_files import NotWritten
 from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
 
@@ -59,7 +59,7 @@ def model_mistake(*models: object) -> str | None:
 
 def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
     """A module of ours in an environment of its own from the start: torch and vLLM read theirs when they are loaded,
-    and this package leaves reading them to environment.py. -P: as for console scripts, the current folder is no place
+    and this package leaves reading them to environment/. -P: as for console scripts, the current folder is no place
     for modules."""
     return [
         "env",
@@ -73,7 +73,7 @@ def python(module: str, values: dict[str, str], arguments: list[str]) -> list[st
 
 
 def unless_set(**values: str) -> dict[str, str]:
-    return {name: value for name, value in values.items() if environment_value(name) is None}
+    return {name: value for name, value in values.items() if not is_set(name)}
 
 
 def become(words: list[str]) -> NoReturn:

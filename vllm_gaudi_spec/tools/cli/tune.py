@@ -1,4 +1,4 @@
-"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tuning/."""
+"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tools/tune/."""
 
 from __future__ import annotations
 

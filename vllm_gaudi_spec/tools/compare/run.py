@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.devices import describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
@@ -32,7 +33,6 @@ from vllm_gaudi_spec.tools.compare.tasks import (
 from vllm_gaudi_spec.tools.compare.turns import why_not_together
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.io.one_line import in_one_line
 from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
 from vllm_gaudi_spec.tools.report import page, record
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import host_memory
@@ -18,7 +19,6 @@ from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
-from vllm_gaudi_spec.tools.io.one_line import in_one_line
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
 from vllm_gaudi_spec.tools.tune.estimates import tensor_sizes
 

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, Finding
-from vllm_gaudi_spec.tools.io.one_line import in_one_line
 
 SECONDS = 300
 # The device comes behind the pair, as in `vllm serve`: an emulated card changes what libraries find that come later.

@@ -6,43 +6,49 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_gaudi_spec.devices import choose_device
-from vllm_gaudi_spec.environment import environment_value, quant_config_path, skip_warmup
+from vllm_gaudi_spec.environment import (
+    BLOCKTIME,
+    KV_CACHE_SPACE,
+    LAZY_MODE,
+    NUM_THREADS,
+    QUANT_CONFIG,
+    SKIP_WARMUP,
+    quant_config_path,
+    set_variables,
+    skip_warmup,
+)
 from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, WARNING, Finding
-from vllm_gaudi_spec.variables import VARIABLES
 
 
 def environment() -> list[dict[str, str]]:
     """Of the variables that matter those that are set, with what they mean."""
-    values = [(variable, environment_value(variable.name)) for variable in VARIABLES]
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
-        for variable, value in values
-        if value is not None
+        for variable, value in set_variables().items()
     ]
 
 
 def setting_findings() -> Iterator[Finding]:
     if skip_warmup():
         yield Finding(
-            WARNING, "setting", "VGS_SKIP_WARMUP is set: graphs are made while serving", "unset VGS_SKIP_WARMUP"
+            WARNING,
+            "setting",
+            f"{SKIP_WARMUP.name} is set: graphs are made while serving",
+            f"unset {SKIP_WARMUP.name}",
         )
     path = quant_config_path()
     if path is not None and not Path(path).is_file():
-        yield Finding(PROBLEM, "setting", f"QUANT_CONFIG={path} is no file", "correct its path, or unset QUANT_CONFIG")
+        name = QUANT_CONFIG.name
+        yield Finding(PROBLEM, "setting", f"{name}={path} is no file", f"correct its path, or unset {name}")
     # OpenMP passes over what it can not read; vLLM and this platform do not start.
-    for name, severity in (
-        ("OMP_NUM_THREADS", WARNING),
-        ("KMP_BLOCKTIME", WARNING),
-        ("VLLM_CPU_KVCACHE_SPACE", PROBLEM),
-    ):
-        value = environment_value(name)
-        if value and not value.split(",")[0].isdigit() and (name, value) != ("KMP_BLOCKTIME", "infinite"):
+    for variable, severity in ((NUM_THREADS, WARNING), (BLOCKTIME, WARNING), (KV_CACHE_SPACE, PROBLEM)):
+        name, value = variable.name, variable.value
+        if value and not value.split(",")[0].isdigit() and (variable, value) != (BLOCKTIME, "infinite"):
             yield Finding(severity, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
-    lazy = environment_value("PT_HPU_LAZY_MODE")
-    if lazy == "0" and (choose_device() or "").startswith("hpu"):
+    if LAZY_MODE.value == "0" and (choose_device() or "").startswith("hpu"):
         yield Finding(
             WARNING,
             "setting",
-            "PT_HPU_LAZY_MODE=0 runs the mode whose programs are not counted",
+            f"{LAZY_MODE.name}=0 runs the mode whose programs are not counted",
             "unset it, or set it to 1, for the mode that is proven",
         )

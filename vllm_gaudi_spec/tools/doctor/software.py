@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
 from vllm_gaudi_spec import devices, versions
-from vllm_gaudi_spec.environment import environment_value, requested_device, vllm_plugins_allowed
+from vllm_gaudi_spec.environment import PLUGINS, TARGET_DEVICE, requested_device, vllm_plugins_allowed
 from vllm_gaudi_spec.integrations.vllm_ascend import versions as vllm_ascend
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 
@@ -84,16 +84,18 @@ def plugin_findings() -> Iterator[Finding]:
             "pip install it, do not copy it",
         )
     elif allowed is not None and devices.PLUGIN not in allowed:
-        value = environment_value("VLLM_PLUGINS")
         yield Finding(
             PROBLEM,
             "plugin",
-            f"VLLM_PLUGINS={value!r} leaves this platform out",
-            f"unset VLLM_PLUGINS, or add {devices.PLUGIN} to it",
+            f"{PLUGINS.name}={PLUGINS.value!r} leaves this platform out",
+            f"unset {PLUGINS.name}, or add {devices.PLUGIN} to it",
         )
-    elif environment_value("VLLM_TARGET_DEVICE") == "cpu":
+    elif TARGET_DEVICE.value == "cpu":
         yield Finding(
-            PROBLEM, "plugin", "VLLM_TARGET_DEVICE=cpu makes vLLM take its own CPU platform", "unset VLLM_TARGET_DEVICE"
+            PROBLEM,
+            "plugin",
+            f"{TARGET_DEVICE.name}=cpu makes vLLM take its own CPU platform",
+            f"unset {TARGET_DEVICE.name}",
         )
     elif others:
         yield _conflict(others)

@@ -1,1 +1,1 @@
-"""What commands have in common: options, files that users name, bars, errors in one line."""
+"""What commands have in common: options, files that users name, bars."""

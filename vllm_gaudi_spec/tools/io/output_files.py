@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.cached_files import replace
+from vllm_gaudi_spec.environment.cached_files import replace
 
 STDOUT = "-"
-_PROC = Path("/proc")
-_MOST_LINKS = 40
-"""As many as Linux follows."""
 
 
 class NotWritten(ValueError):
@@ -37,34 +34,32 @@ def mistake(option: str, where: str | Path | None) -> str | None:
     """What would keep the file from being written, before any work is done for it."""
     if where is None or str(where) == STDOUT:
         return None
-    target = _target(where)
-    if isinstance(target, int):
-        can_be = _is_open_for_writing(target)
-    elif not target.parent.is_dir():
+    path = _resolved(where)
+    if not path.parent.is_dir():
         swallowed = f", or put {option} last to print" if option == "--json" else ""
-        return f"there is no folder {target.parent} for {option} {where}; make it first{swallowed}"
-    elif target.is_dir():
+        return f"there is no folder {path.parent} for {option} {where}; make it first{swallowed}"
+    if path.is_dir():
         return f"{option} {where} is a folder; name a file"
-    else:
-        makes_one = not (target.exists() or _takes_no_other(target))
-        can_be = os.access(target.parent if makes_one else target, os.W_OK)
+    is_new = not (path.exists() or _is_special(path))
+    can_be = os.access(path.parent if is_new else path, os.W_OK)
+    if path.is_symlink():  # the link of a descriptor has the rights that it was opened with
+        can_be = can_be and bool(path.lstat().st_mode & stat.S_IWUSR)
     return None if can_be else f"{option} {where} can not be written; name another file"
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
-    """What a user named: through links, and into what is no file, as a pipe or a device."""
-    target = _target(where)
-    if isinstance(target, int):  # what was printed before stands before it
-        sys.stdout.flush()
+    """To what a user named: through links, and into a pipe or a device."""
     try:
-        if isinstance(target, int):
-            _fill(os.dup(target), content)
-        elif _takes_no_other(target):
-            _fill(os.open(target, os.O_WRONLY | os.O_APPEND), content)
-        elif target.exists():
-            _renew(target, content)
+        path = _resolved(where)
+        if (stream := _stream(path)) is not None:
+            sys.stdout.flush()  # what was printed before stands before it
+            _fill(os.dup(stream), content)
+        elif _is_special(path):
+            _fill(os.open(path, os.O_WRONLY | os.O_APPEND), content)
+        elif path.exists():
+            _renew(path, content)
         else:
-            replace(target, content)
+            replace(path, content)
     except OSError as error:
         raise NotWritten(f"{option} {where} can not be written: {error.strerror or error}") from None
 
@@ -80,31 +75,24 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _target(where: str | Path) -> Path | int:
-    """Where links lead. A number is a descriptor of this process, as it inherited it: /dev/stderr, /dev/fd/63, and so a
-    shell's >(...), are links into /proc. They do not lead on by name: there is no file of the name of a pipe, and a
-    file opened or made anew under the name of the log that stderr goes to is another than the one that is written."""
+def _resolved(where: str | Path) -> Path:
+    """Where links lead, except for a special file: a shell's >(...) is a link to a pipe, and a pipe has no path."""
     path = Path(where)
-    for _ in range(_MOST_LINKS):
-        path = Path(os.path.realpath(path.parent)) / path.name
-        if path.parent == _PROC / str(os.getpid()) / "fd" and path.name.isdecimal():
-            return int(path.name)
-        if path.is_relative_to(_PROC) or not path.is_symlink():
-            break
-        path = path.parent / os.readlink(path)
-    return path
+    path = Path(os.path.realpath(path.parent)) / path.name
+    return path if _is_special(path) else Path(os.path.realpath(path))
 
 
-def _is_open_for_writing(descriptor: int) -> bool:
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    except OSError:
-        return False
+def _is_special(path: Path) -> bool:
+    """A pipe, a device, or a descriptor of a process: a new file in its place would reach nobody."""
+    return path.is_relative_to("/proc") or (path.exists() and not path.is_file())
 
 
-def _takes_no_other(path: Path) -> bool:
-    """A pipe or a device: what is put in its place would reach nobody. Nor is anything made in /proc."""
-    return path.is_relative_to(_PROC) or (path.exists() and not path.is_file())
+def _stream(path: Path) -> int | None:
+    """The descriptor of stdout or stderr where the path is the same file, as /dev/stderr and a log that it goes to:
+    written by another descriptor, what is printed later would stand over it."""
+    streams = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+    same = (one for one in streams if path.exists() and os.path.samestat(path.stat(), os.fstat(one)))
+    return next(same, None)
 
 
 def _renew(path: Path, content: bytes) -> None:

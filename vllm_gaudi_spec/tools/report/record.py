@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.environment import environment_value
-from vllm_gaudi_spec.variables import VARIABLES
+from vllm_gaudi_spec.environment import set_variables
 
 FORMAT = "vllm-gaudi-spec run"
 VERSION = 2
@@ -31,8 +30,7 @@ class RecordError(ValueError):
 
 def environment() -> dict[str, str]:
     """Of the variables that matter those that are set: to be asked before a run, which sets some itself."""
-    values = {variable.name: environment_value(variable.name) for variable in VARIABLES}
-    return {name: value for name, value in values.items() if value is not None}
+    return {variable.name: value for variable, value in set_variables().items()}
 
 
 def make(

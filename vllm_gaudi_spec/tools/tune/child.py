@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.environment import environment_of_children
 
 _ERROR = "error"
@@ -57,6 +58,6 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     try:
         found = answer(json.loads(task.read_text()))
     except Exception as error:
-        path.write_text(json.dumps({_ERROR: " ".join(str(error).split()) or type(error).__name__}))
+        path.write_text(json.dumps({_ERROR: in_one_line(error)}))
         raise
     path.write_text(json.dumps(found))

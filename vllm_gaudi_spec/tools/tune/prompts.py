@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
 
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
@@ -61,7 +62,7 @@ def _from_hub(name: str, rows: int) -> Iterator[str]:
     try:
         yield from (_text_of(row) for row in islice(load_dataset(name, split=split or "train", streaming=True), rows))
     except Exception as error:  # it raises what its many readers and the network raise
-        raise ValueError(f"prompts: data set {name}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"prompts: data set {name}: {in_one_line(error)}") from None
 
 
 def _text_of(row: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.tools.tune.scales import METHODS
+from vllm_gaudi_spec.tools.tune.scales import SCALE_METHODS
 
 
 def measuring(prefix: Path) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def measuring(prefix: Path) -> dict[str, Any]:
 def serving(prefix: Path, method: str, exclude: Sequence[str], unseen: Sequence[str]) -> dict[str, Any]:
     """Modules that saw nothing stay as they are, with those that the user excluded."""
     patterns = [*exclude, *(f"^{re.escape(name)}$" for name in unseen)]
-    scale_format = "const" if METHODS[method].weight_per_channel else "scalar"
+    scale_format = "const" if SCALE_METHODS[method].weight_per_channel else "scalar"
     return _common(prefix, patterns) | {"mode": "QUANTIZE", "scale_method": method, "scale_format": scale_format}
 
 

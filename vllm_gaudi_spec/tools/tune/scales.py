@@ -20,8 +20,8 @@ _BITS = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Card:
-    """What its FP8 can hold, and which scales its matrix engine applies for free."""
+class Fp8Card:
+    """What a card's FP8 can hold, and which scales its matrix engine applies for free."""
 
     largest: float
     smallest_scale: float
@@ -31,25 +31,25 @@ class Card:
 
 
 CARDS = {
-    GAUDI2: Card(E4M3_MAX[GAUDI2], 2.0**-8, 2.0**4, steps=4),
-    GAUDI3: Card(E4M3_MAX[GAUDI3], 2.0**-55, 2.0**7, steps=1),
+    GAUDI2: Fp8Card(E4M3_MAX[GAUDI2], 2.0**-8, 2.0**4, steps=4),
+    GAUDI3: Fp8Card(E4M3_MAX[GAUDI3], 2.0**-55, 2.0**7, steps=1),
 }
 
 
-def _as_is(scale: torch.Tensor, card: Card) -> torch.Tensor:
+def _as_is(scale: torch.Tensor, card: Fp8Card) -> torch.Tensor:
     return scale
 
 
-def _power_of_two(scale: torch.Tensor, card: Card) -> torch.Tensor:
+def _power_of_two(scale: torch.Tensor, card: Fp8Card) -> torch.Tensor:
     return torch.exp2(torch.ceil(torch.log2(scale)))
 
 
-def _hardware(scale: torch.Tensor, card: Card) -> torch.Tensor:
+def _hardware(scale: torch.Tensor, card: Fp8Card) -> torch.Tensor:
     steps = torch.ceil(torch.log2(_power_of_two(scale, card)) / card.steps) * card.steps
     return torch.clamp(2.0**steps, card.smallest_scale, card.largest_scale)
 
 
-Rounding = Callable[[torch.Tensor, Card], torch.Tensor]
+Rounding = Callable[[torch.Tensor, Fp8Card], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Method:
     weight_per_channel: bool = False
 
 
-METHODS = {
+SCALE_METHODS = {
     "maxabs_hw": Method(_hardware, _hardware),
     "maxabs_pow2": Method(_power_of_two, _power_of_two),
     "maxabs_arbitrary": Method(_as_is, _as_is),
@@ -75,7 +75,7 @@ _TINY = torch.finfo(_BITS).tiny
 
 def make_scales(ranks: Sequence[Record], method: str, card: str) -> list[Record]:
     """The scale files of a world's ranks, from their measurements. A weight that is cut over ranks has one scale."""
-    maker = _Maker(METHODS[method], CARDS[card], ranks)
+    maker = _Maker(SCALE_METHODS[method], CARDS[card], ranks)
     return [
         replace(
             rank,
@@ -88,7 +88,7 @@ def make_scales(ranks: Sequence[Record], method: str, card: str) -> list[Record]
 
 
 class _Maker:
-    def __init__(self, method: Method, card: Card, ranks: Sequence[Record]) -> None:
+    def __init__(self, method: Method, card: Fp8Card, ranks: Sequence[Record]) -> None:
         self.method = method
         self.card = card
         self.ranks = ranks

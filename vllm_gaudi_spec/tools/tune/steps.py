@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.config import GAUDI2
 from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.quantization import files
@@ -22,7 +23,7 @@ from vllm_gaudi_spec.tools.tune.folder import Folder, read_json, write_json
 from vllm_gaudi_spec.tools.tune.postprocess import postprocess
 from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.ranks import expand, unify
-from vllm_gaudi_spec.tools.tune.scales import CARDS, METHODS, make_scales
+from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
 
 
 def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
@@ -36,7 +37,7 @@ def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -
         if verbose:
             raise
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"{name}: error: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"{name}: error: {kind}{in_one_line(error)}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -103,7 +104,7 @@ def make_scale_files(
         prefix = folder.role(name).final
         worlds = [_measured(prefix, world, models.get(name)) for world in sorted(files.worlds(prefix)) or [1]]
         wanted = [[_without(record, exclude) for record in ranks] for ranks in worlds]
-        chosen = methods or [method for method in METHODS if _can_be_made(method, wanted[0][0])]
+        chosen = methods or [method for method in SCALE_METHODS if _can_be_made(method, wanted[0][0])]
         scales = {method: [made for ranks in wanted for made in make_scales(ranks, method, card)] for method in chosen}
         made[name] = scales, [each for each in worlds[0][0].looked_at if each not in worlds[0][0].nodes]
     for name, (scales, unseen) in made.items():
@@ -115,7 +116,7 @@ def make_scale_files(
             print(
                 f"{name}: {len(records[0].nodes)} modules, {card}, {method}: QUANT_CONFIG={role.quant_config(method)}"
             )
-        for method in [] if methods else [method for method in METHODS if method not in scales]:
+        for method in [] if methods else [method for method in SCALE_METHODS if method not in scales]:
             print(f"{name}: weights were measured per tensor, so there is no {method}")
 
 
@@ -136,4 +137,4 @@ def _can_be_made(method: str, record: Record) -> bool:
     def has_channels(name: str, node: Node) -> bool:
         return "weight" not in node.params or (name in record.linears and node.params["weight"].size > 1)
 
-    return not METHODS[method].weight_per_channel or all(has_channels(*item) for item in record.nodes.items())
+    return not SCALE_METHODS[method].weight_per_channel or all(has_channels(*item) for item in record.nodes.items())

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gaudi_spec import cached_files, environment
-from vllm_gaudi_spec.cached_files import UntrustedCacheError
+from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.drafting.universal import vocab_map
+from vllm_gaudi_spec.environment import cached_files
+from vllm_gaudi_spec.environment.cached_files import UntrustedCacheError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.runner import warmup
 from vllm_gaudi_spec.tools import demo_model

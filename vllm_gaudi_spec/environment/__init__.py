@@ -1,0 +1,250 @@
+"""The environment variables that matter to this platform, and what they say. Nobody else in the package reads them.
+
+VARIABLES is the one table of them: `doctor` shows it, and docs/command_line.md has it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
+
+
+class Variable(NamedTuple):
+    name: str
+    default: str
+    """The value where it is not set, or words for what holds then."""
+    meaning: str
+
+    @property
+    def value(self) -> str | None:
+        return os.environ.get(self.name)
+
+    @property
+    def is_on(self) -> bool:
+        return self.value not in (None, "", "0")
+
+    @property
+    def value_or_default(self) -> str:
+        """For a default that is a value."""
+        return os.environ.get(self.name, self.default)
+
+
+DEVICE = Variable(
+    "VGS_DEVICE",
+    "a Gaudi, else an NPU, else the CPU",
+    "the device: cpu, hpu, hpu-emulated, ascend, ascend-emulated or cuda",
+)
+SKIP_WARMUP = Variable(
+    "VGS_SKIP_WARMUP", "0", "1 makes graphs while serving instead of before: for trying things out only"
+)
+EMULATED_GENERATION = Variable(
+    "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated takes after: gaudi2 or gaudi3"
+)
+TRUST_DRAFT_CODE = Variable(
+    "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
+)
+PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; gaudi_spec has to be among them")
+TARGET_DEVICE = Variable(
+    "VLLM_TARGET_DEVICE", "not asked for", "cpu makes vLLM take its own CPU platform and ask no plugin"
+)
+LAZY_MODE = Variable(
+    "PT_HPU_LAZY_MODE", "1", "on a Gaudi, real or emulated: 0 runs eagerly and compiled, 1 records graphs"
+)
+WEIGHT_SHARING = Variable(
+    "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out anew for each graph that reads them"
+)
+LAZY_COLLECTIVES = Variable(
+    "PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", "on a Gaudi: tensor parallel steps need it in lazy mode"
+)
+GRAPH_MEMORY = Variable(
+    "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is kept for graphs"
+)
+QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
+KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
+THREADS_BIND = Variable(
+    "VLLM_CPU_OMP_THREADS_BIND", "auto", "on a CPU: the cores that each rank's threads are bound to"
+)
+NUM_THREADS = Variable("OMP_NUM_THREADS", "all cores", "on a CPU: the threads that share a step")
+BLOCKTIME = Variable("KMP_BLOCKTIME", "200", "with Intel's OpenMP: milliseconds that a waiting thread spins; 1 is fair")
+START_METHOD = Variable(
+    "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
+)
+ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the engine in the caller's process")
+CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
+VARIABLES = (
+    DEVICE,
+    SKIP_WARMUP,
+    EMULATED_GENERATION,
+    TRUST_DRAFT_CODE,
+    PLUGINS,
+    TARGET_DEVICE,
+    LAZY_MODE,
+    WEIGHT_SHARING,
+    LAZY_COLLECTIVES,
+    GRAPH_MEMORY,
+    Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
+    Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module"),
+    Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
+    Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
+    QUANT_CONFIG,
+    KV_CACHE_SPACE,
+    THREADS_BIND,
+    NUM_THREADS,
+    Variable("LD_PRELOAD", "none", "on a CPU: libiomp5.so here keeps steps fast beside other work"),
+    BLOCKTIME,
+    START_METHOD,
+    ENGINE_PROCESS,
+    Variable("VLLM_LOGGING_LEVEL", "INFO", "how much vLLM and this platform say"),
+    Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing"),
+    Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models lie"),
+    CACHE_HOME,
+)
+
+
+def requested_device() -> str | None:
+    """The device named by VGS_DEVICE, or None when the choice is ours."""
+    return DEVICE.value or None
+
+
+def skip_warmup() -> bool:
+    return SKIP_WARMUP.is_on
+
+
+def trusts_draft_code() -> bool:
+    """Whether `--trust-remote-code` holds for the drafter's folder as well."""
+    return TRUST_DRAFT_CODE.is_on
+
+
+def is_set(name: str) -> bool:
+    """For variables outside the table too."""
+    return name in os.environ
+
+
+def set_variables() -> dict[Variable, str]:
+    """Of the table those that are set, with their values."""
+    return {variable: os.environ[variable.name] for variable in VARIABLES if is_set(variable.name)}
+
+
+def vllm_plugins_allowed() -> set[str] | None:
+    """The plugins that VLLM_PLUGINS lets in; None means all."""
+    names = PLUGINS.value
+    return None if names is None else {name.strip() for name in names.split(",")}
+
+
+_CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
+
+
+def choose_start_method(choose: Callable[[], str]) -> None:
+    """How vLLM starts its engine process: as the user said, else as `choose` says, asked anew for each engine of a
+    process. Engine processes, which inherit the answer, do not ask."""
+    chosen_by = os.environ.get(_CHOSEN_BY)
+    if is_set(START_METHOD.name) and chosen_by != str(os.getpid()):
+        return
+    os.environ[START_METHOD.name] = choose()
+    os.environ[_CHOSEN_BY] = str(os.getpid())
+
+
+def keep_engine_in_process(why: str) -> None:
+    if os.environ.setdefault(ENGINE_PROCESS.name, "0") != "0":
+        raise ValueError(f"{why} needs the engine in this process: unset {ENGINE_PROCESS.name} or set it to 0")
+
+
+def keeps_engine_in_process() -> bool:
+    return ENGINE_PROCESS.value == "0"
+
+
+def cache_folder() -> Path:
+    """Where this project keeps what can be made again."""
+    base = CACHE_HOME.value or ""
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "vllm_gaudi_spec"
+
+
+def name_process_group(init_method: str) -> None:
+    """vLLM's shared-memory collectives for the CPU find each other by this name. Ranks that do not share memory have
+    other names: then vLLM takes gloo."""
+    group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    os.environ["VLLM_DIST_IDENT"] = f"{group}-{_shared_memory()}"
+
+
+def _shared_memory() -> str:
+    """The same in processes that see one /dev/shm, which those of two machines, or of two containers, do not."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started}-{os.stat('/dev/shm').st_dev}"
+    except OSError:  # no Linux
+        return platform.node()
+
+
+def leave_threads_unbound() -> None:
+    """vLLM binds each CPU rank to a NUMA node of its own, and does not start where there are fewer."""
+    os.environ.setdefault(THREADS_BIND.name, "nobind")
+
+
+def environment_of_children(only: Path | None = None) -> dict[str, str]:
+    """For a process that imports this package, and whose engine runs where its caller can reach it. `only`: for a
+    Python of another environment, the one folder to add to what that has."""
+    root = str(Path(__file__).parents[2])
+    paths = str(only) if only else os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    return {**os.environ, **quiet, ENGINE_PROCESS.name: "0", "PYTHONPATH": paths}
+
+
+# What a Gaudi process needs in its environment, unless the user says otherwise. Read by the bridge when it is imported.
+_GAUDI_DEFAULTS = {
+    # Lazy mode is the one whose programs are counted and proven; releases differ in what they do when it is unset.
+    LAZY_MODE.name: LAZY_MODE.default,
+    # Shared weights would be laid out anew for each graph that reads them.
+    WEIGHT_SHARING.name: WEIGHT_SHARING.default,
+    # Without it a collective inside a graph ends in an error: tensor parallel steps have one in each layer.
+    LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
+    # vLLM would run shared experts on a stream of their own, which a graph does not capture.
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+}
+
+
+def set_gaudi_defaults() -> None:
+    for name, value in _GAUDI_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def gaudi_is_lazy() -> bool:
+    """As the bridge reads it: 0 is eager and compiled, everything else is lazy."""
+    set_gaudi_defaults()
+    return os.environ[LAZY_MODE.name] != "0"
+
+
+def gaudi_has_lazy_collectives() -> bool:
+    set_gaudi_defaults()
+    return os.environ[LAZY_COLLECTIVES.name].lower() in ("1", "true")
+
+
+def gaudi_memory_reserve() -> float:
+    """The share of free memory that is kept for captured graphs; under the name that Gaudi users know."""
+    return float(GRAPH_MEMORY.value_or_default)
+
+
+def emulated_generation() -> str:
+    """The card that hpu-emulated takes after."""
+    generation = EMULATED_GENERATION.value_or_default
+    if generation not in GAUDIS:
+        raise UnsupportedConfigError(
+            f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}."
+        )
+    return generation
+
+
+def quant_config_path() -> str | None:
+    """The target's quantisation file, under the name that Gaudi users know."""
+    return QUANT_CONFIG.value or None
+
+
+def kv_cache_space_gib() -> int | None:
+    """Upstream's older way to size the KV cache on a CPU."""
+    value = KV_CACHE_SPACE.value
+    return int(value) if value else None
