@@ -20,7 +20,9 @@ import dummy
 import torch
 from phases import PHASES, Phases
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 NUM_DRAFTS = 4
 CONTEXT = 512
@@ -113,7 +115,7 @@ def admit(runner: Any, names: list[str]) -> None:
 
 
 def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], drafts: dict[str, list[int]]) -> None:
-    scheduled = SchedulerOutput(
+    scheduled = SpecSchedulerOutput(
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=tokens,
@@ -149,7 +151,7 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
         taken.append({**spent, "sum": seconds - spent.get("wait", 0.0)})
     for name in names:
         runner.requests.by_id[name].outputs.clear()
-    finished = SchedulerOutput.make_empty()
+    finished = SpecSchedulerOutput.make_empty()
     finished.finished_req_ids = set(names)
     runner.execute_model(finished)
     middle = {name: 1e6 * median(one.get(name, 0.0) for one in taken) for name in (*PHASES, "sum")}

@@ -26,10 +26,11 @@ import dummy
 import speculation_common as shared
 import torch
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 CHUNK = 256
 GRIDS = {
@@ -88,7 +89,7 @@ class Steps:
             count = -(-longest // min(sizes))
             block_ids = tuple(list(range(1 + row * count, 1 + (row + 1) * count)) for _ in sizes)
             new += [self._arrival(name, block_ids, longest) for name in names]
-        scheduled = SchedulerOutput.make_empty()
+        scheduled = SpecSchedulerOutput.make_empty()
         scheduled.scheduled_new_reqs = new
         runner.execute_model(scheduled)
 

@@ -23,6 +23,7 @@ from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.weights import check_overrides
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig
@@ -123,6 +124,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        assert isinstance(scheduler_output, SpecSchedulerOutput)  # the platform chooses the scheduler
         return self.model_runner.execute_model(scheduler_output)
 
     @torch.inference_mode()

@@ -8,16 +8,16 @@ import sys
 from collections import Counter
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as EngineRequest
 
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.records import Batch, PromptScores, Request, StepResult
 from vllm_gaudi_spec.runner.report import Report
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 # Made for a request or for a step; none of them should outlive what it was made for by more than a step.
-SHORT_LIVED = (EngineRequest, SchedulerOutput, Request, Batch, StepResult, Report, PromptScores, Timeline)
+SHORT_LIVED = (EngineRequest, SpecSchedulerOutput, Request, Batch, StepResult, Report, PromptScores, Timeline)
 
 
 class Inside:
@@ -37,7 +37,6 @@ class Inside:
                 "unreported": len(scheduler.finished_req_ids),
                 "steps_in_flight": len(engine.batch_queue or ()),
                 "paced_requests": len(lengths._by_id) if lengths is not None else 0,
-                "paced_steps": len(getattr(scheduler, "_paces", ())),
             },
             "alive": _alive(),
         }

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.records import Batch, Verification
 from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 
 def batches_of(
-    scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int] | None = None
+    scheduled: SpecSchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int] | None = None
 ) -> list[Batch]:
     return [make_batch(requests, one) for one in plan_batches(scheduled, requests, shapes, num_drafts or {})]
 
@@ -138,8 +139,8 @@ def step(
     running: CachedRequestData | None = None,
     finished: set[str] | None = None,
     preempted: set[str] | None = None,
-) -> SchedulerOutput:
-    return SchedulerOutput(
+) -> SpecSchedulerOutput:
+    return SpecSchedulerOutput(
         scheduled_new_reqs=new or [],
         scheduled_cached_reqs=running or CachedRequestData.make_empty(),
         num_scheduled_tokens=tokens,

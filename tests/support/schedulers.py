@@ -1,4 +1,4 @@
-"""vLLM's own schedulers and configurations of drafters, small, and the output of a scripted worker."""
+"""Schedulers and configurations of drafters, small, and the output of a scripted worker."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.test_config import engine_config
+from vllm_gaudi_spec.scheduling.outputs import SpeculativeOutput
 
 NUM_DRAFTS = 3
 PROMPT = [5, 6, 7, 8]
@@ -33,7 +34,7 @@ def scheduler_of(kind: type[Scheduler], folder: Path, **options: Any) -> Schedul
 
 def answer(new_tokens: dict[str, list[int]], num_real: dict[str, int] | None) -> ModelRunnerOutput:
     index = {req_id: row for row, req_id in enumerate(new_tokens)}
-    made = ModelRunnerOutput([*new_tokens], index, sampled_token_ids=[*new_tokens.values()])
-    if num_real is not None:
-        made.num_real_drafts = num_real
-    return made
+    tokens = [*new_tokens.values()]
+    if num_real is None:
+        return ModelRunnerOutput([*new_tokens], index, sampled_token_ids=tokens)
+    return SpeculativeOutput([*new_tokens], index, sampled_token_ids=tokens, num_real_drafts=num_real)

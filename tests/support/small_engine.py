@@ -22,7 +22,6 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -37,6 +36,7 @@ from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.warmup import manifest
+from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 BLOCK, MAX_LEN, MAX_ROWS, BUDGET = 4, 64, 4, 20
 NUM_DRAFTS = 3
@@ -230,7 +230,7 @@ class SmallEngine:
         self.ended: set[str] = set()
         self.held: dict[str, Held] = {}
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
-        self._in_flight: deque[tuple[SchedulerOutput, Any, dict[str, Held]]] = deque()
+        self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
         self._depth = 2 if variant.overlap else 1
 
     # --- what a front end does ---
@@ -295,10 +295,9 @@ class SmallEngine:
         assert not self.scheduler.requests
         paced = getattr(self.scheduler, "_lengths", None)
         assert paced is None or not paced._by_id
-        assert not getattr(self.scheduler, "_paces", ())
         assert not self.runner.recorder.unexpected
 
-    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    def _execute(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         self.num_steps += 1
         self.num_preempted += len(scheduled.preempted_req_ids or ())
         self._hear_schedule(scheduled)
@@ -308,7 +307,7 @@ class SmallEngine:
 
     # --- the model of the runner's state ---
 
-    def _hear_schedule(self, scheduled: SchedulerOutput) -> None:
+    def _hear_schedule(self, scheduled: SpecSchedulerOutput) -> None:
         held = self.held
         for name in scheduled.finished_req_ids:
             held.pop(name, None)

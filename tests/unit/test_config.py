@@ -30,6 +30,7 @@ from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError,
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
+from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 
 def vllm_config(options: dict[str, Any] | None) -> Any:
@@ -429,15 +430,31 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_pacing_brings_its_scheduler(overlap: bool, tmp_path: Path) -> None:
-    for option in ("adaptive", "goodput"):
-        more = dict(additional_config={"gaudi_spec": {option: True}}, async_scheduling=overlap)
-        made = engine_config(tmp_path, dict(method="ngram_gpu"), **more)
+def test_the_scheduler_is_always_one_of_ours(overlap: bool, tmp_path: Path) -> None:
+    for speculative in (None, dict(method="ngram_gpu")):
+        made = engine_config(tmp_path, speculative, async_scheduling=overlap)
         scheduler = made.scheduler_config.get_scheduler_cls()
-        assert scheduler.__name__ == ("PacedAsyncScheduler" if overlap else "PacedScheduler")
+        assert scheduler.__name__ == ("SpecAsyncScheduler" if overlap else "SpecScheduler")
         assert issubclass(scheduler, AsyncScheduler) == overlap
         replace(made, parallel_config=made.parallel_config)  # looked at again, it may keep the scheduler that it got
-    assert engine_config(tmp_path, dict(method="ngram_gpu")).scheduler_config.scheduler_cls is None
+
+
+class Theirs(SpecScheduler):
+    """A user's."""
+
+
+@pytest.mark.parametrize("name", [Theirs, f"{__name__}.Theirs"])
+def test_a_scheduler_of_the_users_derives_from_ours(name: Any, tmp_path: Path) -> None:
+    more = dict(async_scheduling=False, scheduler_cls=name)
+    made = engine_config(tmp_path, NGRAM, **more)
+    assert made.scheduler_config.get_scheduler_cls().__name__ == "Theirs"
+    for wrong, overlap in ((name, True), ("vllm.v1.core.sched.scheduler.Scheduler", False)):
+        with pytest.raises(
+            UnsupportedConfigError, match=r"does not derive from .*Scheduler, .*leave out --scheduler-cls"
+        ):
+            engine_config(tmp_path, dict(method="ngram_gpu"), scheduler_cls=wrong, async_scheduling=overlap)
+    with pytest.raises(UnsupportedConfigError, match=r"somebody.Scheduler: No module named 'somebody'; correct it"):
+        engine_config(tmp_path, None, scheduler_cls="somebody.Scheduler")
 
 
 @pytest.mark.parametrize("option", ["adaptive", "goodput"])

@@ -20,7 +20,6 @@ from vllm_gaudi_spec.compat.loading import (
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
 from vllm_gaudi_spec.compat.own_series import carry_own_series
 from vllm_gaudi_spec.compat.ranks import ray_workers, tell_cpu_experts_which_are_theirs, tensor_parallel_group
-from vllm_gaudi_spec.compat.scheduling import count_real_drafts, watch_the_drafter
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
     end_engines_with_their_server,
@@ -55,6 +54,4 @@ def apply() -> None:
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     leave_overlap_to_the_platform()
-    count_real_drafts()
-    watch_the_drafter()
     carry_own_series()

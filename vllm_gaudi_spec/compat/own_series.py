@@ -9,18 +9,16 @@ from typing import Any
 from vllm_gaudi_spec.compat.patching import wrap
 from vllm_gaudi_spec.scheduling import metrics
 
-_OWN = "gaudi_spec"
-"""The field of vLLM's record that carries our series."""
+_OWN = metrics.STATS_FIELD
 
 
 def carry_own_series() -> None:
-    """Metrics of our own, those of `series.py`, with speculation and without.
+    """Metrics of our own, those of `scheduling/metrics.py`, with speculation and without.
 
-    Reason: what vLLM's scheduler tells its front end is a closed record, and its loggers know how to show that alone.
-    Ours travel in a field more of it, so that none of vLLM's own says anything else than without us.
+    Reason: what vLLM's scheduler sends its front end is a closed record, and its loggers show that alone. Ours travel
+    in one more field of it, which our schedulers fill, so that vLLM's own figures are what they are without us.
     Remove when: upstream lets a platform send figures of its own.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -33,16 +31,8 @@ def carry_own_series() -> None:
         SchedulerStats.__annotations__[_OWN] = metrics.Figures
         setattr(SchedulerStats, _OWN, dataclasses.field(default_factory=dict))
         dataclasses.dataclass(SchedulerStats)
-    wrap(Scheduler, "make_stats", _send_own_series)
     wrap(PrometheusStatLogger, "__init__", _add_own_series)
     wrap(PrometheusStatLogger, "record", _show_own_series)
-
-
-def _send_own_series(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    stats, news = original(scheduler, *args, **kwargs), metrics.take(scheduler)
-    if stats is not None:  # with --disable-log-stats there are none
-        setattr(stats, _OWN, news)
-    return stats
 
 
 _LABELS = ["model_name", "engine"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.config import asked_drafts, last_use
+from vllm_gaudi_spec.scheduling.limits import DraftLimits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -33,10 +33,8 @@ class LengthSplit:
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
-        reach = self._longest
-        if params.max_tokens is not None:
-            reach = min(reach, last_use(num_prompt, params.max_tokens))
-        self._limits_np[row] = (reach, asked_drafts(params, self._num_drafts))
+        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._longest)
+        self._limits_np[row] = (limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
         """As long as its request has this row it drafts nothing."""

@@ -233,9 +233,7 @@ def emulated_generation() -> str:
     """The card that hpu-emulated takes after."""
     generation = EMULATED_GENERATION.value_or_default
     if generation not in GAUDIS:
-        raise UnsupportedConfigError(
-            f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}."
-        )
+        raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
     return generation
 
 

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -27,10 +27,10 @@ logger = init_logger(__name__)
 
 _WORKER = "vllm_gaudi_spec.worker.Worker"
 _SCHEDULERS = {
-    False: "vllm_gaudi_spec.scheduling.scheduler.PacedScheduler",
-    True: "vllm_gaudi_spec.scheduling.scheduler.PacedAsyncScheduler",
+    False: "vllm_gaudi_spec.scheduling.scheduler.SpecScheduler",
+    True: "vllm_gaudi_spec.scheduling.scheduler.SpecAsyncScheduler",
 }
-"""Where drafting is paced, by whether steps overlap."""
+"""By whether scheduling is asynchronous."""
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
@@ -77,9 +77,7 @@ class SpecPlatform(Platform):
             parallel.worker_cls = _WORKER
         if parallel.use_ray:
             parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
-        if vllm_config.speculative_config is not None and options.paces:
-            scheduler = vllm_config.scheduler_config
-            scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
+        _choose_scheduler(vllm_config.scheduler_config)
         # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
@@ -205,6 +203,26 @@ class CapturingPlatform(SpecPlatform):
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         Platform.update_block_size_for_backend.__func__(cls, vllm_config)
+
+
+def _choose_scheduler(config: SchedulerConfig) -> None:
+    """One of ours, or a class of the user's that derives from it: without it drafting has no limits and is not
+    counted."""
+    ours, theirs = _SCHEDULERS[bool(config.async_scheduling)], config.scheduler_cls
+    if theirs is None or theirs in _SCHEDULERS.values():
+        config.scheduler_cls = ours
+        return
+    try:
+        chosen = resolve_obj_by_qualname(theirs) if isinstance(theirs, str) else theirs
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"Scheduler class {theirs}: {error}; correct it, or leave out --scheduler-cls."
+        raise UnsupportedConfigError(message) from error
+    if not (isinstance(chosen, type) and issubclass(chosen, resolve_obj_by_qualname(ours))):
+        name = theirs if isinstance(theirs, str) else theirs.__qualname__
+        raise UnsupportedConfigError(
+            f"Scheduler class {name} does not derive from {ours}, which limits and counts drafts; derive it from that, "
+            "or leave out --scheduler-cls."
+        )
 
 
 def _warn_of_unused_options(vllm_config: VllmConfig) -> None:

@@ -76,11 +76,8 @@ def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     if not Options.from_vllm(vllm_config).paces:
         return
     options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
-    theirs = vllm_config.scheduler_config.scheduler_cls
     if vllm_config.speculative_config is None:
         yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
-    elif theirs is not None and not str(theirs).startswith("vllm_gaudi_spec"):
-        yield f"{options} need a scheduler of their own; leave them out, or leave out --scheduler-cls."
 
 
 def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:

@@ -24,7 +24,7 @@ from vllm_gaudi_spec.runner.hidden_states import Landing
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import CountedOutput, Downloads, Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up
@@ -34,6 +34,7 @@ from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 from vllm_gaudi_spec.sampling.verify import choose_rule, verify
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import SampleBatch, Verification
-    from vllm_gaudi_spec.scheduling.health import Word
+    from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
 
 class Finished(NamedTuple):
@@ -73,7 +74,7 @@ class ModelRunner:
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.pending: list[Planned] = []
         self.report: Report | None = None
-        self.drafter_word: Word | None = None
+        self.drafter_status: DrafterStatus | None = None
 
     # --- start-up ---
 
@@ -178,7 +179,7 @@ class ModelRunner:
 
     # --- a step, in the two halves that vLLM calls ---
 
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
         """Prepare and forward. None means that `sample_tokens` has the result."""
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
@@ -234,7 +235,7 @@ class ModelRunner:
             return None
         return self.drafting.drafts_of(self.report.step)
 
-    def apply(self, scheduled: SchedulerOutput) -> None:
+    def apply(self, scheduled: SpecSchedulerOutput) -> None:
         self.requests.apply(scheduled)
         self.kv_cache.apply(scheduled)
         if self.target.adapters is not None:
@@ -243,17 +244,17 @@ class ModelRunner:
             self.sampling.admit(request)
         if self.drafting is not None:
             self.drafting.apply(self.requests)
-            self.hear(self.drafting, getattr(scheduled, "drafter_word", None))
+            self.observe_drafter(self.drafting, scheduled.drafter_status)
         if self.custom is not None:
             self.custom.update(self.requests.freed_rows, self.requests.admitted)
 
-    def hear(self, drafting: Drafting, word: Word | None) -> None:
-        """What the scheduler makes of the drafter's faults, if there were any."""
-        if word is None:
+    def observe_drafter(self, drafting: Drafting, status: DrafterStatus | None) -> None:
+        """What the scheduler decides after faults of the drafter, if there were any."""
+        if status is None:
             return
-        self.drafter_word = word
-        again, never = ([found for name in names if (found := self.requests.running(name))] for names in word[:2])
-        drafting.hear(again, never, is_off=word.is_off)
+        self.drafter_status = status
+        again, never = ([found for name in names if (found := self.requests.running(name))] for names in status[:2])
+        drafting.hear(again, never, is_off=status.is_off)
 
     def most_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """The most drafts of each request that this step may verify, from what the scheduler knows.
@@ -384,6 +385,6 @@ class ModelRunner:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
         said = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts(), "in_use": in_use}
         if self.drafting is not None:
-            word = self.drafter_word
-            said["drafter"] = {"faults": word.num_faults if word else 0, "off": bool(word and word.is_off)}
+            status = self.drafter_status
+            said["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}
         return said

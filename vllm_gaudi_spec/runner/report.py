@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTenso
 
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, StepResult, Verification, WorkerCounts
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -78,23 +79,6 @@ class _Copy:
             return piece.view(like.dtype).view(like.shape)
 
         return _moved(self._step, cut)
-
-
-@dataclass
-class CountedOutput(ModelRunnerOutput):
-    worked: WorkerCounts | None = None
-
-
-@dataclass
-class SpeculativeOutput(CountedOutput):
-    num_real_drafts: dict[str, int] = field(default_factory=dict)
-    """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
-    started: tuple[str, ...] = ()
-    """Requests whose prompt ended in this step, or that were resumed."""
-    why: dict[str, str] = field(default_factory=dict)
-    """Of requests without drafts, the reasons that the scheduler can not know: values of `series.REASONS`."""
-    draft_rounds: list[DraftRound] = field(default_factory=list)
-    """How the drafter did, as far as it is known since the step before."""
 
 
 class Report(AsyncModelRunnerOutput):

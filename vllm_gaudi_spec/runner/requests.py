@@ -18,10 +18,11 @@ from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Drafts, Verification
+    from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 
 class Requests:
@@ -50,8 +51,8 @@ class Requests:
         """Rows that lost their request in the last `apply`."""
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
-        self.most_drafts: dict[str, int] = {}
-        """Of requests that may draft less behind the step of the last `apply`, how much."""
+        self.max_drafts: dict[str, int] = {}
+        """The most drafts of requests that may draft fewer after the step of the last `apply`."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
@@ -76,7 +77,7 @@ class Requests:
 
     # --- what the scheduler says ---
 
-    def apply(self, scheduled: SchedulerOutput) -> None:
+    def apply(self, scheduled: SpecSchedulerOutput) -> None:
         """Free before admitting: an id may leave and come back in one step. In the same order on every rank, where sets
         of texts have one in each process: rows are given in it, and what suffixes remember follows it."""
         self.admitted.clear()
@@ -93,7 +94,7 @@ class Requests:
         for new in scheduled.scheduled_new_reqs:
             self._apply_new(new)
         self._apply_cached(scheduled.scheduled_cached_reqs)
-        self.most_drafts = getattr(scheduled, "most_drafts", {})
+        self.max_drafts = scheduled.max_drafts
 
     def running(self, req_id: str) -> Request | None:
         """A request that has a row."""
@@ -101,8 +102,8 @@ class Requests:
         return None if request is None or request.row == NO_ROW else request
 
     def paced_rows(self) -> list[tuple[int, int]]:
-        """`most_drafts` by row."""
-        return [(self.by_id[req_id].row, most) for req_id, most in self.most_drafts.items()]
+        """`max_drafts` by row."""
+        return [(self.by_id[req_id].row, max_drafts) for req_id, max_drafts in self.max_drafts.items()]
 
     def _apply_new(self, new: NewRequestData) -> None:
         assert new.prompt_token_ids is not None

@@ -1,8 +1,8 @@
 """Figures that vLLM has none of: what they are called for Prometheus, and how they get there.
 
-A scheduler counts, from what it decides or from what a worker's output says; vLLM's record of a step carries the
-figures to the front end, and its Prometheus logger shows them (`compat.carry_own_series`). Another one is another entry
-of `SERIES`, a call of `count`, `total` or `put`, and a row in docs/metrics.md.
+A scheduler counts, from what it decides or from what a worker reports; vLLM's `SchedulerStats` carries the figures to
+the front end, and its Prometheus logger shows them (`compat.carry_own_series`). Another one is another entry of
+`SERIES`, a call of `StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -105,46 +105,45 @@ Figures = dict[str, dict[str, float]]
 """By name and value of the label: how much to add to a counter, what to set a gauge to."""
 
 
+STATS_FIELD = "gaudi_spec"
+"""The field of vLLM's `SchedulerStats` that carries the figures."""
+
+
 # --- a scheduler's ---
 
-_NEWS, _KNOWN = "_gaudi_spec_news", "_gaudi_spec_known"
 
+class StepMetrics:
+    """What a scheduler has counted since its figures were last taken."""
 
-def count(scheduler: Any, name: str, more: float = 1, value: str = "") -> None:
-    """`value`: of the label, where the series has one."""
-    series = SERIES[name]
-    assert bool(value) == bool(series.label), name
-    news: Figures = vars(scheduler).setdefault(_NEWS, {})
-    figures = news.setdefault(name, {})
-    figures[value] = more if series.is_gauge else figures.get(value, 0) + more
+    def __init__(self) -> None:
+        self._news: Figures = {}
+        self._reported: dict[tuple[str, str], float] = {}
+        """By name and value of the label: the newest total, or what a gauge is set to."""
 
+    def count(self, name: str, more: float = 1, value: str = "") -> None:
+        """`value`: of the label, where the series has one."""
+        series = SERIES[name]
+        assert bool(value) == bool(series.label), name
+        figures = self._news.setdefault(name, {})
+        figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
-def total(scheduler: Any, name: str, so_far: float) -> None:
-    """For a counter that somebody else counts. Prometheus takes no counter back: less than there was adds nothing."""
-    known = _known(scheduler)
-    if (more := so_far - known.get((name, ""), 0)) > 0:
-        known[name, ""] = so_far
-        count(scheduler, name, more)
+    def total(self, name: str, so_far: float) -> None:
+        """For a counter that somebody else counts. Prometheus takes no counter back: less than there was adds
+        nothing."""
+        if (more := so_far - self._reported.get((name, ""), 0)) > 0:
+            self._reported[name, ""] = so_far
+            self.count(name, more)
 
+    def put(self, name: str, number: float, value: str) -> None:
+        """For a gauge. What it is already set to does not travel."""
+        if self._reported.get((name, value)) != number:
+            self._reported[name, value] = number
+            self.count(name, number, value)
 
-def put(scheduler: Any, name: str, number: float, value: str) -> None:
-    """For a gauge. What it is already set to does not travel."""
-    known = _known(scheduler)
-    if known.get((name, value)) != number:
-        known[name, value] = number
-        count(scheduler, name, number, value)
-
-
-def _known(scheduler: Any) -> dict[tuple[str, str], float]:
-    """What was counted, or set, of what others tell whole each time."""
-    known: dict[tuple[str, str], float] = vars(scheduler).setdefault(_KNOWN, {})
-    return known
-
-
-def take(scheduler: Any) -> Figures:
-    """What is new since the last time."""
-    news: Figures = vars(scheduler).pop(_NEWS, {})
-    return news
+    def take(self) -> Figures:
+        """What is new since the last time."""
+        news, self._news = self._news, {}
+        return news
 
 
 # --- a front end's ---

@@ -1,114 +1,180 @@
-"""vLLM's schedulers, with a say in how much is drafted behind each step."""
+"""vLLM's schedulers, with how far to draft after each step, the drafter's health, and metrics of our own.
+
+The platform names one of the two in `scheduler_cls`, always. A scheduler of the user's derives from one of them.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.runner.shapes import Shapes
-from vllm_gaudi_spec.scheduling import health, metrics
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.goodput import Goodput
+from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.lengths import Lengths
+from vllm_gaudi_spec.scheduling.metrics import StepMetrics
+from vllm_gaudi_spec.scheduling.outputs import CountedOutput, Pace, SpecSchedulerOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from vllm_gaudi_spec.records import DraftRound, WorkerCounts
 
 logger = init_logger(__name__)
 
 
-class _Pace(NamedTuple):
-    """What of a step's way has to be remembered until it is done."""
+@dataclass
+class RequestDrafts(RequestSpecDecodeMetrics):
+    """A request's own record: steps that verified a draft of it."""
 
-    num_rows: int
-    drafted: bool
-    """Whether drafts were to be made behind the step before, for this one to verify."""
-    drafts: bool
-    """Whether they are to be made behind this one."""
-    only_decodes: bool
-
-
-_NO_PACE = _Pace(0, False, False, False)
-"""Of a step that was not paced: the one behind it can not be timed."""
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """vLLM calls it at each step with placeholders for drafts, and those may all be padding."""
+        if num_draft_tokens:
+            super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-class _Paced(Scheduler):
+class _Speculating(Scheduler):
     """Before one of vLLM's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = Options.from_vllm(self.vllm_config)
+        speculation = Speculation.from_vllm(self.vllm_config)
+        self.step_metrics = StepMetrics()
+        self._health = DrafterHealth()
+        self._draft_counts: DraftCounts | None = None
+        if speculation is not None:
+            self._draft_counts = DraftCounts(speculation, self.max_model_len, self.step_metrics)
         self._goodput: Goodput | None = None
         if options.goodput:
             shapes = Shapes.from_config(self.vllm_config, options, load_backend(), self.num_spec_tokens)
             self._goodput = Goodput(shapes.decode_rows)
         self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
         self._drafts = False
-        self._last = (0.0, _NO_PACE)
-        self._paces: dict[int, _Pace] = {}
-        """Of steps that are not done, by the identity of vLLM's word for them."""
+        """Whether the newest step is to draft, if it is paced."""
+        self._last: tuple[float, Pace | None] = (0.0, None)
+        """When the newest step was done, and how it was paced."""
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
+            request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
 
     # --- while a step is scheduled ---
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        health.tell(self, scheduler_output)  # where the drafter is off there is nothing to pace
+    def schedule(self, throttle_prefills: bool = False) -> SpecSchedulerOutput:
+        scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
+        self._apply_health(scheduled)
+        self._pace(scheduled)
+        return scheduled
+
+    def _apply_health(self, scheduled: SpecSchedulerOutput) -> None:
+        if self._health.is_off:
+            self._skip_drafts(scheduled, metrics.OFF)
+        scheduled.drafter_status = self._health.take_status()
+        if scheduled.drafter_status is not None and self._draft_counts is not None:
+            self._draft_counts.exclude(scheduled.drafter_status.excluded)
+
+    def _pace(self, scheduled: SpecSchedulerOutput) -> None:
+        if self._goodput is None and self._lengths is None:
+            return
         if self._lengths is not None:
-            self._lengths.forget(scheduler_output.finished_req_ids)
-        if (sampling := self._sampling(scheduler_output)) and scheduler_output.num_spec_tokens_to_schedule:
-            self._pace(scheduler_output, sampling)
-        else:
+            self._lengths.forget(scheduled.finished_req_ids)
+        sampling = self._sampling(scheduled)
+        if not (sampling and scheduled.num_spec_tokens_to_schedule):
             self._drafts = False
-        super()._update_after_schedule(scheduler_output)
-        for req_id, most in getattr(scheduler_output, "most_drafts", {}).items():
-            # Where steps overlap these are places for drafts; else nothing stands here yet.
-            request = self.requests[req_id]
-            request.spec_token_ids = request.spec_token_ids[:most]
-
-    def _sampling(self, scheduled: SchedulerOutput) -> list[str]:
-        """Requests of a step that are past their prompts when it is done: what has a use for drafts."""
-        return [
-            req_id
-            for req_id, count in scheduled.num_scheduled_tokens.items()
-            if (request := self.requests[req_id]).num_computed_tokens + count
-            >= request.num_tokens + request.num_output_placeholders
-        ]
-
-    def _pace(self, scheduled: SchedulerOutput, sampling: list[str]) -> None:
+            return
         only_decodes = _only_decodes(scheduled)
         drafts = self._goodput is None or self._goodput.drafts(len(sampling), may_try=only_decodes)
-        spared_for = metrics.GOODPUT
+        skip_reason = metrics.GOODPUT
         if drafts and self._lengths is not None:
-            # The runner looks for it: what each of these requests may draft behind this step.
-            scheduled.most_drafts = self._lengths.choose(sampling)
-            drafts, spared_for = any(scheduled.most_drafts.values()), metrics.ACCEPTANCE
+            scheduled.max_drafts = self._lengths.choose(sampling)
+            drafts, skip_reason = any(scheduled.max_drafts.values()), metrics.ACCEPTANCE
+            for req_id, max_drafts in scheduled.max_drafts.items():
+                self._limit_placeholders(req_id, max_drafts)
         if not drafts:
-            scheduled.num_spec_tokens_to_schedule = 0
-            scheduled.spared_for = spared_for
-            metrics.count(self, metrics.SPARED_STEPS)
-        self._paces[id(scheduled)] = _Pace(len(sampling), self._drafts, drafts, only_decodes)
+            self._skip_drafts(scheduled, skip_reason)
+            self.step_metrics.count(metrics.SPARED_STEPS)
+        scheduled.pace = Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
+
+    def _sampling(self, scheduled: SchedulerOutput) -> list[str]:
+        """Requests of a step that are past their prompts when it is done: only they have a use for drafts."""
+        return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
+
+    def _skip_drafts(self, scheduled: SpecSchedulerOutput, reason: str) -> None:
+        scheduled.num_spec_tokens_to_schedule, scheduled.skip_reason = 0, reason
+        for req_id in self._sampling(scheduled):
+            self._limit_placeholders(req_id, 0)
+
+    def _limit_placeholders(self, req_id: str, max_drafts: int) -> None:
+        """With async scheduling a request has placeholders for its next drafts already, in one list with all others;
+        without it has none yet."""
+        request = self.requests[req_id]
+        request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
     # --- when it is done ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        pace = self._paces.pop(id(scheduler_output), _NO_PACE)
+        assert isinstance(scheduler_output, SpecSchedulerOutput)
         if self._goodput is not None:
-            self._measure(self._goodput, pace, model_runner_output)
-        if self._lengths is not None:
-            self._observe(self._lengths, model_runner_output)
+            self._measure(self._goodput, scheduler_output.pace, model_runner_output)
+        if self._draft_counts is not None:
+            self._draft_counts.forget(scheduler_output.finished_req_ids)
+        if isinstance(model_runner_output, CountedOutput) and model_runner_output.worked is not None:
+            self._count_worker(model_runner_output.worked)
+        if isinstance(model_runner_output, SpeculativeOutput):
+            self._observe(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _measure(self, goodput: Goodput, pace: _Pace, output: ModelRunnerOutput) -> None:
+    def _observe(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
+        if self._lengths is not None:
+            self._observe_lengths(self._lengths, output)
+        if self._draft_counts is not None:
+            self._draft_counts.observe(self.requests, scheduled, output)
+        self._observe_rounds(output.draft_rounds)
+        # vLLM counts what it scheduled, and that is padding wherever a drafter had less to propose; with async
+        # scheduling it is nothing but padding. It subtracts these from its counts, and from nothing else: rejected
+        # positions are given back as before.
+        scheduled.num_invalid_spec_tokens = {
+            req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
+            for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
+        }
+
+    def _observe_rounds(self, rounds: Iterable[DraftRound]) -> None:
+        was_off = self._health.is_off
+        if num_faults := self._health.observe(rounds):
+            self.step_metrics.count(metrics.DRAFTER_FAULTS, num_faults)
+        if self._health.is_off and not was_off:
+            self.step_metrics.count(metrics.DRAFTER_SWITCHED_OFF)
+
+    def _count_worker(self, worked: WorkerCounts) -> None:
+        self.step_metrics.total(metrics.STEPS, worked.steps)
+        self.step_metrics.total(metrics.HOST_READS, worked.host_reads)
+        self.step_metrics.total(metrics.COMPILED, worked.compiled)
+        for vocabulary, share in worked.coverage.items():
+            self.step_metrics.put(metrics.COVERAGE, share, vocabulary)
+
+    def _measure(self, goodput: Goodput, pace: Pace | None, output: ModelRunnerOutput) -> None:
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, pace)
-        if not (pace.only_decodes and last.only_decodes):
-            return  # prompts cost what they cost, and behind them the engine may have waited
+        if pace is None or last is None or not (pace.only_decodes and last.only_decodes):
+            return  # prompts cost what they cost, and after them the engine may have waited
         steady = pace.num_rows == last.num_rows and pace.drafted == pace.drafts == last.drafted == last.drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
         if goodput.observe(pace.num_rows, pace.drafted, now - before, num_tokens, steady=steady):
@@ -121,21 +187,43 @@ class _Paced(Scheduler):
                 without * pace.num_rows,
             )
 
-    def _observe(self, lengths: Lengths, output: ModelRunnerOutput) -> None:
-        num_real: dict[str, int] = getattr(output, "num_real_drafts", None) or {}
-        for req_id, num_drafts in num_real.items():
+    def _observe_lengths(self, lengths: Lengths, output: SpeculativeOutput) -> None:
+        for req_id, num_drafts in output.num_real_drafts.items():
             # One that has ended may have had a step in flight.
             if num_drafts and req_id in self.requests:
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
 
+    # --- what the front end is sent ---
 
-class PacedScheduler(_Paced):
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats, news = super().make_stats(*args, **kwargs), self.step_metrics.take()
+        if stats is None:  # with --disable-log-stats
+            return None
+        return replace(stats, **{metrics.STATS_FIELD: news})
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """A step that verified no draft of a request is none of its drafts: whoever reads them divides by them."""
+        if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+
+class SpecScheduler(_Speculating):
     """Step by step."""
 
 
-class PacedAsyncScheduler(_Paced, AsyncScheduler):
-    """Steps overlap."""
+class SpecAsyncScheduler(_Speculating, AsyncScheduler):
+    """With async scheduling."""
 
 
 def _only_decodes(scheduled: SchedulerOutput) -> bool:

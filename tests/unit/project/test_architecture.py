@@ -24,7 +24,7 @@ MAY_IMPORT = {
         *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
         *("runner.shapes", "versions"),
     },
-    "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner"},
+    "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner", "scheduling.outputs"},
     "scheduling": {"devices", "config", "records", "runner.shapes", "scheduling"},
     "runner": {
         "drafting",

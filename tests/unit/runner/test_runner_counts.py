@@ -32,7 +32,7 @@ def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool
     engine.runner.backend.compiled_after_warmup = lambda: 3
     engine.finish()
     assert engine.num_steps < 16, "it was not asked for another reason"
-    assert engine.scheduler._gaudi_spec_known[COMPILED, ""] == 3
+    assert engine.scheduler.step_metrics._reported[COMPILED, ""] == 3
 
 
 @BOTH

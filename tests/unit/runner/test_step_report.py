@@ -13,10 +13,11 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_r
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Downloads, Report, Reports, SpeculativeOutput
+from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.outputs import SpeculativeOutput
 
 
 def send(step: StepResult, backend: HostBackend) -> Report:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
@@ -16,7 +14,6 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.records import DraftRound, WorkerCounts
-from vllm_gaudi_spec.scheduling import counts as draft_counts
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.metrics import (
@@ -29,15 +26,16 @@ from vllm_gaudi_spec.scheduling.metrics import (
     ROWS_WITHOUT_DRAFTS,
     STEPS,
 )
-from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
-KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
+Kind = type[SpecScheduler | SpecAsyncScheduler]
+KINDS = [SpecScheduler, SpecAsyncScheduler]
 
 
 class Play:
     """A scheduler with a scripted worker: steps of one token a request, and what was counted of them."""
 
-    def __init__(self, kind: type[Scheduler], folder: Path, **options: Any) -> None:
+    def __init__(self, kind: Kind, folder: Path, **options: Any) -> None:
         compat.apply()
         self.scheduler: Any = scheduler_of(kind, folder, **options)
         self.counted: metrics.Figures = {}
@@ -84,7 +82,7 @@ class Play:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_counted_by_their_drafts(kind: type[Scheduler], tmp_path: Path) -> None:
+def test_rows_are_counted_by_their_drafts(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path)
     for name in "abc":
         play.admit(name)
@@ -98,7 +96,7 @@ def test_rows_are_counted_by_their_drafts(kind: type[Scheduler], tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_row_itself_is_the_reason_for(kind: type[Scheduler], tmp_path: Path) -> None:
+def test_what_a_row_itself_is_the_reason_for(kind: Kind, tmp_path: Path) -> None:
     longest = len(PROMPT) + 4
     play = Play(kind, tmp_path)
     play.admit("none", extra_args={"num_speculative_tokens": 0})
@@ -108,21 +106,21 @@ def test_what_a_row_itself_is_the_reason_for(kind: type[Scheduler], tmp_path: Pa
     assert play.step({"one": 1, "short": 1}) == {"request": 1}
     assert play.step({"one": 1}) == {"request": 1, "ending": 1}, "the third token of three"
     assert not play.scheduler.requests.get("short")
-    play.scheduler._gaudi_spec_draft_counts._longest = longest
+    play.scheduler._draft_counts._max_context = longest
     seen = [play.step({"one": 1 if length < longest else 0}) for length in range(len(PROMPT) + 3, longest + 2)]
     assert seen == [{"request": 1}, {"request": 1, "length": 1}, {"request": 1, "length": 1}]
     play.check()
 
 
 def test_a_drafter_has_a_length_of_its_own(tmp_path: Path) -> None:
-    play = Play(Scheduler, tmp_path, speculative=dict(max_model_len=len(PROMPT) + 2))
+    play = Play(SpecScheduler, tmp_path, speculative=dict(max_model_len=len(PROMPT) + 2))
     play.admit("a")
     play.step()
     assert [play.step(), play.step(), play.step()] == [{"nothing": 1}, {"length": 1}, {"length": 1}]
 
 
-@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_a_schedule_by_load(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_by_load(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path, speculative=dict(num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 64, 0]]))
     play.admit("a")
     play.step()
@@ -161,8 +159,8 @@ class Chosen:
         pass
 
 
-@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
-def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     for name in "ab":
         play.admit(name)
@@ -220,7 +218,7 @@ class Step(NamedTuple):
 @pytest.mark.parametrize("go", [in_turn, ahead])
 def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
     """That is one step later, though the next choice may already be made when the step is heard."""
-    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
+    play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     script = [
         Step({}, lengths=dict(a=2, b=0, c=1), admitted="ab"),
         Step({"a": 2}, lengths=dict(a=0, b=3, c=1)),
@@ -240,7 +238,7 @@ def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Pa
     # Of the choices (a, b, c): 2 0; 0 3; 1 1 1; 1 1 1; 0 0 0.
     assert play.counted[ROWS_BY_CHOICE] == {"0": 5, "1": 6, "2": 1, "3": 1}
     play.check()
-    counts = play.scheduler._gaudi_spec_draft_counts
+    counts = play.scheduler._draft_counts
     assert set(counts._choices) == set("abc")
     play.scheduler.finish_requests(["a", "b", "c"], RequestStatus.FINISHED_ABORTED)
     play.step()
@@ -248,7 +246,7 @@ def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_faults(kind: type[Scheduler], tmp_path: Path) -> None:
+def test_faults(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path)
     for name in "ab":
         play.admit(name)
@@ -270,8 +268,10 @@ def test_faults(kind: type[Scheduler], tmp_path: Path) -> None:
 
 def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
     """A step may go by without its row, for want of budget."""
-    counts = DraftCounts(Speculation.from_vllm(engine_config(tmp_path, dict(method="ngram"))), 64)
-    play, failed = Play(Scheduler, tmp_path), [DraftRound(("a",), worked=True)]
+    speculation, counted = Speculation.from_vllm(engine_config(tmp_path, dict(method="ngram"))), metrics.StepMetrics()
+    assert speculation is not None
+    counts = DraftCounts(speculation, 64, counted)
+    play, failed = Play(SpecScheduler, tmp_path), [DraftRound(("a",), worked=True)]
     for name in "ab":
         play.admit(name)
     play.step()
@@ -280,9 +280,8 @@ def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
     def step_of(*names: str, **more: Any) -> dict[str, float]:
         said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0))
         vars(said).update(more)
-        counts.count(play.scheduler, said)
-        counts.remember(scheduled, said)
-        return metrics.take(play.scheduler).get(ROWS_WITHOUT_DRAFTS, {})
+        counts.observe(play.scheduler.requests, scheduled, said)
+        return counted.take().get(ROWS_WITHOUT_DRAFTS, {})
 
     step_of("a", "b", draft_rounds=failed)
     assert step_of("b") == {"nothing": 1}
@@ -294,7 +293,7 @@ def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
 
 
 def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
-    play = Play(Scheduler, tmp_path)
+    play = Play(SpecScheduler, tmp_path)
     for name in "ab":
         play.admit(name)
     play.step(draft_rounds=[DraftRound(("a",), worked=True)])
@@ -307,7 +306,7 @@ def test_a_request_that_drafts_no_more(tmp_path: Path) -> None:
 
 
 def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
-    play = Play(PacedAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
+    play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(adaptive=True)})
     play.admit("a")
     play.scheduler._lengths = Chosen(a=1, b=1)
     play.step(draft_rounds=[DraftRound(("a",), worked=True)])
@@ -315,14 +314,14 @@ def test_nothing_is_remembered_of_requests_that_ended(tmp_path: Path) -> None:
     play.admit("b")
     play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     play.step()
-    counts = play.scheduler._gaudi_spec_draft_counts
+    counts = play.scheduler._draft_counts
     assert set(counts._choices) == {"b"}
     assert not counts._excluded
 
 
 def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
     """As vLLM counts no drafts of them."""
-    play = Play(AsyncScheduler, tmp_path)
+    play = Play(SpecAsyncScheduler, tmp_path)
     for name in "ab":
         play.admit(name)
     play.step()
@@ -336,7 +335,7 @@ def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
 
 def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
     """They begin anew, and vLLM's own figures know nothing of them."""
-    play = Play(AsyncScheduler, tmp_path)
+    play = Play(SpecAsyncScheduler, tmp_path)
     for name in "ab":
         play.admit(name)
     play.step()
@@ -353,10 +352,8 @@ def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
     play.check()
 
 
-@pytest.mark.parametrize("kind", [AsyncScheduler, PacedAsyncScheduler])
-def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verified(
-    kind: type[Scheduler], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", [SpecAsyncScheduler])
+def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verified(kind: Kind, tmp_path: Path) -> None:
     """Whoever reads it divides by them."""
     play = Play(kind, tmp_path)
     play.admit("a")
@@ -371,7 +368,7 @@ def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verifie
 
 
 def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
-    play = Play(Scheduler, tmp_path)
+    play = Play(SpecScheduler, tmp_path)
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
     play.step(worked=WorkerCounts(4, 3, 0, coverage))
@@ -383,15 +380,10 @@ def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
 
 def test_nothing_is_counted_where_nobody_asked(tmp_path: Path) -> None:
     """--disable-log-stats."""
-    play = Play(PacedScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
+    play = Play(SpecScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True)})
     play.scheduler.log_stats = False
     play.admit("a")
     for _ in range(3):
         play.step(worked=WorkerCounts(1, 1, 0, {}))
     assert not play.counted
-    assert not [name for name in vars(play.scheduler) if name.startswith("_gaudi_spec")]
-
-
-def test_a_scheduler_without_its_constructor_counts_nothing() -> None:
-    """As a test's double of a scheduler is made."""
-    draft_counts.hear(object.__new__(AsyncScheduler), None, answer({"a": [9]}, {"a": 1}))
+    assert not play.scheduler.step_metrics.take()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -18,9 +16,10 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.records import DraftRound
-from vllm_gaudi_spec.scheduling.health import DrafterHealth, Word
+from vllm_gaudi_spec.scheduling.health import DrafterHealth
 from vllm_gaudi_spec.scheduling.metrics import DRAFTER_FAULTS, DRAFTER_SWITCHED_OFF
-from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.scheduling.outputs import DrafterStatus
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 GOOD = DraftRound()
 BAD = DraftRound(("a", "b"), worked=False)
@@ -46,7 +45,7 @@ def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.L
     health = DrafterHealth()
     logging.getLogger("vllm_gaudi_spec").addHandler(caplog.handler)
     for done in rounds:
-        health.heard([done])
+        health.observe([done])
     assert health.is_off == is_off
     assert health.num_faults == sum(bool(done.faulty) for done in rounds)
     # Where loggers pass records on, the handler gets the same one twice.
@@ -57,32 +56,33 @@ def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.L
 
 def test_a_row_that_fails_alone_is_told_apart() -> None:
     health = DrafterHealth()
-    assert health.word() is None
-    health.heard([GOOD, BAD])
-    assert health.word() == Word(("a", "b"), (), is_off=False, num_faults=1)
-    assert health.word() is None
-    health.heard([ONE_ROW])
-    assert health.word() == Word((), ("b",), is_off=False, num_faults=2)
+    assert health.take_status() is None
+    health.observe([GOOD, BAD])
+    assert health.take_status() == DrafterStatus(("a", "b"), (), is_off=False, num_faults=1)
+    assert health.take_status() is None
+    health.observe([ONE_ROW])
+    assert health.take_status() == DrafterStatus((), ("b",), is_off=False, num_faults=2)
 
 
 def test_a_request_that_has_the_server_to_itself_speaks_for_nobody_else() -> None:
     """Once it may be the drafter's fault; then it is the request that drafts no more, and the next one does."""
     health = DrafterHealth()
-    health.heard([ALONE])
-    assert health.word() == Word(("a",), (), is_off=False, num_faults=1)
-    health.heard([ALONE] * 9)
-    assert health.word() == Word((), ("a",), is_off=False, num_faults=10)
-    health.heard([GOOD, NEXT, GOOD, NEXT])
-    assert health.word() == Word(("b",), (), is_off=False, num_faults=12)
+    health.observe([ALONE])
+    assert health.take_status() == DrafterStatus(("a",), (), is_off=False, num_faults=1)
+    health.observe([ALONE] * 9)
+    assert health.take_status() == DrafterStatus((), ("a",), is_off=False, num_faults=10)
+    health.observe([GOOD, NEXT, GOOD, NEXT])
+    assert health.take_status() == DrafterStatus(("b",), (), is_off=False, num_faults=12)
 
 
-KINDS = [Scheduler, AsyncScheduler, PacedScheduler, PacedAsyncScheduler]
+Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_scheduler_tells_its_workers(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("goodput", [False, True])
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_every_scheduler_tells_its_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
     compat.apply()
-    options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if kind in KINDS[2:] else {}
+    options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if goodput else {}
     scheduler: Any = scheduler_of(kind, tmp_path, **options)
     for name in "ab":
         scheduler.add_request(Request(name, PROMPT, SamplingParams(max_tokens=200), None))
@@ -91,8 +91,8 @@ def test_every_scheduler_tells_its_workers(kind: type[Scheduler], tmp_path: Path
     for _ in range(3):
         scheduled = scheduler.schedule()
         assert scheduled.num_spec_tokens_to_schedule == NUM_DRAFTS
-        words.append(getattr(pickle.loads(pickle.dumps(scheduled)), "drafter_word", None))
-        said = answer({"a": [1], "b": [4]}, {})
+        words.append(pickle.loads(pickle.dumps(scheduled)).drafter_status)
+        said: Any = answer({"a": [1], "b": [4]}, {})
         said.draft_rounds = [BAD]
         outputs = scheduler.update_from_output(scheduled, said)
         sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
@@ -100,8 +100,8 @@ def test_every_scheduler_tells_its_workers(kind: type[Scheduler], tmp_path: Path
             counted[name] += sent.scheduler_stats.gaudi_spec.get(name, {"": 0})[""]
     assert [word and word.num_faults for word in words] == [None, 1, 2]
     last, behind = scheduler.schedule(), scheduler.schedule()
-    assert last.drafter_word.is_off
+    assert last.drafter_status.is_off
     assert last.num_spec_tokens_to_schedule == behind.num_spec_tokens_to_schedule == 0
-    assert not hasattr(behind, "drafter_word")
+    assert behind.drafter_status is None
     assert not behind.scheduled_spec_decode_tokens
     assert (counted[DRAFTER_FAULTS], counted[DRAFTER_SWITCHED_OFF]) == (3, 1)

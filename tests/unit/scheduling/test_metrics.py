@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,37 +92,37 @@ def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> No
 
 
 def test_only_news_travels() -> None:
-    scheduler = SimpleNamespace()
+    counted = metrics.StepMetrics()
     for so_far in (3, 3, 5):
-        metrics.total(scheduler, STEPS, so_far)
-        metrics.put(scheduler, COVERAGE, 0.5, "target")
-    assert metrics.take(scheduler) == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
-    metrics.total(scheduler, STEPS, 5)
-    metrics.put(scheduler, COVERAGE, 0.5, "target")
-    assert metrics.take(scheduler) == {}
-    metrics.put(scheduler, COVERAGE, 0.25, "target")
-    assert metrics.take(scheduler) == {COVERAGE: {"target": 0.25}}
+        counted.total(STEPS, so_far)
+        counted.put(COVERAGE, 0.5, "target")
+    assert counted.take() == {STEPS: {"": 5}, COVERAGE: {"target": 0.5}}
+    counted.total(STEPS, 5)
+    counted.put(COVERAGE, 0.5, "target")
+    assert counted.take() == {}
+    counted.put(COVERAGE, 0.25, "target")
+    assert counted.take() == {COVERAGE: {"target": 0.25}}
 
 
 def test_a_total_that_goes_down_takes_nothing_back(tmp_path: Path) -> None:
     """Whoever counts was set back, or did not know for once; a front end would fail."""
-    logger, scheduler = logger_of(tmp_path, dict(method="ngram"), [0]), SimpleNamespace()
+    logger, counted = logger_of(tmp_path, dict(method="ngram"), [0]), metrics.StepMetrics()
     seen = []
     for so_far in (3, 0, 2, 4):
-        metrics.total(scheduler, COMPILED, so_far)
-        record(logger, 0, metrics.take(scheduler))
+        counted.total(COMPILED, so_far)
+        record(logger, 0, counted.take())
         seen.append(shown(f"{COMPILED}_total"))
     assert seen == [3, 3, 3, 4]
 
 
 def test_a_gauge_may_be_nothing() -> None:
-    scheduler = SimpleNamespace()
-    metrics.put(scheduler, COVERAGE, 0, "drafter")
-    assert metrics.take(scheduler) == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
+    counted = metrics.StepMetrics()
+    counted.put(COVERAGE, 0, "drafter")
+    assert counted.take() == {COVERAGE: {"drafter": 0}}, "known to be 0 is not unknown"
 
 
 def test_a_series_with_a_label_wants_its_value() -> None:
     with pytest.raises(AssertionError, match=ROWS):
-        metrics.count(SimpleNamespace(), ROWS)
+        metrics.StepMetrics().count(ROWS)
     with pytest.raises(AssertionError, match=STEPS):
-        metrics.count(SimpleNamespace(), STEPS, 1, "0")
+        metrics.StepMetrics().count(STEPS, 1, "0")

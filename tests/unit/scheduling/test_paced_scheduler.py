@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -16,10 +15,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.scheduling.metrics import SPARED_STEPS
-from vllm_gaudi_spec.scheduling.scheduler import PacedAsyncScheduler, PacedScheduler
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
+
+Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 
-def paced(kind: type[Scheduler], folder: Path, **options: bool) -> Any:
+def paced(kind: Kind, folder: Path, **options: bool) -> Any:
     """With requests `a` and `b`, whose prompts are computed."""
     compat.apply()
     scheduler: Any = scheduler_of(kind, folder, additional_config={"gaudi_spec": options})
@@ -39,7 +40,7 @@ class Never:
 
 
 def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> None:
-    scheduler = paced(PacedAsyncScheduler, tmp_path, goodput=True)
+    scheduler = paced(SpecAsyncScheduler, tmp_path, goodput=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.num_spec_tokens_to_schedule == NUM_DRAFTS
     assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
@@ -71,7 +72,7 @@ class Notes:
 
 
 def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
-    scheduler = paced(PacedScheduler, tmp_path, goodput=True)
+    scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = notes = Notes()
 
     def step() -> None:
@@ -95,29 +96,29 @@ def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
 
 
 def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
-    scheduler = paced(PacedScheduler, tmp_path, goodput=True)
+    scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = Never()
     outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
     sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
     assert sent.scheduler_stats.gaudi_spec[SPARED_STEPS] == {"": 1}
 
 
-@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
-def test_each_request_has_its_own_length(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_each_request_has_its_own_length(kind: Kind, tmp_path: Path) -> None:
     scheduler = paced(kind, tmp_path, adaptive=True)
     for _ in range(50):
         scheduler._lengths.observe("a", NUM_DRAFTS, NUM_DRAFTS)
         scheduler._lengths.observe("b", NUM_DRAFTS, 0)
     first = scheduler.schedule()
-    few = first.most_drafts["b"]
-    assert first.most_drafts["a"] == NUM_DRAFTS > few
+    few = first.max_drafts["b"]
+    assert first.max_drafts["a"] == NUM_DRAFTS > few
     if issubclass(kind, AsyncScheduler):
         places = scheduler.schedule().scheduled_spec_decode_tokens
         assert {name: len(places.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
 
 
-@pytest.mark.parametrize("kind", [PacedScheduler, PacedAsyncScheduler])
-def test_what_is_learned_of_a_request_ends_with_it(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_what_is_learned_of_a_request_ends_with_it(kind: Kind, tmp_path: Path) -> None:
     scheduler = paced(kind, tmp_path, adaptive=True)
     scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {"a": 3}))
     assert set(scheduler._lengths._by_id) == {"a"}
@@ -127,4 +128,28 @@ def test_what_is_learned_of_a_request_ends_with_it(kind: type[Scheduler], tmp_pa
     assert not scheduler._lengths._by_id
     scheduler.update_from_output(in_flight, answer({"a": [9], "b": [9]}, {"a": 3, "b": 0}))
     assert not scheduler._lengths._by_id
-    assert id(in_flight) not in scheduler._paces
+
+
+def sizes(scheduler: Any) -> dict[str, int]:
+    """Of all that a scheduler keeps."""
+    return {name: len(value) for name, value in vars(scheduler).items() if isinstance(value, dict | list | set)}
+
+
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_an_output_that_never_returns_leaves_nothing(kind: Kind, tmp_path: Path) -> None:
+    """Nor is its pace taken for that of a later one."""
+    scheduler = paced(kind, tmp_path, goodput=True)
+    scheduler._goodput = notes = Notes()
+    lost = scheduler.schedule()
+    assert lost.pace is not None
+    before = sizes(scheduler)
+    for _ in range(5):
+        lost = scheduler.schedule()
+    assert sizes(scheduler) == before
+    scheduler.num_spec_tokens = 0
+    for _ in range(2):
+        later = scheduler.schedule()
+        later.__dict__.update({name: value for name, value in vars(later).items() if value is not lost.pace})
+        assert later.pace is None
+        scheduler.update_from_output(later, answer({"a": [1], "b": [4]}, {}))
+    assert not notes.observed

@@ -8,23 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 
-def verified(kind: type[Scheduler], folder: Path, num_real: dict[str, int] | None) -> SimpleNamespace:
+def verified(
+    kind: type[SpecScheduler | SpecAsyncScheduler], folder: Path, num_real: dict[str, int] | None
+) -> SimpleNamespace:
     """Three requests with all places scheduled, of which `a` has one draft accepted and the others none."""
     scheduler = scheduler_of(kind, folder)
     requests = {name: Request(name, PROMPT, SamplingParams(max_tokens=20), None) for name in "abc"}
     for request in requests.values():
         scheduler.add_request(request)
     first = scheduler.schedule()
-    if kind is AsyncScheduler:  # the next step is scheduled before the first one's result is known
+    if kind is SpecAsyncScheduler:  # the next step is scheduled before the first one's result is known
         second = scheduler.schedule()
         scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
     else:
@@ -40,8 +41,8 @@ def verified(kind: type[Scheduler], folder: Path, num_real: dict[str, int] | Non
     )
 
 
-@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_only_real_drafts_are_counted(kind: type[Scheduler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
+def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncScheduler], tmp_path: Path) -> None:
     """Fails when upstream counts what was verified by itself, or rolls back by another count."""
     compat.apply()
     places = verified(kind, tmp_path, None)
@@ -60,7 +61,7 @@ def test_only_real_drafts_are_counted(kind: type[Scheduler], tmp_path: Path) -> 
 def test_a_step_without_drafts_is_no_draft(tmp_path: Path) -> None:
     """A request that `num_real_drafts` does not name has none. No average of nothing is made of it."""
     compat.apply()
-    assert verified(Scheduler, tmp_path, {"x": 1}).stats is None
+    assert verified(SpecScheduler, tmp_path, {"x": 1}).stats is None
 
 
 def test_num_real_drafts_travels_with_the_output() -> None:

@@ -1,0 +1,80 @@
+"""Why a request has no drafts: the scheduler's answer and the runner's arithmetic agree."""
+
+from __future__ import annotations
+
+import logging
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.support.fakes import HostBackend
+from tests.unit.scheduling.test_draft_counts import Play
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.drafting.limits import LengthSplit
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, Reason, why_no_drafts
+from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
+
+K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40
+LIMITS = DraftLimits(max_context=32, end=20, max_drafts=K)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "asked", "drafter_max_len"), list(product((None, 1, 6, 300), (None, 0, 2), (None, 24)))
+)
+def test_a_reason_is_there_exactly_where_a_row_has_no_use_for_drafts(
+    max_tokens: int | None, asked: int | None, drafter_max_len: int | None
+) -> None:
+    speculation = Speculation(
+        method="ngram", num_drafts=K, rule="strict", drafting="greedy", drafter_max_len=drafter_max_len
+    )
+    extra = None if asked is None else {"num_speculative_tokens": asked}
+    params = SamplingParams(max_tokens=max_tokens, extra_args=extra)
+    split = LengthSplit(HostBackend(), 1, speculation, MAX_MODEL_LEN)  # type: ignore[arg-type]
+    split.admit(0, params, NUM_PROMPT)
+    max_context = speculation.longest(MAX_MODEL_LEN)
+    limits = DraftLimits.of(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
+    lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
+    counts = split.wanted_np(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
+    assert [why_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
+
+
+def test_a_lasting_reason_comes_before_a_passing_one() -> None:
+    assert why_no_drafts(LIMITS, 19) is None
+    assert why_no_drafts(LIMITS, 20) == Reason(metrics.ENDING, "length 20 >= 20, one more token is its last")
+    assert why_no_drafts(LIMITS._replace(end=None), 32, skip_reason=metrics.LOAD) == Reason(
+        "length", "context 32 >= 32"
+    )
+    for facts, label in (
+        (dict(reported=metrics.UNVERIFIED, is_excluded=True), metrics.UNVERIFIED),
+        (dict(is_excluded=True, skip_reason=metrics.OFF), metrics.FAULT),
+        (dict(skip_reason=metrics.GOODPUT, has_failed=True), metrics.GOODPUT),
+        (dict(has_failed=True), metrics.FAULT),
+    ):
+        reason = why_no_drafts(LIMITS, 12, **facts)  # type: ignore[arg-type]
+        assert reason is not None
+        assert reason.label == label
+    asked_for_none = why_no_drafts(LIMITS._replace(max_drafts=0), 40, is_excluded=True)
+    assert asked_for_none == Reason(metrics.REQUEST, "it asked for none")
+
+
+def test_only_a_change_of_the_reason_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play = Play(SpecScheduler, tmp_path)
+    logger = logging.getLogger("vllm_gaudi_spec.scheduling.counts")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.DEBUG, logger.name):
+        play.admit("a", max_tokens=7)
+        play.admit("b", extra_args={"num_speculative_tokens": 0})
+        for step in range(7):
+            play.step({"a": 1} if step == 2 else {})
+    logger.removeHandler(caplog.handler)
+    # Where loggers pass records on, the handler gets the same one twice.
+    messages = {id(record): record.getMessage() for record in caplog.records if record.name == logger.name}
+    assert list(messages.values()) == [
+        "request a: no drafts: the drafter had nothing to propose, or has not read the request yet",
+        "request b: no drafts: it asked for none",
+        "request a: no drafts: length 10 >= 10, one more token is its last",
+    ]
