@@ -40,11 +40,11 @@ def general_plugin() -> None:
     if vllm_ascend.is_active():  # with a vLLM of its own, for which what follows is not made
         vllm_ascend.register()
         return
-    from vllm_gaudi_spec import compat, versions
+    from vllm_gaudi_spec import versions
 
     if versions.wrong_vllm() is not None:
         return  # the platform said so, and its modules may not even load there
-    from vllm_gaudi_spec.platforms.base import is_active
+    from vllm_gaudi_spec.platforms import base
 
-    if is_active():
-        compat.apply()
+    if base.is_active():
+        base.apply_patches()

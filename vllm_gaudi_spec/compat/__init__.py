@@ -12,9 +12,9 @@ from vllm_gaudi_spec.compat.configuration import (
     widen_speculative_options,
 )
 from vllm_gaudi_spec.compat.loading import (
+    answer_accelerator_calls,
     choose_cpu_linears,
     make_mla_layers,
-    quiet_missing_accelerator,
     refuse_pickled_weights,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
@@ -29,6 +29,7 @@ from vllm_gaudi_spec.compat.server import (
 
 # Besides `apply`, the patches that not every process needs: who calls one says when.
 __all__ = [
+    "answer_accelerator_calls",
     "answer_bad_adapters",
     "apply",
     "choose_cpu_linears",
@@ -43,7 +44,6 @@ __all__ = [
 
 def apply() -> None:
     """All patches that every vLLM process needs. Safe to call again."""
-    quiet_missing_accelerator()
     share_vllm_logging()
     let_engine_finish()
     end_engines_with_their_server()

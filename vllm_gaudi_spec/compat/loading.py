@@ -8,23 +8,45 @@ from typing import Any
 from vllm_gaudi_spec.compat.patching import do_nothing, wrap
 from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
 
-# vLLM calls these after loading weights and while shutting down, whatever the platform.
-_ACCELERATOR_CALLS = ("empty_cache", "empty_host_cache", "synchronize")
+# What vLLM calls after it loaded weights, when it measures memory and while it shuts down, whatever the platform; and
+# the function of the device's own module, such as torch.hpu, that does it. None: there is nothing to do.
+_ACCELERATOR_CALLS = {
+    "empty_cache": None,
+    "empty_host_cache": None,
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "synchronize": "synchronize",
+    "get_memory_info": "mem_get_info",
+}
 
 
-def quiet_missing_accelerator() -> None:
-    """Without an accelerator, make the `torch.accelerator` calls that vLLM makes on its own do nothing.
+def answer_accelerator_calls(device_type: str) -> None:
+    """Let the `torch.accelerator` calls that vLLM makes on its own ask the device's own module, or do nothing on a CPU.
 
-    Reason: they raise where there is no accelerator, and vLLM guards only some of them for the CPU.
-    Remove when: upstream asks `torch.accelerator.is_available()` first in its loader and its clean-up.
+    Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
+    ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. On a CPU they raise
+    too, and vLLM guards only some of them. So the platform decides, and not `torch.accelerator.is_available()`.
+    Remove when: upstream calls the platform instead, and never torch.accelerator.
     """
     import torch
 
-    if torch.accelerator.is_available():
+    if device_type == "cuda":  # torch's own
         return
-    for name in _ACCELERATOR_CALLS:
+    for name, own_name in _ACCELERATOR_CALLS.items():
+        if device_type == "cpu" and name == "get_memory_info":
+            continue  # there is no number that would be right
         if hasattr(torch.accelerator, name):
-            setattr(torch.accelerator, name, do_nothing)
+            nothing = device_type == "cpu" or own_name is None
+            setattr(torch.accelerator, name, do_nothing if nothing else _asking(device_type, str(own_name)))
+
+
+def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
+    def ask_the_device(*args: Any, **named: Any) -> Any:
+        import torch
+
+        # Found when it is called: the device's module is registered after this.
+        return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
+
+    return ask_the_device
 
 
 def refuse_pickled_weights() -> None:

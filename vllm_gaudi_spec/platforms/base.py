@@ -43,12 +43,21 @@ def is_active() -> bool:
     return isinstance(current_platform, SpecPlatform)
 
 
+def apply_patches() -> None:
+    """In every vLLM process that runs on this platform."""
+    from vllm.platforms import current_platform
+
+    compat.apply()
+    compat.answer_accelerator_calls(current_platform.device_type)
+
+
 class SpecPlatform(Platform):
     """What holds on every device."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         compat.apply()
+        compat.answer_accelerator_calls(cls.device_type)
         if parser is not None:
             compat.end_errors_with_their_message()
             compat.answer_bad_adapters()
