@@ -111,7 +111,9 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
     """As warm-up's manifest makes it up, of an n-gram drafter; a draft model's own beside."""
     backend: Any = Settings()
     shapes = make_shapes(max_num_seqs, max_model_len, strategy, k, backend)
-    sampling = Sampling(backend, max_num_seqs, VOCAB, MAX_LOGPROBS, "raw_logprobs")
+    sampling = Sampling(
+        backend, max_rows=max_num_seqs, vocab_size=VOCAB, max_logprobs=MAX_LOGPROBS, logprobs_mode="raw_logprobs"
+    )
     every = set(shapes.all())
     finish = {
         signature
@@ -121,7 +123,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
     reports = {branch.of_reports() for branch in sampling.branches()}
     model, head = (
         (lambda requests: DrafterState(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
-        (lambda requests: HeadReading(NOBODY, requests.landing, requests, NOBODY, shapes, NOBODY, NOBODY, 1, 1)),
+        (lambda requests: HeadReading(NOBODY, requests.hidden_states, requests, NOBODY, shapes, NOBODY, NOBODY, 1, 1)),
     )
     modes = ("greedy", "probabilistic", "coupled")
     own = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
@@ -152,7 +154,7 @@ def _drafts(
     speculation = Speculation(
         method="draft_model", num_drafts=k, rule="standard", drafting=mode, drafter_max_len=shapes.max_len
     )
-    requests: Any = SimpleNamespace(backend=backend, pad_row=0, landing=SimpleNamespace(dtype=torch.float32))
+    requests: Any = SimpleNamespace(backend=backend, pad_row=0, hidden_states=SimpleNamespace(dtype=torch.float32))
     make: Any = DeviceDrafting
     drafting = make(NOBODY, NOBODY, requests, NOBODY, shapes, speculation, NOBODY, NOBODY, reading(requests))
     reports = {branch.of_reports() for branch in sampling.branches()}

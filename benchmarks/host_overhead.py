@@ -84,8 +84,13 @@ def free_of_models(runner: Any) -> None:
     runner.target.model = FreeModel(runner.max_rows)
     if runner.drafter is not None:
         runner.drafter.model = FreeModel(runner.max_rows)
-    runner.landing = type(runner.landing)(
-        runner.max_rows + 1, 1 + NUM_DRAFTS, 1, FreeModel.HIDDEN, torch.float32, runner.backend.torch_device
+    runner.hidden_states = type(runner.hidden_states)(
+        num_rows=runner.max_rows + 1,
+        num_queries=1 + NUM_DRAFTS,
+        longest_chunk=1,
+        hidden_size=FreeModel.HIDDEN,
+        dtype=torch.float32,
+        device=runner.backend.torch_device,
     )
     if runner.drafter is None:
         runner.drafting.propose_behind = lambda step, most: None

@@ -241,35 +241,36 @@ class DraftRound(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What a verify step decided."""
+    """What a sampling pass decided for B rows at Q positions each. An acceptance rule fills in the tokens and their
+    number, the pass around it the rest."""
 
     tokens_BQ: torch.Tensor
     """int32; only the first `num_sampled` of a row count."""
     num_sampled_B: torch.Tensor
     """int32: accepted drafts and one more; 0 for rows that do not sample in this step."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step leaves: B rows that sampled at Q positions each, and requests whose prompt goes on."""
-
-    requests: list[Request]
-    verification: Verification | None = None
-    """None when nobody sampled."""
     logprobs: LogprobsTensors | None = None
     """B * Q rows: the sampled token and the likeliest."""
     scores: LogprobsTensors | None = None
     """B * Q rows: the sampled token and those that a request named."""
+    num_drafts_B: torch.Tensor | None = None
+    """int32: how many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step leaves: requests that sampled, and requests whose prompt goes on."""
+
+    requests: list[Request]
+    verification: Verification | None = None
+    """None when nobody sampled."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
     """Those of `requests` whose prompt ended in this step, or that were resumed: there was nothing to verify."""
-    num_drafts_B: torch.Tensor | None = None
-    """How many drafts of each row were verified, or `FAULTY`, or `UNVERIFIED`; None without speculation."""
     signature: tuple[Hashable, ...] = ()
-    """Of what the device has of it."""
+    """Of the tensors that travel to the host."""
     drafts: Drafts | None = None
-    """For the next step, when a device proposer made them."""
+    """For the next step, where the host reads what a proposer on the device made."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
     """What the host itself has seen of the drafter in this step."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
     from vllm_gaudi_spec.records import Batch, Request, SampleBatch
     from vllm_gaudi_spec.runner.graphs import StepRecorder
-    from vllm_gaudi_spec.runner.hidden_states import Landing
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class LastState(Reading):
     """Nothing but the target's state from which each row's newest token was sampled."""
 
-    def __init__(self, landing: Landing) -> None:
-        self._landing = landing
+    def __init__(self, hidden_states: HiddenStateBuffer) -> None:
+        self._hidden_states = hidden_states
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        return Hidden(self._landing.behind(rows_B, lengths_B))
+        return Hidden(self._hidden_states.behind(rows_B, lengths_B))
 
 
 class HeadReading(Reading):
@@ -47,7 +47,7 @@ class HeadReading(Reading):
     def __init__(
         self,
         head: Model,
-        landing: Landing,
+        hidden_states: HiddenStateBuffer,
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
@@ -58,7 +58,7 @@ class HeadReading(Reading):
     ) -> None:
         """`head_size`: of its hidden states. `longest`: positions that it has."""
         self._head = head
-        self._landing = landing
+        self._hidden_states = hidden_states
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
@@ -66,7 +66,7 @@ class HeadReading(Reading):
         self._blocks = blocks
         self._longest = longest
         shape = (requests.pad_row + 1, head_size)
-        device, dtype = requests.backend.torch_device, landing.dtype
+        device, dtype = requests.backend.torch_device, hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         """Of each row, what the head said behind the last that it read."""
         self._run_chunk = requests.backend.graph(self._read_chunk)
@@ -121,14 +121,14 @@ class HeadReading(Reading):
         read again once that is sampled."""
         starts_P, counts_P = host_2P.unbind(0)
         inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
-        self._head.forward(inputs, self._landing.chunk(rows_P.shape[0] * queries))
+        self._head.forward(inputs, self._hidden_states.chunk(rows_P.shape[0] * queries))
 
     def _read_newest(self, queries: int, rows_B: torch.Tensor, lengths_B: torch.Tensor, blocks: Blocks) -> None:
-        first_B = self._landing.first(rows_B)
+        first_B = self._hidden_states.first(rows_B)
         # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
         num_read_B = lengths_B - 1 - first_B
         inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
-        said = self._head.forward(inputs, self._landing.carried(rows_B, queries))
+        said = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
         row_B = torch.arange(rows_B.shape[0], dtype=torch.int32, device=rows_B.device)
         place_B = row_B * queries + (num_read_B - 1).clamp(min=0, max=queries - 1)
         assert said.carried is not None

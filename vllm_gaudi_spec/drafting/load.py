@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
-    from vllm_gaudi_spec.runner.hidden_states import Landing
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
@@ -196,7 +196,7 @@ def load_drafting(
     recorder: StepRecorder,
     shapes: Shapes,
     kv_cache: KVCache,
-    landing: Landing,
+    hidden_states: HiddenStateBuffer,
     target_model: LoadedModel,
     model: LoadedModel | None,
 ) -> Drafting:
@@ -241,9 +241,9 @@ def load_drafting(
         if speculation.is_head and model is not None:
             size = context.spec_config.draft_model_config.get_hidden_size()
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups, keeps_up=True)
-            reading = HeadReading(model, landing, requests, recorder, shapes, split, blocks, size, longest)
+            reading = HeadReading(model, hidden_states, requests, recorder, shapes, split, blocks, size, longest)
         elif speculation.reads_states:
-            reading = LastState(landing)
+            reading = LastState(hidden_states)
         elif model is not None:
             blocks = ReadBlocks(requests, kv_cache.num_blocks, groups)
             read = cast(AutoregressiveProposer, proposer).read

@@ -28,7 +28,7 @@ class Rectangle(NamedTuple):
     queries: int
 
 
-class Together(NamedTuple):
+class SharedForward(NamedTuple):
     """A forward that all ranks run."""
 
     rectangle: Rectangle
@@ -36,10 +36,10 @@ class Together(NamedTuple):
     """Those with something to compute in it."""
 
 
-def merged(plans: list[list[Rectangle]]) -> list[Together]:
+def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
     """The forwards that serve every rank's plan, each plan in its own order: one that comes later may read what one
     before it wrote. The same on all ranks, since all know all plans."""
-    places, steps = [0] * len(plans), list[Together]()
+    places, steps = [0] * len(plans), list[SharedForward]()
     while True:
         next_ones = {
             rank: plan[place] for rank, (plan, place) in enumerate(zip(plans, places, strict=True)) if plan[place:]
@@ -50,17 +50,18 @@ def merged(plans: list[list[Rectangle]]) -> list[Together]:
         decodes = max(one.decodes for one in next_ones.values())
         takers = {rank: one for rank, one in next_ones.items() if one.decodes == decodes}
         rows, queries = (max(getattr(one, name) for one in takers.values()) for name in ("rows", "queries"))
-        steps.append(Together(Rectangle(decodes, rows, queries), tuple(takers)))
+        steps.append(SharedForward(Rectangle(decodes, rows, queries), tuple(takers)))
         for rank in takers:
             places[rank] += 1
 
 
-class InStep:
-    """Of one rank. `most`: forwards of a step, at most."""
+class DataParallelLockstep:
+    """Fits the batches of one rank's step to those of the other ranks."""
 
-    def __init__(self, shapes: Shapes, most: int) -> None:
+    def __init__(self, shapes: Shapes, max_forwards: int) -> None:
+        """`max_forwards`: of a step."""
         self._shapes = shapes
-        self._most = most
+        self._max_forwards = max_forwards
 
     def fit(self, batches: list[Planned]) -> list[Planned]:
         """What this rank runs in this step, some of it on padding. A collective."""
@@ -74,7 +75,7 @@ class InStep:
     def _exchange(self, own: list[Rectangle]) -> list[list[Rectangle]]:
         """Every rank's plan, through the hosts: nothing waits for a device."""
         group = get_dp_group()
-        mine = torch.zeros(self._most, len(Rectangle._fields), dtype=torch.int32)
+        mine = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
         if own:
             mine[: len(own)] = torch.tensor(own, dtype=torch.int32)
         plans = [torch.empty_like(mine) for _ in range(group.world_size)]

@@ -1,5 +1,5 @@
-"""Where forwards leave what sampling needs, by row: so that sampling is one pass of its own shape, whatever rectangles
-the step was cut into."""
+"""Where forwards leave the hidden states that sampling needs, by row: so that sampling is one pass of its own shape,
+whatever rectangles the step was cut into."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Hidden
 
 
-class Landed(NamedTuple):
+class SampledStates(NamedTuple):
     hidden_NH: torch.Tensor
     """N = B * Q rows."""
     positions_BQ: torch.Tensor
@@ -22,11 +22,12 @@ class Landed(NamedTuple):
     """int32: drafts that the forward saw."""
 
 
-class Landing:
-    """By row: hidden states behind which tokens are sampled, the position of the first, and the number of drafts."""
+class HiddenStateBuffer:
+    """By row: hidden states that tokens are sampled from, the position of the first, and the number of drafts."""
 
     def __init__(
         self,
+        *,
         num_rows: int,
         num_queries: int,
         longest_chunk: int,
@@ -67,9 +68,9 @@ class Landing:
             num_drafts_B = torch.zeros_like(located.num_real_B)
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
-    def take(self, rows_B: torch.Tensor, num_queries: int) -> Landed:
+    def take(self, rows_B: torch.Tensor, num_queries: int) -> SampledStates:
         place = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
-        return Landed(
+        return SampledStates(
             self._hidden_NH.index_select(0, self._index(rows_B, num_queries)),
             self._first_R.index_select(0, rows_B)[:, None] + place,
             self._num_drafts_R.index_select(0, rows_B),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -18,9 +19,9 @@ from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
-from vllm_gaudi_spec.runner.data_parallel import InStep
+from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.hidden_states import Landing
+from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
@@ -41,23 +42,29 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import SampleBatch, Verification
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
+_NOT_OBSERVED = nullcontext()
 
-class Finished(NamedTuple):
-    """What a sampling pass leaves on the device."""
 
-    verification: Verification
-    logprobs: LogprobsTensors | None
-    scores: LogprobsTensors | None
-    num_drafts_B: torch.Tensor
-    """int32: drafts that were verified, and where there should have been some: see `Requests.told_drafts`."""
-    lengths_B: torch.Tensor
-    """int32: tokens that each row has now."""
+class StepObserver(Protocol):
+    """What measures a runner's steps: called on the host, while the device may still be at work."""
+
+    def step_begins(self) -> None:
+        """`execute_model` was called."""
+        ...
+
+    def step_planned(self, scheduled: SchedulerOutput, batches: Sequence[Planned]) -> None:
+        """The batches of the step that began last. A step that computes nothing has none, and is not planned."""
+        ...
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """Around each call that makes or prepares drafts; a step has several."""
+        ...
 
 
 class ModelRunner:
@@ -72,6 +79,8 @@ class ModelRunner:
         self.num_drafts = self.speculation.num_drafts if self.speculation else 0
         self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
+        self.observer: StepObserver | None = None
+        """Set by what measures steps."""
         self.pending: list[Planned] = []
         self.report: Report | None = None
         self.drafter_status: DrafterStatus | None = None
@@ -135,24 +144,28 @@ class ModelRunner:
             seed=model.seed,
         )
         self.sampling = Sampling(
-            self.backend, self.max_rows, model.get_vocab_size(), model.max_logprobs, model.logprobs_mode
+            self.backend,
+            max_rows=self.max_rows,
+            vocab_size=model.get_vocab_size(),
+            max_logprobs=model.max_logprobs,
+            logprobs_mode=model.logprobs_mode,
         )
-        together = ranks_in_step(self.vllm_config) > 1
-        # A decode of what runs, and at most a chunk of each request.
-        self.in_step = InStep(self.shapes, most=1 + self.max_rows) if together else None
-        longest_chunk = max(shape.tokens for shape in self.shapes.prefills())
-        self.landing = Landing(
-            self.max_rows + 1,
-            1 + self.num_drafts,
-            longest_chunk,
-            model.get_hidden_size(),
-            model.dtype,
-            device,
-            self.target.carried_size,
+        self.lockstep: DataParallelLockstep | None = None
+        if ranks_in_step(self.vllm_config) > 1:
+            # A decode of what runs, and at most a chunk of each request.
+            self.lockstep = DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows)
+        self.hidden_states = HiddenStateBuffer(
+            num_rows=self.max_rows + 1,
+            num_queries=1 + self.num_drafts,
+            longest_chunk=max(shape.tokens for shape in self.shapes.prefills()),
+            hidden_size=model.get_hidden_size(),
+            dtype=model.dtype,
+            device=device,
+            carried_size=self.target.carried_size,
         )
         downloads = Downloads(self.backend, overlap=self.async_scheduling)
         self.prompt_logprobs = PromptLogprobs(
-            self.target, self.landing.chunk_TH, self.sampling, self.backend, downloads
+            self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
         )
         self.reports = Reports(self.backend, downloads)
         self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
@@ -165,7 +178,7 @@ class ModelRunner:
                 self.recorder,
                 self.shapes,
                 self.kv_cache,
-                self.landing,
+                self.hidden_states,
                 self.target,
                 self.drafter,
             )
@@ -181,13 +194,17 @@ class ModelRunner:
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
         """Prepare and forward. None means that `sample_tokens` has the result."""
+        if self.observer is not None:
+            self.observer.step_begins()
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            # vLLM's last word of requests that ended, with nothing behind it: the next step may be a day away.
+            # vLLM's last step of requests that ended, with none after it: the next one may be a day away.
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
-        planned = self.in_step.fit(self.pending) if self.in_step else self.pending
+        if self.observer is not None:
+            self.observer.step_planned(scheduled, self.pending)
+        planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
         for batch in [make_batch(self.requests, one) for one in planned]:
             if batch.requests:
                 self.forward(batch)
@@ -197,43 +214,30 @@ class ModelRunner:
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step of other ranks, with nothing of one's own."""
-        for planned in self.in_step.fit([]) if self.in_step else ():
+        for planned in self.lockstep.fit([]) if self.lockstep else ():
             self.compute(make_batch(self.requests, planned))
         self.backend.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Verify, advance, propose, report."""
+        """Verify, advance, report, propose."""
         pending, self.pending = self.pending, []
         if not pending:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
-        finishing = [member for batch in pending for member in batch.finishing()]
-        num_queries = max(batch.num_sampled for batch in pending)
-        most = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
-        grammars = grammar.read(constraints, self.scheduled)
-        step = self.finish(finishing, num_queries, grammars, most) if finishing else StepResult([])
-        step.unfinished = [request for batch in pending for request in batch.continuing()]
-        step.started = [request for request in step.requests if request.num_computed < len(request.known)]
-        self.report = self.send(step)
+        max_drafts = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
+        self.report = self.finish(pending, grammar.read(constraints, self.scheduled), max_drafts)
+        self.report.worker_counts = self.recorder.worked(self.backend)
         self.backend.step_done()
-        if self.async_scheduling:
-            return self.report
-        output = self.report.get_output()
-        if self.custom is not None:
-            self.custom.follow(step.requests, output.sampled_token_ids)
-        if self.drafting is not None and self.report.step is not None:
-            outgrown = self.drafting.outgrown()
-            self.drafting.propose_behind(self.report.step, most)
-            if isinstance(output, SpeculativeOutput):
-                output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
-                output.draft_rounds += self.drafting.take_rounds()
-        return output
+        return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What was drafted behind the last step, which the host has read."""
-        if self.drafting is None or self.report is None or self.report.step is None:
+        """Drafts that follow the newest step, which the host has read; None where they stay on the device."""
+        step = None if self.report is None else self.report.step
+        if self.drafting is None or step is None or not self.host_needs_drafts(step.requests):
             return None
-        return self.drafting.drafts_of(self.report.step)
+        return self.drafting.drafts_of(step)
+
+    # --- the parts of a step ---
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
         self.requests.apply(scheduled)
@@ -279,37 +283,83 @@ class ModelRunner:
         self.compute(batch)
         self.prompt_logprobs.collect(batch, self.recorder.saw)
         if self.drafting is not None:
-            self.drafting.follow(batch)
+            with self.observed_drafting():
+                self.drafting.follow(batch)
 
-    def finish(
-        self, finishing: list[tuple[Request, int]], num_queries: int, grammars: dict[str, grammar.Grammar], most: int
-    ) -> StepResult:
-        """One pass over all rows that sample; with each the most tokens that it has. A prompt's last position is a
+    def finish(self, pending: list[Planned], grammars: dict[str, grammar.Grammar], max_drafts: int) -> Report:
+        """One sampling pass over all requests that sample, whatever batch computed them. A prompt's last position is a
         verify of zero drafts."""
+        finishing = [member for batch in pending for member in batch.finishing()]
+        unfinished = [request for batch in pending for request in batch.continuing()]
+        if not finishing:
+            return self.send(StepResult([], unfinished=unfinished))
         requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
-        num_rows = self.shapes.fit_rows(len(requests))
+        num_rows, num_queries = self.shapes.fit_rows(len(requests)), max(batch.num_sampled for batch in pending)
         batch = make_sample_batch(self.requests, num_rows, num_queries, requests, ends)
-        step = self.sample(batch, self.sampling.prepare(batch, grammars), most)
+        inputs = self.sampling.prepare(batch, grammars)
+        step, lengths_B = self.sample(batch, inputs)
+        step.unfinished = unfinished
+        step.started = [request for request in requests if request.num_computed < len(request.known)]
         step.prompt_logprobs = take(requests)
-        return step
+        if self.drafting is None:
+            return self.send(step)
+        return self.send_and_propose(step, self.drafting, batch, lengths_B, inputs, max_drafts)
 
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs, most: int) -> StepResult:
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]:
+        """What the rows sampled, and int32 [B]: how many tokens each has now."""
         self.recorder.saw(self.sampling.signature(batch, inputs.branch))
-        done = self._run_finish(batch.num_queries, batch.rows_B, inputs)
-        step = StepResult(batch.requests, done.verification, done.logprobs, done.scores)
-        step.signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
-        if self.drafting is not None:
-            step.num_drafts_B = done.num_drafts_B
-            step.drafts = self.drafting.propose(batch, done.lengths_B, inputs, most)
-            step.draft_rounds = self.drafting.take_rounds()
-        return step
+        verification, lengths_B = self._run_finish(batch.num_queries, batch.rows_B, inputs)
+        signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
+        return StepResult(batch.requests, verification, signature=signature), lengths_B
+
+    def send_and_propose(
+        self,
+        step: StepResult,
+        drafting: Drafting,
+        batch: SampleBatch,
+        lengths_B: torch.Tensor,
+        inputs: SamplingInputs,
+        max_drafts: int,
+    ) -> Report:
+        """Tokens leave for the host before drafts are computed, so that no token waits for the drafter. Where the host
+        needs the drafts too, both leave after it in one copy: a step has one device-to-host sync."""
+        report = None if self.host_needs_drafts(batch.requests) else self.send(step)
+        with self.observed_drafting():
+            drafts = drafting.propose(batch, lengths_B, inputs, max_drafts)
+        step.draft_rounds = drafting.take_rounds()
+        if report is None:
+            step.drafts = drafts
+            report = self.send(step)
+        return report
+
+    def host_needs_drafts(self, requests: list[Request]) -> bool:
+        """Without async scheduling vLLM's scheduler takes the drafts of every step. With it drafts stay on the device,
+        unless a grammar has to check them before they are verified."""
+        return not self.async_scheduling or any(request.params.structured_outputs for request in requests)
 
     def send(self, step: StepResult) -> Report:
         if step.verification is not None:
             self.recorder.saw(("report", *step.signature, step.drafts is not None))
-        report = self.reports.send(step)
-        report.worked = self.recorder.worked(self.backend)
-        return report
+        return self.reports.send(step)
+
+    def read(self, report: Report, max_drafts: int) -> ModelRunnerOutput:
+        """Wait for a step's results, then let those draft that work on the host."""
+        output = report.get_output()
+        step = report.step
+        assert step is not None
+        if self.custom is not None:
+            self.custom.follow(step.requests, output.sampled_token_ids)
+        if self.drafting is not None:
+            outgrown = self.drafting.outgrown()
+            with self.observed_drafting():
+                self.drafting.propose_behind(step, max_drafts)
+            if isinstance(output, SpeculativeOutput):
+                output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
+                output.draft_rounds += self.drafting.take_rounds()
+        return output
+
+    def observed_drafting(self) -> AbstractContextManager[None]:
+        return _NOT_OBSERVED if self.observer is None else self.observer.drafting()
 
     def report_signatures(self) -> Iterator[Hashable]:
         reports = {branch.of_reports() for branch in self.sampling.branches()}
@@ -325,36 +375,40 @@ class ModelRunner:
         if self.target.adapters is not None:
             inputs = replace(inputs, adapters_T=self.target.adapters.of_rows(rows.rows_B, queries))
         hidden = self.target.forward(inputs)
-        self.landing.put(phase, queries, rows.rows_B, located, hidden)
+        self.hidden_states.put(phase, queries, rows.rows_B, located, hidden)
         # What samples moves on in `_finish`; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 
-    def _finish(self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs) -> Finished:
-        hidden, positions_BQ, num_drafts_B = self.landing.take(rows_B, num_queries)
+    def _finish(
+        self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs
+    ) -> tuple[Verification, torch.Tensor]:
+        hidden, positions_BQ, num_drafts_B = self.hidden_states.take(rows_B, num_queries)
         adapters = self.target.adapters
         slots_N = None if adapters is None else adapters.of_rows(rows_B, num_queries)
         logits_BQV = self.target.logits_of_rows(hidden, 1 + num_drafts_B, slots_N).view(*positions_BQ.shape, -1)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        verified = verify(
+        verification = verify(
             logits_BQV,
-            positions_BQ,
-            rows_B,
-            num_drafts_B,
-            self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
-            self.requests,
-            inputs,
-            self.rule,
-            self.custom,
-            self.sampling.logprobs_mode,
+            positions_BQ=positions_BQ,
+            rows_B=rows_B,
+            num_drafts_B=num_drafts_B,
+            draft_probs_BKV=self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
+            requests=self.requests,
+            inputs=inputs,
+            rule=self.rule,
+            custom=self.custom,
+            logprobs_mode=self.sampling.logprobs_mode,
         )
-        verification, last_B = verified.verification, positions_BQ[:, 0]
-        told_B = num_drafts_B if self.drafting is None else self.requests.told_drafts(rows_B, num_drafts_B)
-        self.requests.advance(rows_B, last_B, verification)
+        last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
+        if self.drafting is not None:  # before the rows move on and forget their drafts
+            reported_B = self.requests.reported_drafts(rows_B, num_drafts_B)
+            verification = verification._replace(num_drafts_B=reported_B)
+        self.requests.advance(rows_B, last_B, verification)
         if self.drafting is not None:
             self.drafting.settle(rows_B, lengths_B)
-        return Finished(verification, verified.logprobs, verified.scores, told_B, lengths_B)
+        return verification, lengths_B
 
     # --- what programs that bring their own functions reach for, by the names of vLLM's runner ---
 
@@ -383,8 +437,8 @@ class ModelRunner:
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
-        said = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts(), "in_use": in_use}
+        report = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts(), "in_use": in_use}
         if self.drafting is not None:
             status = self.drafter_status
-            said["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}
-        return said
+            report["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}
+        return report

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
     """The same record with every tensor replaced by what `move` makes of it, always in one order."""
 
-    def scores(record: LogprobsTensors) -> LogprobsTensors:
-        return LogprobsTensors(*(move(tensor) for tensor in record[:3]))
+    def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
+        return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
 
-    done, drafts, num_drafts_B = step.verification, step.drafts, step.num_drafts_B
+    verified, drafts = step.verification, step.drafts
+    if verified is not None:
+        verified = Verification(
+            move(verified.tokens_BQ),
+            move(verified.num_sampled_B),
+            logprobs=scores(verified.logprobs),
+            scores=scores(verified.scores),
+            num_drafts_B=None if verified.num_drafts_B is None else move(verified.num_drafts_B),
+        )
     return replace(
-        step,
-        verification=done and Verification(move(done.tokens_BQ), move(done.num_sampled_B)),
-        logprobs=step.logprobs and scores(step.logprobs),
-        scores=step.scores and scores(step.scores),
-        num_drafts_B=None if num_drafts_B is None else move(num_drafts_B),
-        drafts=drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B)),
+        step, verification=verified, drafts=drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B))
     )
 
 
@@ -58,17 +61,23 @@ def _pack(*parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.contiguous().view(torch.int32).flatten() for part in parts])
 
 
-class _Copy:
-    """All results in one tensor on its way to the host, to be cut up again there."""
+class Report(AsyncModelRunnerOutput):
+    """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
 
-    def __init__(self, step: StepResult, wait: Wait | None) -> None:
-        self._step = step
+    def __init__(self, sent: StepResult, wait: Wait | None) -> None:
+        """`wait`: for all tensors of `sent` in one, on the host; None where there are none."""
+        self.sent = sent
+        """The step on the device. What the host knows of it may still be added, until `get_output` is called."""
         self._wait = wait
+        self.step: StepResult | None = None
+        """The step on the host; known once `get_output` was called."""
+        self.worker_counts: WorkerCounts | None = None
+        """What the worker reports of itself with this step."""
 
-    def to_host(self) -> StepResult:
+    def _to_host(self) -> StepResult:
         """Waits for the device."""
         if self._wait is None:
-            return self._step
+            return self.sent
         words, begin = self._wait(), 0
         self._wait = None  # it holds the device's copy
 
@@ -78,26 +87,15 @@ class _Copy:
             begin += like.numel()
             return piece.view(like.dtype).view(like.shape)
 
-        return _moved(self._step, cut)
-
-
-class Report(AsyncModelRunnerOutput):
-    """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
-
-    def __init__(self, step: StepResult, wait: Wait | None) -> None:
-        self._copy = _Copy(step, wait)
-        self.step: StepResult | None = None
-        """The step on the host; known once `get_output` was called."""
-        self.worked: WorkerCounts | None = None
-        """What the worker says of itself with this step."""
+        return _moved(self.sent, cut)
 
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
-        step = self.step = self._copy.to_host()
+        step = self.step = self._to_host()
         answers = _answers(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
-            worked=self.worked,
+            worked=self.worker_counts,
             req_ids=names,
             req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
             sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
@@ -107,25 +105,25 @@ class Report(AsyncModelRunnerOutput):
                 for request, pieces in step.prompt_logprobs
             },
         )
-        if step.num_drafts_B is None:
+        if step.verification is None or step.verification.num_drafts_B is None:
             return CountedOutput(**common)
-        told = dict(zip(names[: len(answers)], step.num_drafts_B.tolist(), strict=False))
+        verified = dict(zip(names[: len(answers)], step.verification.num_drafts_B.tolist(), strict=False))
         return SpeculativeOutput(
             **common,
-            num_real_drafts={req_id: max(number, 0) for req_id, number in told.items()},
+            num_real_drafts={req_id: max(number, 0) for req_id, number in verified.items()},
             started=tuple(request.req_id for request in step.started),
-            why={req_id: _REASONS[number] for req_id, number in told.items() if number < 0},
-            draft_rounds=[*_verified_round(told), *step.draft_rounds],
+            why={req_id: _REASONS[number] for req_id, number in verified.items() if number < 0},
+            draft_rounds=[*_verified_round(verified), *step.draft_rounds],
         )
 
 
 _REASONS = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
 
 
-def _verified_round(told: dict[str, int]) -> list[DraftRound]:
+def _verified_round(verified: dict[str, int]) -> list[DraftRound]:
     """What the device has seen of the round whose drafts this step verified."""
-    faulty = tuple(req_id for req_id, number in told.items() if number == FAULTY)
-    worked = any(number > 0 or number == UNVERIFIED for number in told.values())
+    faulty = tuple(req_id for req_id, number in verified.items() if number == FAULTY)
+    worked = any(number > 0 or number == UNVERIFIED for number in verified.values())
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
@@ -146,13 +144,13 @@ def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
 
 def _join(step: StepResult, answers: list[list[int]]) -> LogprobsLists | None:
     """One table over all tokens of the step; requests that asked for less leave columns or rows empty."""
-    if step.logprobs is None and step.scores is None:
+    verified = step.verification
+    if verified is None or (verified.logprobs is None and verified.scores is None):
         return None
-    assert step.verification is not None
-    num_queries = step.verification.tokens_BQ.shape[1]
+    num_queries = verified.tokens_BQ.shape[1]
     parts: list[LogprobsLists | None] = []
     for index, (request, new) in enumerate(zip(step.requests, answers, strict=True)):
-        source = step.scores if request.params.logprob_token_ids else step.logprobs
+        source = verified.scores if request.params.logprob_token_ids else verified.logprobs
         wanted = source is not None and request.params.num_logprobs is not None
         rows = slice(index * num_queries, index * num_queries + len(new))
         parts.append(LogprobsLists(*(tensor[rows].numpy() for tensor in source[:3])) if source and wanted else None)

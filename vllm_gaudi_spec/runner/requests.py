@@ -29,6 +29,7 @@ class Requests:
     def __init__(
         self,
         backend: DeviceBackend,
+        *,
         max_rows: int,
         max_len: int,
         block_sizes: list[int],
@@ -231,12 +232,12 @@ class Requests:
         self.set_computed(rows_B, last_B + verification.num_sampled_B)
         self.num_drafts_R.index_fill_(0, rows_B, 0)
 
-    def told_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """int32: how many drafts a step verified, as the host is told: with the faults of their drafter, and whether it
-        did its work where none of its drafts was verified."""
+    def reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
+        """int32: how many drafts a step verified, as it is reported to the host: with the faults of their drafter, and
+        whether it did its work where none of its drafts was verified."""
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
-        told_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
-        return torch.where(num_drafts_B == FAULTY, FAULTY, told_B).int()
+        reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
+        return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """Drafts behind the `lengths_B` known tokens of each row, for the next step to verify."""

@@ -155,7 +155,7 @@ def _forward(runner: ModelRunner, shape: Shape) -> None:
 
 def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:
     batch = make_sample_batch(runner.requests, num_rows, num_queries, [], [])
-    step = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}), 0)
+    step, _ = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
     runner.send(step)
     if runner.drafting is not None and (drafts := runner.drafting.no_drafts(num_rows)) is not None:
         step.drafts = drafts

@@ -163,7 +163,7 @@ class SamplingInputs(NamedTuple):
 
 class Sampling:
     def __init__(
-        self, backend: DeviceBackend, max_rows: int, vocab_size: int, max_logprobs: int, logprobs_mode: str
+        self, backend: DeviceBackend, *, max_rows: int, vocab_size: int, max_logprobs: int, logprobs_mode: str
     ) -> None:
         self.backend = backend
         self.vocab_size = vocab_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -35,14 +35,6 @@ class Rule(Protocol):
     def __call__(
         self, logits_BQV: torch.Tensor, positions_BQ: torch.Tensor, proposed: Drafts, inputs: SamplingInputs
     ) -> Verification: ...
-
-
-class Verified(NamedTuple):
-    verification: Verification
-    logprobs: LogprobsTensors | None
-    """Of the sampled token and the likeliest, B * Q rows."""
-    scores: LogprobsTensors | None
-    """Of the sampled token and those a request named."""
 
 
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
@@ -132,6 +124,7 @@ def _without_probs(
 
 def verify(
     logits_BQV: torch.Tensor,
+    *,
     positions_BQ: torch.Tensor,
     rows_B: torch.Tensor,
     num_drafts_B: torch.Tensor,
@@ -141,21 +134,22 @@ def verify(
     rule: Rule,
     custom: CustomProcessors | None,
     logprobs_mode: str,
-) -> Verified:
-    """Choose the tokens behind each row's first position. Changes `logits_BQV`."""
+) -> Verification:
+    """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for.
+    Changes `logits_BQV`."""
     raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
     proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
     verification = rule(logits_BQV, positions_BQ, proposed, inputs)
     branch = inputs.branch
     if not (branch.reported or branch.scored):
-        return Verified(verification, None, None)
+        return verification
     scores = (logits_BQV if raw is None else raw).flatten(0, 1)
     if logprobs_mode.endswith("logprobs"):
         scores = scores.log_softmax(-1)
-    return Verified(
-        verification,
-        gather_logprobs(scores, verification.tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
-        _scored(scores, verification.tokens_BQ, inputs) if branch.scored else None,
+    tokens_BQ = verification.tokens_BQ
+    return verification._replace(
+        logprobs=gather_logprobs(scores, tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
+        scores=_scored(scores, tokens_BQ, inputs) if branch.scored else None,
     )
 
 

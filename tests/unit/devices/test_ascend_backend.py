@@ -312,7 +312,7 @@ class AskingBackend(HostBackend):
 
 
 def rows_of(backend: HostBackend) -> Requests:
-    requests = Requests(backend, 4, 200, [BLOCK], 128, 0)  # type: ignore[arg-type]
+    requests = Requests(backend, max_rows=4, max_len=200, block_sizes=[BLOCK], max_context=128, seed=0)  # type: ignore[arg-type]
     prompts = [
         new_request("long", list(range(40)), [1, 2, 3]),
         new_request("short", [1, 2], [4], num_computed=1),

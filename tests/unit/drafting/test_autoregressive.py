@@ -84,8 +84,10 @@ class Rows:
         self.shapes = shapes(max_num_seqs=4, max_tokens=64, max_len=max_len, exact=exact_context, drafts=num_drafts)
         backend = backend or HostBackend()
         width = self.shapes.max_context + 1 + num_drafts
-        self.requests = Requests(backend, 4, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
-        self.sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+        self.requests = Requests(
+            backend, max_rows=4, max_len=width, block_sizes=[BLOCK], max_context=self.shapes.max_context, seed=0
+        )  # type: ignore[arg-type]
+        self.sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
         self.recorder = StepRecorder()
         self.num_drafts = num_drafts
         self.drafting = self.build(drafter_max_len)

@@ -74,12 +74,12 @@ def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) 
 
 
 def sampling(requests: Requests) -> Sampling:
-    return Sampling(requests.backend, 4, VOCAB, 5, "raw_logprobs")
+    return Sampling(requests.backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")
 
 
 def started(drafter_max_len: int | None = None) -> tuple[Requests, LengthSplit, list[str]]:
     """Three rows with contexts of 2, 6 and 3 tokens; the third has speculation off."""
-    requests = Requests(HostBackend(), 4, 64, [16], 64, seed=0)  # type: ignore[arg-type]
+    requests = Requests(HostBackend(), max_rows=4, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     off = SamplingParams(max_tokens=50, extra_args={"num_speculative_tokens": 0})
     on = SamplingParams(max_tokens=50)
     new = [

@@ -29,7 +29,7 @@ from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
 from vllm_gaudi_spec.runner.batch import Located, locate
-from vllm_gaudi_spec.runner.hidden_states import Landing
+from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.model import LoadedModel
 
 NOBODYS = 89.0  # the state of what is no real token
@@ -72,12 +72,19 @@ class ReadsStates:
 class HeadRows(Rows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
         self.head = ReadsStates(drafter_max_len)
-        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.hidden_states = HiddenStateBuffer(
+            num_rows=5,
+            num_queries=1 + self.num_drafts,
+            longest_chunk=256,
+            hidden_size=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
         self.fresh: set[str] = set()
         split = self.split(self.speculation("eagle", drafter_max_len))
         reading = HeadReading(
             self.head,
-            self.landing,
+            self.hidden_states,
             self.requests,
             self.recorder,
             self.shapes,
@@ -118,7 +125,7 @@ class HeadRows(Rows):
 
     def land(self, phase: str, rows_B: torch.Tensor, located: Located, states: torch.Tensor) -> None:
         states_TH = states.flatten()[:, None]
-        self.landing.put(phase, states.shape[1], rows_B, located, Hidden(states_TH, states_TH))
+        self.hidden_states.put(phase, states.shape[1], rows_B, located, Hidden(states_TH, states_TH))
 
     def expected(self, name: str) -> list[int]:
         tokens = list(self.tokens[name])
@@ -243,10 +250,17 @@ class SaysMultiples:
 
 class MedusaRows(HeadRows):
     def build(self, drafter_max_len: int) -> DeviceDrafting:
-        self.landing = Landing(5, 1 + self.num_drafts, 256, 1, torch.float32, torch.device("cpu"))
+        self.hidden_states = HiddenStateBuffer(
+            num_rows=5,
+            num_queries=1 + self.num_drafts,
+            longest_chunk=256,
+            hidden_size=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
         self.fresh: set[str] = set()
         proposer = MedusaProposer(SaysMultiples(), SameTokens(VOCAB, VOCAB))
-        return self.drafting_of("medusa", proposer, LastState(self.landing), drafter_max_len)
+        return self.drafting_of("medusa", proposer, LastState(self.hidden_states), drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
         state = state_behind(self.tokens[name][:-1])
@@ -275,16 +289,24 @@ def test_a_head_that_says_fewer_tokens() -> None:
 
 
 def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
-    landing = Landing(3, 2, 8, 1, torch.float32, torch.device("cpu"), carried_size=2)
+    hidden_states = HiddenStateBuffer(
+        num_rows=3,
+        num_queries=2,
+        longest_chunk=8,
+        hidden_size=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        carried_size=2,
+    )
     rows_B, located = torch.tensor([0, 1]), Located(torch.tensor([4, 7]).int(), torch.tensor([2, 1]).int())
     last, carried = torch.arange(4.0)[:, None], torch.arange(8.0).view(4, 2)
-    landing.put(DECODE, 2, rows_B, located, Hidden(last, carried))
-    assert torch.equal(landing.carried(rows_B, 2), carried)
-    assert torch.equal(landing.take(rows_B, 2).hidden_NH, last)
-    assert landing.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
-    landing.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
-    assert torch.equal(landing.chunk(4), carried + 20)
-    assert torch.equal(landing.chunk_TH[:4], last)
+    hidden_states.put(DECODE, 2, rows_B, located, Hidden(last, carried))
+    assert torch.equal(hidden_states.carried(rows_B, 2), carried)
+    assert torch.equal(hidden_states.take(rows_B, 2).hidden_NH, last)
+    assert hidden_states.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    hidden_states.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
+    assert torch.equal(hidden_states.chunk(4), carried + 20)
+    assert torch.equal(hidden_states.chunk_TH[:4], last)
 
 
 # --- what is the target's ---

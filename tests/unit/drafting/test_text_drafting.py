@@ -85,9 +85,18 @@ class Rows:
             universal_match=match,
         )
         width = self.shapes.max_context + 1 + num_drafts
-        self.requests = Requests(self.backend, NUM_ROWS, width, [BLOCK], self.shapes.max_context, seed=0)  # type: ignore[arg-type]
+        self.requests = Requests(
+            self.backend,
+            max_rows=NUM_ROWS,
+            max_len=width,
+            block_sizes=[BLOCK],
+            max_context=self.shapes.max_context,
+            seed=0,
+        )  # type: ignore[arg-type]
         vocab, own = (len(tokenizer) for tokenizer in self.languages.tokenizers)
-        self.sampling = Sampling(self.backend, NUM_ROWS, vocab, 5, "raw_logprobs")  # type: ignore[arg-type]
+        self.sampling = Sampling(
+            self.backend, max_rows=NUM_ROWS, vocab_size=vocab, max_logprobs=5, logprobs_mode="raw_logprobs"
+        )  # type: ignore[arg-type]
         pairs, device = self.languages.map, torch.device("cpu")
         spelled = np.array([(piece or b"\xff").isascii() for piece in self.languages.drafter.bytes_by_id])
         self.mapped = MappedTokens(pairs.target_to_draft, pairs.draftable, 0, device)

@@ -14,8 +14,8 @@ from tests.unit.test_config import engine_config
 from vllm_gaudi_spec.config import Options
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.records import DECODE, Planned, Request
-from vllm_gaudi_spec.runner import data_parallel as in_step
-from vllm_gaudi_spec.runner.data_parallel import InStep, Rectangle, Together, merged
+from vllm_gaudi_spec.runner import data_parallel
+from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep, Rectangle, SharedForward, merged
 from vllm_gaudi_spec.runner.shapes import Shapes
 
 DECODES = st.builds(Rectangle, st.just(1), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 4)))
@@ -40,11 +40,11 @@ def test_every_rank_computes_its_plan_in_its_order(plans: list[list[Rectangle]])
 def test_what_runs_together() -> None:
     decode, wide, chunk = Rectangle(1, 2, 1), Rectangle(1, 1, 4), Rectangle(0, 1, 16)
     assert merged([[decode, chunk], [wide], []]) == [
-        Together(Rectangle(1, 2, 4), (0, 1)),
-        Together(chunk, (0,)),
+        SharedForward(Rectangle(1, 2, 4), (0, 1)),
+        SharedForward(chunk, (0,)),
     ]
     # A chunk that could go at once waits for another rank's decode, and for the chunk behind it.
-    assert merged([[chunk], [decode, chunk]]) == [Together(decode, (1,)), Together(chunk, (0, 1))]
+    assert merged([[chunk], [decode, chunk]]) == [SharedForward(decode, (1,)), SharedForward(chunk, (0, 1))]
     assert merged([[], []]) == []
 
 
@@ -62,9 +62,9 @@ def shapes(tmp_path: Path) -> Shapes:
 def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever another rank brings, this one runs shapes that warm-up has run."""
     assert shapes.prefill_rows == (1,)
-    here = InStep(shapes, most=5)
+    here = DataParallelLockstep(shapes, max_forwards=5)
     group = SimpleNamespace(rank_in_group=0)
-    monkeypatch.setattr(in_step, "get_dp_group", lambda: group)
+    monkeypatch.setattr(data_parallel, "get_dp_group", lambda: group)
     listed = set(shapes.all())
     member: Any = Request(
         req_id="a", params=None, seed_words=(0, 0), prompt=[1] * 60, row=0, known=[1] * 60, num_computed=60

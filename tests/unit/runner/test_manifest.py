@@ -113,7 +113,14 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
     options = Options(bucket_strategy=rng.choice((None, "linear")), prefill_rows=rng.choice((None, (1, 2), (1, 4))))
     shapes = Shapes.from_config(config, options, backend, num_drafts)  # type: ignore[arg-type]
     listed, sizes = set(shapes.all()), set(shapes.decode_sizes())
-    requests = Requests(backend, max_rows, shapes.max_context + 8, [BLOCK], shapes.max_context, seed=0)  # type: ignore[arg-type]
+    requests = Requests(
+        backend,
+        max_rows=max_rows,
+        max_len=shapes.max_context + 8,
+        block_sizes=[BLOCK],
+        max_context=shapes.max_context,
+        seed=0,
+    )  # type: ignore[arg-type]
     scheduler = Scheduler(rng, max_rows, max_tokens, max_len, num_drafts)
     asked = 0
     for _ in range(num_steps):
@@ -165,7 +172,9 @@ def test_uploads_of_a_listed_decode_have_its_shape() -> None:
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     shapes = Shapes.from_config(config, Options(), backend, 3)  # type: ignore[arg-type]
-    requests = Requests(backend, 4, shapes.max_context + 8, [BLOCK], shapes.max_context, seed=0)  # type: ignore[arg-type]
+    requests = Requests(
+        backend, max_rows=4, max_len=shapes.max_context + 8, block_sizes=[BLOCK], max_context=shapes.max_context, seed=0
+    )  # type: ignore[arg-type]
     requests.apply(step({"a": 1}, new=[new_request("a", [1] * 40, [1, 2, 3], num_computed=39)]))
     request = requests.by_id["a"]
     shape = shapes.decode(1, [40])

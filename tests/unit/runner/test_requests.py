@@ -235,10 +235,10 @@ def test_what_no_layer_of_a_group_looks_back_to_is_not_listed(in_flight: int) ->
     backend: Any = FlatBackend()
     requests = Requests(
         backend,
-        4,
-        256,
-        [16, 16],
-        192,
+        max_rows=4,
+        max_len=256,
+        block_sizes=[16, 16],
+        max_context=192,
         seed=0,
         windows=[None, 20],
         in_flight=in_flight,  # type: ignore[arg-type]
@@ -295,7 +295,7 @@ def test_a_decode_elsewhere_has_tables_alone(requests: Requests) -> None:
 def test_ended_requests_are_told_in_one_order_on_every_rank() -> None:
     """A set of names has another order in each process; a drafter on the host remembers who ended last."""
     names = [f"request {index}" for index in range(40)]
-    requests = Requests(HostBackend(), 40, 64, [16], 64, seed=0)  # type: ignore[arg-type]
+    requests = Requests(HostBackend(), max_rows=40, max_len=64, block_sizes=[16], max_context=64, seed=0)  # type: ignore[arg-type]
     new = [new_request(name, [1, 2], [1 + index]) for index, name in enumerate(names)]
     requests.apply(step(dict.fromkeys(names, 2), new=new))
     requests.apply(step({}, finished=set(names)))

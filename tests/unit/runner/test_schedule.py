@@ -22,7 +22,9 @@ def small() -> Shapes:
 @pytest.fixture
 def requests(small: Shapes) -> Requests:
     backend = HostBackend()
-    return Requests(backend, 4, small.max_context + 1, [16], small.max_context, seed=0)  # type: ignore[arg-type]
+    return Requests(
+        backend, max_rows=4, max_len=small.max_context + 1, block_sizes=[16], max_context=small.max_context, seed=0
+    )  # type: ignore[arg-type]
 
 
 def located(batch: Batch, requests: Requests) -> Located:
@@ -133,7 +135,9 @@ def drafting() -> tuple[Requests, Shapes]:
     """Three requests that wait to decode from position 3 on; "a" has two drafts, "b" three, "c" none."""
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, drafts=3)
     backend = HostBackend()
-    requests = Requests(backend, 4, wide.max_context + 4, [16], wide.max_context, seed=0)  # type: ignore[arg-type]
+    requests = Requests(
+        backend, max_rows=4, max_len=wide.max_context + 4, block_sizes=[16], max_context=wide.max_context, seed=0
+    )  # type: ignore[arg-type]
     names = {"a": [5], "b": [6], "c": [7]}
     requests.apply(step(dict.fromkeys(names, 4), new=[new_request(n, [1, 2, 3, 4], ids) for n, ids in names.items()]))
     rows = torch.tensor([requests.by_id[name].row for name in names])
@@ -183,7 +187,7 @@ def test_a_row_whose_drafts_could_not_be_used_is_an_ordinary_decode() -> None:
     requests.apply(scheduled)
     (batch,) = batches_of(scheduled, requests, wide, {"a": 3, "b": 2})
     assert located(batch, requests).num_real_B.tolist()[:2] == [1, 3]
-    assert requests.told_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
+    assert requests.reported_drafts(rows, torch.zeros(1)).tolist() == [FAULTY]
 
 
 def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
@@ -191,5 +195,5 @@ def test_a_drafter_whose_drafts_a_grammar_took_back_has_done_its_work() -> None:
     rows = torch.tensor([requests.by_id[name].row for name in "ab"])
     drafts = Drafts(torch.tensor([[9, 9, 9]] * 2).int(), torch.tensor([2, 0]).int())
     requests.put_drafts(rows, torch.tensor([4, 4]), drafts)
-    assert requests.told_drafts(rows, torch.tensor([0, 0])).tolist() == [UNVERIFIED, 0]
-    assert requests.told_drafts(rows, torch.tensor([1, 0])).tolist() == [1, 0]
+    assert requests.reported_drafts(rows, torch.tensor([0, 0])).tolist() == [UNVERIFIED, 0]
+    assert requests.reported_drafts(rows, torch.tensor([1, 0])).tolist() == [1, 0]

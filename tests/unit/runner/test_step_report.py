@@ -61,9 +61,7 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
     tokens = torch.tensor([[5, 6], [7, 8], [9, 0]], dtype=torch.int32)
     step = StepResult(
         [top, named, none],
-        Verification(tokens, torch.tensor([2, 2, 1]).int()),
-        logprobs=logprobs(6, 4, 0),
-        scores=logprobs(6, 3, 100),
+        Verification(tokens, torch.tensor([2, 2, 1]).int(), logprobs=logprobs(6, 4, 0), scores=logprobs(6, 3, 100)),
     )
     output = send(step, backend).get_output()
     assert backend.num_host_reads == 1
@@ -110,8 +108,8 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     """Two requests that want different numbers, one that wants none; chunks that are cut into slices."""
     backend = device()
     listed = shapes(max_num_seqs=4, max_tokens=512, max_len=512, prefill_rows=(1, 2, 4))
-    requests = Requests(backend, 4, 600, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, 4, VOCAB, -1, "raw_logprobs")  # type: ignore[arg-type]
+    requests = Requests(backend, max_rows=4, max_len=600, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
+    sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=-1, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
     chunk_TV, seen = torch.zeros(512, VOCAB), set()
     scoring = PromptLogprobs(HiddenLogits(), chunk_TV, sampling, backend, Downloads(backend, overlap=overlap))  # type: ignore[arg-type]
     wanted = {"a": 3, "b": -1, "c": None}
@@ -155,8 +153,8 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
 def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     """The user has them; outputs are prefilled beside the prompt."""
     backend, listed = HostBackend(), shapes(max_num_seqs=4, max_tokens=64, max_len=64)
-    requests = Requests(backend, 4, 100, [16], listed.max_context, seed=0)  # type: ignore[arg-type]
-    sampling = Sampling(backend, 4, VOCAB, 5, "raw_logprobs")  # type: ignore[arg-type]
+    requests = Requests(backend, max_rows=4, max_len=100, block_sizes=[16], max_context=listed.max_context, seed=0)  # type: ignore[arg-type]
+    sampling = Sampling(backend, max_rows=4, vocab_size=VOCAB, max_logprobs=5, logprobs_mode="raw_logprobs")  # type: ignore[arg-type]
     downloads = Downloads(backend, overlap=True)  # type: ignore[arg-type]
     scoring = PromptLogprobs(HiddenLogits(), torch.randn(64, VOCAB), sampling, backend, downloads)  # type: ignore[arg-type]
     again = new_request("a", [1, 2, 3], [1], prefill=[1, 2, 3, 4, 5], params=SamplingParams(prompt_logprobs=1))
@@ -170,9 +168,13 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
 def test_drafts_and_their_number_travel_in_the_same_read() -> None:
     backend = HostBackend()
     a, b = request("a"), request("b")
-    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    verification = Verification(
+        torch.tensor([[5, 6], [8, 0], [0, 0]]).int(),
+        torch.tensor([2, 1, 1]).int(),
+        num_drafts_B=torch.tensor([1, 1, 0]).int(),
+    )
     drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
-    report = send(StepResult([a, b], verification, num_drafts_B=torch.tensor([1, 1, 0]).int(), drafts=drafts), backend)
+    report = send(StepResult([a, b], verification, drafts=drafts), backend)
     output = report.get_output()
     assert backend.num_host_reads == 1
     assert isinstance(output, SpeculativeOutput)
@@ -196,11 +198,14 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
 )
 def test_faults_of_the_drafter_are_told_in_place_of_numbers(numbers: list[int], rounds: list[DraftRound]) -> None:
     backend = HostBackend()
-    verification = Verification(torch.tensor([[5, 6], [8, 0], [0, 0]]).int(), torch.tensor([2, 1, 1]).int())
+    verification = Verification(
+        torch.tensor([[5, 6], [8, 0], [0, 0]]).int(),
+        torch.tensor([2, 1, 1]).int(),
+        num_drafts_B=torch.tensor(numbers).int(),
+    )
     seen = DraftRound(("c",), worked=False)
     a, b = request("a"), request("b")
-    numbers_B = torch.tensor(numbers).int()
-    step = StepResult([a, b], verification, started=[b], num_drafts_B=numbers_B, draft_rounds=[seen])
+    step = StepResult([a, b], verification, started=[b], draft_rounds=[seen])
     output = send(step, backend).get_output()
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {name: max(n, 0) for name, n in zip("ab", numbers, strict=False)}

@@ -28,7 +28,7 @@ K, MAX_ROWS, ROWS, MAX_LEN = 3, 5, 6, 24
 
 def sampling(vocab: int, most: int, captures: bool = True, mode: str = "raw_logprobs") -> Sampling:
     backend = CapturingBackend() if captures else HostBackend()
-    return Sampling(backend, MAX_ROWS, vocab, most, mode)  # type: ignore[arg-type]
+    return Sampling(backend, max_rows=MAX_ROWS, vocab_size=vocab, max_logprobs=most, logprobs_mode=mode)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -124,7 +124,7 @@ class Case:
         """As the runner does it."""
         given = sampling(self.vocab, -1, captures, mode)
         backend = given.backend
-        requests = Requests(backend, MAX_ROWS, MAX_LEN, [16], MAX_LEN, seed=0)
+        requests = Requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, block_sizes=[16], max_context=MAX_LEN, seed=0)
         new = [
             new_request(name, self.prompts[name], [1], params=params, prefill=self.prompts[name] + self.outputs[name])
             for name, params in self.params.items()
@@ -144,19 +144,19 @@ class Case:
         inputs = given.prepare(batch, self.grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        verified = verify(
+        verification = verify(
             self.logits.clone(),
-            first_B[:, None] + torch.arange(K + 1, dtype=torch.int32),
-            batch.rows_B,
-            num_drafts_B,
-            self.laws,
-            requests,
-            inputs,
-            rule,
-            None,
-            mode,
+            positions_BQ=first_B[:, None] + torch.arange(K + 1, dtype=torch.int32),
+            rows_B=batch.rows_B,
+            num_drafts_B=num_drafts_B,
+            draft_probs_BKV=self.laws,
+            requests=requests,
+            inputs=inputs,
+            rule=rule,
+            custom=None,
+            logprobs_mode=mode,
         )
-        done = StepResult(members, verified.verification, verified.logprobs, verified.scores, num_drafts_B=num_drafts_B)
+        done = StepResult(members, verification._replace(num_drafts_B=num_drafts_B))
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
 
     def told(self, output: ModelRunnerOutput) -> dict[str, tuple[Any, ...]]:

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from vllm import SamplingParams
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from tests.support.fakes import step
+from tests.support.small_engine import ROOMY, SmallEngine, Variant
+from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.tune import chart, choice
 from vllm_gaudi_spec.tools.tune import choose as choose_command
@@ -95,59 +100,79 @@ def test_a_step_costs_what_its_kinds_cost() -> None:
     assert StepCost(1, 1.0, 3.0, 0.25).step_s(verifying=0.5) == 2.25
 
 
-class _Runner:
-    """Takes steps of given rows and queries; time is what a fake clock says."""
+class _Steps:
+    """Tells a clock of steps of given rows and queries, as a runner does; time is what `now` says."""
 
-    def __init__(self, now: list[float]) -> None:
-        self.now = now
-        self.drafting = SimpleNamespace(follow=self._wait(0), propose=self._wait(2), propose_behind=self._wait(1))
+    def __init__(self, clock: Clock, now: list[float]) -> None:
+        self.clock, self.now = clock, now
 
-    def _wait(self, seconds: float) -> object:
-        def work() -> None:
+    def draft(self, seconds: float) -> None:
+        with self.clock.drafting():
             self.now[0] += seconds
 
-        return work
-
-    def execute_model(self, scheduled: SimpleNamespace) -> None:
-        self.now[0] += scheduled.seconds
-        shape = SimpleNamespace(phase=scheduled.phase, queries=scheduled.queries)
-        self.pending = [SimpleNamespace(shape=shape)]
-
-    def step(self, rows: int, queries: int, seconds: float, phase: str = "decode") -> None:
-        self.execute_model(
-            SimpleNamespace(
-                num_scheduled_tokens=range(rows),
-                scheduled_new_reqs=[],
-                phase=phase,
-                queries=queries,
-                seconds=seconds,
-            )
-        )
-        self.drafting.propose()
-        self.drafting.propose_behind()
+    def step(self, rows: int, queries: int, seconds: float, phase: str = DECODE) -> None:
+        self.clock.step_begins()
+        names = [f"r{row}" for row in range(rows)]
+        planned = Planned(shape=Shape(phase, rows, queries, 64), requests=[], counts=[], finishes=[])
+        self.clock.step_planned(step(dict.fromkeys(names, queries)), [planned])
+        self.now[0] += seconds
+        self.draft(2)
+        self.draft(1)
         self.now[0] += 10  # what the engine does between two steps
 
 
 def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """From one step's beginning to the next one's, the drafter apart, and only between steps of the same batch."""
-    now = [0.0]
+    now = [1e6]  # since the machine was started
     monkeypatch.setattr("vllm_gaudi_spec.tools.tune.costs.time.perf_counter", lambda: now[0])
-    runner = _Runner(now)
-    clock = Clock(runner)
-    clock.take()
+    clock = Clock()
+    assert clock.take() == [], "nothing began"
+    runner = _Steps(clock, now)
     for _ in range(4):
         runner.step(2, 4, seconds=5)
     for _ in range(3):
         runner.step(2, 1, seconds=1)
     runner.step(1, 4, seconds=500)
-    runner.step(2, 4, seconds=500, phase="prefill")
-    steps = steady(clock.take(), 2)
+    runner.step(2, 4, seconds=500, phase=PREFILL)
+    every = clock.take()
+    assert every[0].seconds == 18, "the first step began when it was begun"
+    assert every[-1].rows == 0, "a prompt chunk is no decode"
+    steps = steady(every, 2)
     assert [(step.queries, step.seconds, step.draft) for step in steps] == [(4, 18, 3)] * 3 + [(1, 14, 3)] * 2
     assert cost_of(steps, 2) == StepCost(2, plain_s=11, verify_s=15, draft_s=3)
     # A drafter that never had anything to say
     assert cost_of(steps[3:], 2) == StepCost(2, plain_s=11, verify_s=11, draft_s=3)
     with pytest.raises(ValueError, match="no step decoded 2 requests at once"):
         cost_of(steps[:3], 2)
+
+
+@pytest.mark.parametrize(("method", "overlap"), [("draft_model", True), ("draft_model", False), ("suffix", False)])
+def test_a_runner_tells_its_observer_of_every_step_and_all_drafting(
+    method: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that no runner reads: it is moved by the drafter's own functions, below the runner's calls of them."""
+    engine = SmallEngine(Variant(method, overlap=overlap, num_blocks=ROOMY), tmp_path)
+    now = [1e6]
+    monkeypatch.setattr("vllm_gaudi_spec.tools.tune.costs.time.perf_counter", lambda: now[0])
+    proposer: Any = engine.runner.drafting._proposer  # type: ignore[union-attr]
+    propose = proposer.propose
+
+    def slow(*args: Any) -> Any:
+        now[0] += 3
+        return propose(*args)
+
+    proposer.propose = slow
+    before = dict(vars(engine.runner))
+    clock = engine.runner.observer = Clock()
+    assert {name for name, value in vars(engine.runner).items() if value is not before[name]} == {"observer"}
+    engine.add("a", [3, 4, 5], SamplingParams(temperature=0, max_tokens=24))
+    engine.finish()
+    steps = clock.take()
+    assert len(steps) == engine.num_steps
+    assert max(step.seconds for step in steps) == 3
+    decodes = [step for step in steps if step.rows == 1]
+    assert any(step.queries > 1 and step.draft == 3 for step in decodes)
+    assert sum(step.draft for step in steps) == now[0] - 1e6, "all time of the drafter was seen"
 
 
 # ---- the choice ------------------------------------------------------------------------------------------

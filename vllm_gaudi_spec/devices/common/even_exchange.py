@@ -1,5 +1,5 @@
-"""What vLLM's experts need of data-parallel ranks that have as many tokens each (`runner/in_step.py`), by collectives
-that every device has."""
+"""What vLLM's experts need of data-parallel ranks that have as many tokens each (`runner/data_parallel.py`), by
+collectives that every device has."""
 
 from __future__ import annotations
 

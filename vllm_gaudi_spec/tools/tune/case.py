@@ -18,6 +18,8 @@ from vllm_gaudi_spec.tools.tune.options import engine_options
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from vllm_gaudi_spec.runner.model_runner import ModelRunner
+
 _WARMUP_TOKENS = 16
 
 
@@ -58,7 +60,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         }
         timed = []
         if task["batches"]:
-            clock = costs.Clock(_runner(llm))
+            clock = _runner(llm).observer = costs.Clock()
             timed = [
                 costs.measure(llm, clock, prompts, num_drafts, batch, task["turns"], temperature)
                 for batch in task["batches"]
@@ -70,13 +72,15 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _runner(llm: LLM) -> Any:
+def _runner(llm: LLM) -> ModelRunner:
     try:
-        return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        core: Any = llm.llm_engine.engine_core
+        runner: ModelRunner = core.engine_core.model_executor.driver_worker.worker.model_runner
     except AttributeError:
         raise ValueError(
             "steps are timed in the engine's own process, which has no worker here: leave out tensor parallelism"
         ) from None
+    return runner
 
 
 if __name__ == "__main__":

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.tools.tune.acceptance import ask
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_gaudi_spec.records import Planned
 
 _PLAIN_TOKENS = 16
 MOST_TOKENS = 48
 """Of a request whose steps are timed."""
-_DRAFTING = ("follow", "propose", "propose_behind")
 
 
 @dataclass(frozen=True)
@@ -59,46 +63,42 @@ class _Step(NamedTuple):
 
 
 class Clock:
-    """Times the steps of a runner in this process, and the drafter in them."""
+    """Times the steps of a runner in this process, and the drafter in them: a `StepObserver`."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self) -> None:
         self._steps: list[_Step] = []
-        self._runner = runner
-        self._draft = self._started = 0.0
-        self._open = (0, 0)
-        for name in _DRAFTING if runner.drafting is not None else ():
-            setattr(runner.drafting, name, self._timed(getattr(runner.drafting, name)))
-        self._execute = runner.execute_model
-        runner.execute_model = self._execute_model
+        self._begun: float | None = None
+        self._rows = self._queries = 0
+        self._draft = 0.0
 
     def take(self) -> list[_Step]:
-        """The steps since the last call."""
-        self._close()
+        """The steps since the last call. The newest ends now."""
+        self._end_step()
         taken, self._steps = self._steps, []
         return taken
 
-    def _execute_model(self, scheduled: Any) -> Any:
-        self._close()
-        answer = self._execute(scheduled)
-        shapes = [batch.shape for batch in self._runner.pending]
-        rows = len(scheduled.num_scheduled_tokens)
-        decodes = len(shapes) == 1 and shapes[0].phase == "decode" and not scheduled.scheduled_new_reqs
-        self._open = (rows, shapes[0].queries) if decodes else (0, 0)
-        return answer
+    # --- what the runner calls ---
 
-    def _close(self) -> None:
-        now = time.perf_counter()
-        self._steps.append(_Step(*self._open, now - self._started, self._draft))
-        self._started, self._draft, self._open = now, 0.0, (0, 0)
+    def step_begins(self) -> None:
+        self._end_step()
+        self._begun = time.perf_counter()
 
-    def _timed(self, work: Any) -> Any:
-        def timed(*args: Any) -> Any:
-            started = time.perf_counter()
-            answer = work(*args)
-            self._draft += time.perf_counter() - started
-            return answer
+    def step_planned(self, scheduled: SchedulerOutput, batches: Sequence[Planned]) -> None:
+        shapes = [batch.shape for batch in batches]
+        if len(shapes) == 1 and shapes[0].phase == DECODE and not scheduled.scheduled_new_reqs:
+            self._rows, self._queries = len(scheduled.num_scheduled_tokens), shapes[0].queries
 
-        return timed
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._draft += time.perf_counter() - started
+
+    def _end_step(self) -> None:
+        if self._begun is not None:
+            seconds = time.perf_counter() - self._begun
+            self._steps.append(_Step(self._rows, self._queries, seconds, self._draft))
+        self._begun, self._rows, self._queries, self._draft = None, 0, 0, 0.0
 
 
 def measure(

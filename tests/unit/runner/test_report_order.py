@@ -1,0 +1,112 @@
+"""When a step's tokens and drafts leave for the host: seen by a device that writes down what it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.support.fakes import CapturingBackend, HostBackend
+from tests.support.small_engine import NUM_DRAFTS, ROOMY, SmallEngine, Variant, greedy_text
+
+PROMPT, NUM_TOKENS = [3, 4, 5], 24
+COPY, DRAFT = "copy", "draft"
+
+
+class _Recording(HostBackend):
+    """Its copies are made when they are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.events.append(COPY)
+        return super().download(tensor)
+
+
+class Eager(_Recording):
+    """Runs what it is asked."""
+
+
+class Capturing(_Recording, CapturingBackend):
+    """Overwrites what a program returned when it runs again."""
+
+
+def engine_of(backend: type[HostBackend], folder: Path, *, overlap: bool) -> Any:
+    engine: Any = SmallEngine(Variant("draft_model", overlap=overlap, num_blocks=ROOMY, backend=backend), folder)
+    proposer = engine.runner.drafting._proposer
+    propose = proposer.propose
+
+    def recorded(request: Any) -> Any:
+        engine.runner.backend.events.append(DRAFT)
+        return propose(request)
+
+    proposer.propose = recorded
+    engine.add("a", PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
+    return engine
+
+
+def drafted_in(events: list[str]) -> list[tuple[str, str]]:
+    """Steps that drafted: what was done first and second. A step has one copy, and drafts once or not at all."""
+    first = events[0]
+    steps = [place for place, event in enumerate(events) if event == first]
+    parts = [events[begin:end] for begin, end in zip(steps, [*steps[1:], len(events)], strict=True)]
+    return [(part[0], part[1]) for part in parts if len(part) == 2]
+
+
+BOTH_KINDS = pytest.mark.parametrize("backend", [Eager, Capturing])
+
+
+@BOTH_KINDS
+def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
+    backend: type[HostBackend], tmp_path: Path
+) -> None:
+    engine = engine_of(backend, tmp_path, overlap=True)
+    engine.finish()
+    events = engine.runner.backend.events
+    assert engine.texts["a"] == greedy_text(PROMPT, NUM_TOKENS)
+    assert events[0] == COPY
+    assert drafted_in(events).count((COPY, DRAFT)) == events.count(DRAFT) > 2
+    assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
+    assert engine.num_accepted > 0, "drafts that never travelled were verified"
+    assert engine.runner.take_draft_token_ids() is None, "they stay on the device"
+
+
+@BOTH_KINDS
+def test_without_it_drafts_leave_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
+    engine = engine_of(backend, tmp_path, overlap=False)
+    engine.finish()
+    events = engine.runner.backend.events
+    assert engine.texts["a"] == greedy_text(PROMPT, NUM_TOKENS)
+    assert events[0] == DRAFT
+    assert drafted_in(events).count((DRAFT, COPY)) >= events.count(DRAFT) - 1 > 2
+    assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
+
+
+@BOTH_KINDS
+def test_a_grammar_gets_the_drafts_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
+    """Only in steps with a request that has one: two requests, of which one gets a grammar after a while."""
+    engine = engine_of(backend, tmp_path, overlap=True)
+    for _ in range(4):
+        engine.step()
+    events = engine.runner.backend.events
+    events.clear()
+    engine.step()
+    assert events == [COPY, DRAFT]
+    engine.runner.requests.by_id["a"].params.structured_outputs = StructuredOutputsParams(regex="a*")
+    events.clear()
+    engine.step()
+    assert events == [DRAFT, COPY]
+    engine.runner.report.get_output()
+    drafts = engine.runner.take_draft_token_ids()
+    assert drafts.req_ids == ["a"]
+    row = engine.runner.requests.by_id["a"].row
+    length = int(engine.runner.requests.computed_R[row]) + 1
+    (tokens,) = drafts.draft_token_ids
+    assert 0 < len(tokens) <= NUM_DRAFTS
+    assert tokens == engine.runner.requests.history_RM[row, length : length + len(tokens)].tolist()
