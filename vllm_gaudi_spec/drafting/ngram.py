@@ -11,15 +11,11 @@ B rows, K drafts, M tokens of history.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Inputs
 
 
 class NgramProposer:
@@ -31,7 +27,7 @@ class NgramProposer:
         return [self._drafts(context.tokens_np, context.num_wanted) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Nothing is remembered."""
+        """No-op: nothing is remembered."""
 
     num_remembered = 0
 
@@ -66,9 +62,6 @@ class DeviceNgramProposer:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         _check(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
-
-    def follow(self, chunk: Inputs) -> None:
-        """The history holds it."""
 
     def propose(self, request: DraftRequest) -> Drafts:
         tokens_BM = request.history_RM.index_select(0, request.rows_B)

@@ -13,10 +13,9 @@ import pytest
 
 from tests.unit.drafting.test_token_bytes import byte_level, random_texts, sentencepiece_bpe, unigram, word_piece
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.coverage import Coverage
 from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder
-from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
-from vllm_gaudi_spec.drafting.universal.timeline import Reader, Timeline
+from vllm_gaudi_spec.drafting.universal.pairs import Coverage
+from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter, Timeline
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match
 
