@@ -80,9 +80,13 @@ def manifest(runner: Runner) -> set[Hashable]:
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
+def is_run(job: Job, max_tokens: int) -> bool:
+    """Whether a job is run and not only listed: it has `max_tokens` tokens at most (-1: no bound) and a greedy branch.
+    Where nothing is compiled per shape, running the others would cost time and gain nothing."""
+    return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
+
+
 def warm_up(runner: Runner, max_tokens: int) -> None:
-    """Jobs of more than `max_tokens` tokens (-1: none) and branches other than greedy are only listed: where nothing is
-    compiled per shape, running them would cost time and gain nothing."""
     recorder, backend = runner.recorder, runner.backend
     recorder.expect(manifest(runner))
     if backend.captures and runner.shows_progress:
@@ -91,7 +95,7 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
         return
-    chosen = [job for job in jobs(runner) if max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)]
+    chosen = [job for job in jobs(runner) if is_run(job, max_tokens)]
     kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes

@@ -309,7 +309,7 @@ def test_too_few_common_tokens_are_said_once(monkeypatch: pytest.MonkeyPatch) ->
     def warn(message: str, *args: Any) -> None:
         said.append(message % args)
 
-    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.coverage"), "warning", warn)
+    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.pairs"), "warning", warn)
     half = np.where(np.arange(100) < 50, 1, -1)
     for covered, expected in ((np.zeros(100), 0), (half, 1)):
         said.clear()
