@@ -32,10 +32,10 @@ import common  # noqa: E402
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import compile_time  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
-from vllm_gaudi_spec.drafting.drafter_state import DrafterState  # noqa: E402
-from vllm_gaudi_spec.drafting.head_reading import HeadReading  # noqa: E402
+from vllm_gaudi_spec.drafting.draft_model import DraftModelKVSync  # noqa: E402
+from vllm_gaudi_spec.drafting.head import HeadKVSync  # noqa: E402
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.drafting.reading import Reading  # noqa: E402
 from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
 from vllm_gaudi_spec.sampling.params import Sampling  # noqa: E402
@@ -118,12 +118,24 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
     finish = {
         signature
         for rows, queries in product(shapes.decode_rows, shapes.decode_queries)
-        for signature in sampling.every_signature(rows, queries)
+        for signature in (sampling.signature(rows, queries, branch) for branch in sampling.branches())
     }
     reports = {branch.of_reports() for branch in sampling.branches()}
     model, head = (
-        (lambda requests: DrafterState(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
-        (lambda requests: HeadReading(NOBODY, requests.hidden_states, requests, NOBODY, shapes, NOBODY, NOBODY, 1, 1)),
+        (lambda requests: DraftModelKVSync(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
+        (
+            lambda requests: HeadKVSync(
+                head=NOBODY,
+                hidden_states=requests.hidden_states,
+                requests=requests,
+                recorder=NOBODY,
+                shapes=shapes,
+                split=NOBODY,
+                blocks=NOBODY,
+                head_size=1,
+                longest=1,
+            )
+        ),
     )
     modes = ("greedy", "probabilistic", "coupled")
     own = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
@@ -146,7 +158,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
 
 
 def _drafts(
-    shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str, reading: Callable[[Any], Reading]
+    shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str, kv_sync: Callable[[Any], DrafterKVSync]
 ) -> int:
     """Signatures of a drafter on the device, and a second report for each of the runner's."""
     if not k:
@@ -155,11 +167,21 @@ def _drafts(
         method="draft_model", num_drafts=k, rule="standard", drafting=mode, drafter_max_len=shapes.max_len
     )
     requests: Any = SimpleNamespace(backend=backend, pad_row=0, hidden_states=SimpleNamespace(dtype=torch.float32))
-    make: Any = DeviceDrafting
-    drafting = make(NOBODY, NOBODY, requests, NOBODY, shapes, speculation, NOBODY, NOBODY, reading(requests))
+    drafting = DeviceDrafting(
+        proposer=NOBODY,
+        split=NOBODY,
+        requests=requests,
+        recorder=NOBODY,
+        shapes=shapes,
+        speculation=speculation,
+        laws=NOBODY,
+        guard=NOBODY,
+        kv_sync=kv_sync(requests),
+        coverage=None,
+    )
     reports = {branch.of_reports() for branch in sampling.branches()}
     with_drafts = len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports)
-    return len(set(drafting.signatures(sampling))) + with_drafts
+    return len({signature for job in drafting.jobs(sampling) for signature in job.signatures}) + with_drafts
 
 
 # ---- the existing worker -------------------------------------------------------------------------------

@@ -113,5 +113,5 @@ def _states(runner: Any) -> list[torch.Tensor]:
     """What steps change besides KV, and what says where KV is written."""
     requests = runner.requests
     states = [requests._history, requests.computed_R, requests.num_drafts_R]
-    reading = getattr(runner.drafting, "_reading", None)
-    return states + ([reading._reach_R] if hasattr(reading, "_reach_R") else [])
+    kv_sync = getattr(runner.drafting, "_kv_sync", None)
+    return states + ([kv_sync._reach_R] if hasattr(kv_sync, "_reach_R") else [])

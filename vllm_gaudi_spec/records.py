@@ -144,6 +144,8 @@ class SampleBatch:
     """int64; padding has the pad row."""
     ends: list[int]
     """The most tokens that each request may have now, its drafts of this step included."""
+    is_padding: bool = False
+    """Whether warm-up made it: nobody samples, and no drafts follow."""
 
 
 # --- drafts ---

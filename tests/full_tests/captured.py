@@ -54,10 +54,10 @@ PROGRAMS = {
     "sample": "ModelRunner._finish",
     "draft": "DeviceDrafting._draft_on_device",
     "draft text": "TextDrafting._draft_behind",
-    "follow": "DrafterState._read_rows",
+    "follow": "DraftModelKVSync._read_rows",
     "read": "TextDrafting._read",
-    "head": "HeadReading._read_newest",
-    "head chunk": "HeadReading._read_chunk",
+    "head": "HeadKVSync._read_newest",
+    "head chunk": "HeadKVSync._read_chunk",
     "report": "_pack",
     "prompt logprobs": "PromptLogprobs._score_slice",
 }
@@ -84,7 +84,7 @@ def programs_are_the_manifest(llm: LLM, before: Counter[str]) -> None:
     assert {name: made[name] for name in listed} == listed
     # One program each: a row's start, copies of KV blocks, the drafter's reach or drafts that the host made, adapters.
     assert {"Requests._start_row", "_copy_blocks"} <= set(changes_of_state)
-    others = {"DrafterState._put", "Followed._put", "Adapters._put_slots"}
+    others = {"DraftModelKVSync._put", "RequestHistory._put", "Adapters._put_slots"}
     assert set(changes_of_state) <= {"Requests._start_row", "_copy_blocks", *others}
     assert set(changes_of_state.values()) == {1}
 

@@ -368,8 +368,8 @@ class SmallEngine:
             longest = min(MAX_LEN, request.num_prompt + request.params.max_tokens) - 1
             waiting = int(requests.num_drafts_R[row])
             assert waiting == 0 or len(held.tokens) + waiting <= longest, "no draft that nobody has a use for"
-            if (followed := getattr(self.runner.drafting, "_followed", None)) is not None:
-                assert followed.tokens_np(row).tolist() == held.tokens, name
+            if (history := getattr(self.runner.drafting, "_history", None)) is not None:
+                assert history.tokens_np(row).tolist() == held.tokens, name
 
 
 @cache

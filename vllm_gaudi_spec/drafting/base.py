@@ -1,22 +1,35 @@
-"""What a drafter is asked and what it answers.
+"""The contracts of this room: what a proposer is asked, and when drafting runs in a step.
 
-Two kinds. A host proposer looks at token histories on the host, after a step's result was read. A device proposer
-works on device tensors and never waits for the device, so that it fits between two steps that overlap.
-
-B rows of a batch, K drafts at most, R rows of the request state, M tokens of history, V the vocabulary.
+Two kinds of proposers. A host proposer looks at token histories on the host, after a step's result was read. A device
+proposer works on device tensors and never waits for the device, so that it fits between two steps that overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, Hidden
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.outputs import DraftTokenIds
 
     from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.runner.kv_cache import KVCache
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 
 class HostProposer(Protocol):
@@ -53,3 +66,108 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, V]."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingContext:
+    """The parts of a loaded runner that drafting is built over."""
+
+    speculation: Speculation
+    vllm_config: VllmConfig
+    requests: Requests
+    recorder: StepRecorder
+    shapes: Shapes
+    kv_cache: KVCache
+    hidden_states: HiddenStateBuffer
+    """The hidden-state buffer of the target."""
+    target: LoadedModel
+    drafter: LoadedModel | None
+    """None for methods without a model."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.requests.backend.torch_device
+
+    @property
+    def max_rows(self) -> int:
+        return self.requests.pad_row
+
+    @property
+    def max_model_len(self) -> int:
+        return self.vllm_config.model_config.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.vllm_config.model_config.get_vocab_size()
+        return size
+
+
+class Drafting(ABC):
+    """When and for whom the drafter runs: on the device between two steps, or on the host after a step's one read.
+
+    Every kind leaves its drafts at the end of the rows' tokens, where the next step finds them, and reports to vLLM's
+    scheduler what it may schedule. A default here does nothing: a kind overrides the events that concern it.
+    """
+
+    # --- the scheduler ---
+
+    @abstractmethod
+    def apply(self, requests: Requests) -> None:
+        """Requests came and went, in `requests.admitted` and `requests.ended`."""
+
+    @abstractmethod
+    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+        """The scheduler's decision about faults, as `Word` has it. With `is_off` it asks for no drafts any more, which
+        is all that drafters on the host need. On the device, steps in flight and reads without drafts have to stop as
+        well."""
+
+    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        """int32: the most drafts that the device may have for each request, of those that were scheduled."""
+        return np.array(num_scheduled, dtype=np.int32)
+
+    def outgrown(self) -> Collection[str]:
+        """Requests without drafts in the newest step because their text is too long, by a limit that the drafter alone
+        knows."""
+        return ()
+
+    @abstractmethod
+    def take_rounds(self) -> list[DraftRound]:
+        """Rounds that the host has seen since the last call."""
+
+    @abstractmethod
+    def drafts_of(self, step: StepResult) -> DraftTokenIds:
+        """The drafts that follow a step whose result is on the host."""
+
+    def in_use(self) -> dict[str, int]:
+        """Number of requests that it remembers, by what it remembers of them."""
+        return {}
+
+    # --- a step ---
+
+    def follow(self, batch: Batch) -> None:  # noqa: B027
+        """The target has computed a batch. Default: no-op."""
+
+    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        """float32 [B, K, V]: the distributions of the rows' drafts. Default: None, no rule looks at them."""
+        return None
+
+    def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
+        """A part of the sampling pass, on the device: rows have so many tokens now. Default: no-op."""
+
+    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
+        """Drafts on the device, after the verification: at most `most` a row, which has `lengths_B` tokens. Default:
+        None, drafts follow when the host has read the step."""
+        return None
+
+    def propose_behind(self, step: StepResult, most: int) -> None:  # noqa: B027
+        """Drafts on the host, after the read of a step. Default: no-op."""
+
+    # --- warm-up ---
+
+    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+        """Warm-up of everything that the device may be asked for. Default: nothing."""
+        yield from ()
+
+    def no_drafts(self, num_rows: int) -> Drafts | None:
+        """The answer of `propose` for padding. Default: None, there is never one."""
+        return None

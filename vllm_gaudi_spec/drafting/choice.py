@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from vllm_gaudi_spec.drafting.memory import laws_shape
+from vllm_gaudi_spec.drafting.memory import probs_shape
 from vllm_gaudi_spec.records import Drafted, DraftRequest
 from vllm_gaudi_spec.sampling.drafts import Mode, draft
 from vllm_gaudi_spec.sampling.params import Branch
@@ -83,7 +83,7 @@ class DraftLaws:
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._pad_row = max_rows
-        shape = laws_shape(speculation, max_rows, vocab_size)
+        shape = probs_shape(speculation, max_rows, vocab_size)
         self._probs_RKV = torch.zeros(shape, device=device) if shape[0] else None
 
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:

@@ -3,25 +3,39 @@
 Its KV stands beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
 written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
 then. The first call of a round therefore always takes the two newest tokens, and at times writes the same KV again.
+
+`DraftModelKVSync` knows how far the drafter has read, row by row, and what it takes to catch up. The device knows it
+exactly. The host knows a lower bound, since drafts may be in flight: enough to tell which rows have to catch up, and in
+which shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
-from vllm_gaudi_spec.records import DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
+from vllm_gaudi_spec.runner.graphs import Job
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks, RoundBlocks
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.records import Drafted
+    from vllm_gaudi_spec.records import Batch, Drafted, Request, SampleBatch, Shape
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.shapes import Shapes
 
 NUM_NEWEST = 2
 """Tokens that the first call takes."""
@@ -99,3 +113,221 @@ def forward(
     """[B * N, H]. A row that has no token here stands at position 0 and writes to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
     return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks), carried)
+
+
+# --- drafter KV sync ---
+
+
+class Read(NamedTuple):
+    """Tokens that the drafter is to read, in a shape of prompt chunks."""
+
+    shape: Shape
+    rows_P: torch.Tensor
+    """int64."""
+    host_2P: torch.Tensor
+    """int32: where each row begins, as far as the host knows; a row of which less was read does not read now."""
+    blocks: Blocks
+
+
+@dataclass(slots=True)
+class _Lag:
+    """A row that has to catch up."""
+
+    request: Request
+    end: int = 0
+    gap: int = 0
+    """Up to so many tokens are unread."""
+
+
+class DraftModelKVSync(DrafterKVSync):
+    has_kv = True
+
+    def __init__(
+        self,
+        read: Callable[[Inputs], None],
+        requests: Requests,
+        recorder: StepRecorder,
+        shapes: Shapes,
+        drafter_max_len: int,
+        num_drafts: int,
+        blocks: ReadBlocks,
+    ) -> None:
+        """`read`: what makes the drafter read tokens, on the device."""
+        self._read = read
+        self._requests = requests
+        self._recorder = recorder
+        self._shapes = shapes
+        self._longest = drafter_max_len
+        self._num_drafts = num_drafts
+        num_rows = requests.pad_row + 1
+        self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.torch_device)
+        """Positions up to here have the drafter's KV, as far as their drafts were accepted."""
+        self._reach_np = np.zeros(num_rows, dtype=np.int32)
+        """The host's lower bound."""
+        self._keeps_up_np = np.zeros(num_rows, dtype=bool)
+        """Rows of which the drafter has read all but the newest tokens, as far as the host knows."""
+        self._arrived: set[int] = set()
+        """Rows whose first forward is still to come."""
+        self._blocks = blocks
+        self._run_read = requests.backend.graph(self._read_rows)
+        self._set_reach = requests.backend.graph(self._put)
+
+    # --- host ---
+
+    def on_admitted(self) -> None:
+        for request in self._requests.admitted:
+            self._blocks.admit(request.row, request.num_computed)
+            self._arrived.add(request.row)
+        self._blocks.clear_new()
+
+    def on_forward(self, batch: Batch) -> None:
+        if (read := self._chunk(batch)) is not None:
+            self._read_chunk(read)
+
+    def before_round(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
+    ) -> None:
+        for read in self._catch_up(batch, max_drafts_np):
+            self._read_chunk(read)
+
+    def _read_chunk(self, read: Read) -> None:
+        self._recorder.saw(self._signature(read.shape))
+        self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries)
+
+    def _chunk(self, batch: Batch) -> Read | None:
+        """What the drafter is to read of a batch: a prompt chunk, cut at its longest context."""
+        self._start_rows(batch.requests)
+        if batch.shape.phase != PREFILL:
+            return None
+        longest = self._longest
+        if all(request.num_computed >= longest for request in batch.requests):
+            return None
+        follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
+        if not any(follows):
+            return None
+        following = list(compress(zip(batch.requests, batch.counts, strict=True), follows))
+        self._note(
+            [request for request, _ in following], [request.num_computed + count for request, count in following]
+        )
+        rows_B, host_2B, blocks = batch.uploaded
+        # A row with a gap before its chunk reads both when it catches up.
+        return Read(batch.shape, rows_B, host_2B, blocks)
+
+    def _start_rows(self, requests: list[Request]) -> None:
+        """Not at admission: a row may share blocks that are written in this very step, by one that came before it."""
+        rows = [request.row for request in requests if request.row in self._arrived]
+        if not rows:
+            return
+        for request in requests:
+            if request.row in self._arrived:
+                reach = self._blocks.reach(request.row, request.num_computed)
+                self._reach_np[request.row] = reach
+                self._keeps_up_np[request.row] = reach == request.num_computed
+        self._arrived.difference_update(rows)
+        # In the shape of all rows, so that it is the same program in every step.
+        rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
+        rows_np[: len(rows)] = rows
+        self._upload_reach(rows_np)
+
+    def _upload_reach(self, rows_np: np.ndarray) -> None:
+        upload = self._requests.backend.upload
+        self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
+
+    def _note(self, requests: list[Request], reach: list[int]) -> None:
+        """The drafter has read these so far, up to its longest context."""
+        rows_np = np.array([request.row for request in requests], dtype=np.int64)
+        reach_np = np.minimum(np.array(reach, dtype=np.int32), self._longest)
+        known_np = self._reach_np[rows_np]
+        further_np = reach_np > known_np
+        self._blocks.note(rows_np[further_np], known_np[further_np], reach_np[further_np])
+        self._reach_np[rows_np[further_np]] = reach_np[further_np]
+
+    def _catch_up(self, batch: SampleBatch, max_drafts_np: np.ndarray) -> Iterator[Read]:
+        """What the drafter has to read first, in the shapes of prompt chunks: of rows that may draft now and did not
+        before. Rows that may not draft fall behind."""
+        rows_np = batch.rows_np[: len(max_drafts_np)]
+        behind = [
+            _Lag(batch.requests[place]) for place in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])
+        ]
+        for row in behind:
+            # All but the newest tokens, at most: those a row may have, whatever is in flight.
+            request = row.request
+            row.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.known)), self._longest)
+            row.gap = row.end - int(self._reach_np[request.row])
+        while behind := [row for row in behind if row.gap > 0]:
+            count = min(max(row.gap for row in behind), self._shapes.prefill_queries[-1])
+            group = behind[: self._shapes.prefill_rows_at(count)]
+            yield self._part(group, self._shapes.prefill(len(group), count, max(row.end for row in group) + count))
+            for row in group:
+                row.gap -= count
+        self._keeps_up_np[rows_np] = max_drafts_np > 0
+
+    def _part(self, group: list[_Lag], shape: Shape) -> Read:
+        rows_np = np.full(shape.rows, self._requests.pad_row, dtype=np.int64)
+        rows_np[: len(group)] = [row.request.row for row in group]
+        upload = self._requests.backend.upload
+        begin_np = np.zeros((2, shape.rows), dtype=np.int32)
+        blocks = self._requests.blocks(rows_np, [row.end for row in group], shape.context)
+        return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)
+
+    def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
+        drafted = list(compress(requests, max_drafts_np > 0))
+        self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
+
+    def invalidate(self, requests: list[Request]) -> None:
+        """All is read again, in the shapes in which rows catch up."""
+        for request in requests:
+            self._blocks.forget(request.row)
+        rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
+        rows_np[: len(requests)] = [request.row for request in requests]
+        self._reach_np[rows_np] = 0
+        self._keeps_up_np[rows_np] = False
+        self._upload_reach(rows_np)
+
+    on_faulty = invalidate
+
+    # --- device ---
+
+    def _read_rows(self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int) -> None:
+        """The next tokens that the drafter has not read, of rows that it has read up to where the host says at least;
+        all but the newest token."""
+        reach_P = self._reach_R.index_select(0, rows_P)
+        ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._longest)
+        num_real_P = torch.where(reach_P >= host_2P[0], (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
+        starts_P = torch.where(num_real_P > 0, reach_P, 0)
+        self._put(rows_P, reach_P + num_real_P)
+        place_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
+        tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + place_L)
+        self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks))
+
+    def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        """Once behind each verification: beyond the newest token nothing counts that was written for drafts. They were
+        rejected."""
+        self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
+
+    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, num_wanted_B: torch.Tensor) -> torch.Tensor:
+        """Of rows of which the drafter has read all but the newest tokens."""
+        return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, num_wanted_B, 0)
+
+    def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
+        """KV of the newest tokens and of all drafts but the last."""
+        reach_B = self._reach_R.index_select(0, rows_B)
+        wrote_B = lengths_B + drafts.num_drafts_B - 1
+        self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))
+
+    def _put(self, rows_B: torch.Tensor, reach_B: torch.Tensor) -> None:
+        self._reach_R.index_copy_(0, rows_B, torch.where(rows_B == self._requests.pad_row, 0, reach_B).int())
+
+    # --- warm-up ---
+
+    def _signature(self, shape: Shape) -> Hashable:
+        return ("draft", *shape)
+
+    def jobs(self) -> Iterator[Job]:
+        nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
+        yield Job("states", partial(self._upload_reach, nobody_np))
+        for shape in self._shapes.prefills():
+            yield Job("drafter's reads", partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
+
+    def _read_padding(self, shape: Shape) -> None:
+        self._read_chunk(self._part([], shape))

@@ -38,9 +38,9 @@ class Guard:
         self._num_caught = 0
 
     def caught(self, error: Exception, requests: Sequence[Request]) -> None:
-        """A drafter on the device raised; raises again where that is not to be survived: in warm-up, where it is a
-        mistake to be seen, and among several ranks."""
-        if not self._alone or not requests:
+        """A drafter on the device raised in service; raises again among several ranks, which cannot survive that.
+        Warm-up does not pass here: its jobs show the mistake."""
+        if not self._alone:
             raise error
         self.failed(error, requests)
 

@@ -3,21 +3,43 @@
 At position p it reads token p + 1 and what the target says behind token p, keeps its KV there, and its answer is a
 guess at what the target will say behind token p + 1: the next draft follows from it, and the step after that reads it
 in the target's place. Whatever it wrote for drafts is written again, from the target's own states, once it is known
-which were accepted (`drafting/head_reading.py`).
+which were accepted (`HeadKVSync`).
+
+The target's hidden states cannot be made again later. So a head reads with the target at every step, drafts or none, of
+every row up to its longest context: then all blocks that requests share hold its KV, and no row has to catch up. Where
+a read failed, or a row failed beside good ones, that row drafts no more, nor does one that shares its blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
+import torch
+
+from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_behind
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
+from vllm_gaudi_spec.records import PREFILL, Hidden, Rows
+from vllm_gaudi_spec.runner.batch import make_batch, make_padding, no_lengths, padding_of
+from vllm_gaudi_spec.runner.graphs import Job
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vllm_gaudi_spec.drafting.base import Model
+    from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
+    from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
-    from vllm_gaudi_spec.records import DraftRequest, Drafts
+    from vllm_gaudi_spec.records import Batch, DraftRequest, Drafts, Request, SampleBatch, Shape
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.shapes import Shapes
 
 
 class HeadProposer:
@@ -40,3 +62,156 @@ class HeadProposer:
 def translation_of(head: Model, vocab_size: int) -> Translation:
     """A head reads the target's tokens, and may have logits of fewer."""
     return SameTokens(vocab_size, vocab_size) if head.said is None else FewerTokens(head.said, vocab_size)
+
+
+# --- drafter KV sync ---
+
+
+class StateKVSync(DrafterKVSync):
+    """Of drafters without KV that read a state: the target's, from which each row's newest token was sampled."""
+
+    def __init__(self, hidden_states: HiddenStateBuffer) -> None:
+        self._hidden_states = hidden_states
+
+    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+        return Hidden(self._hidden_states.behind(rows_B, lengths_B))
+
+
+class HeadKVSync(DrafterKVSync):
+    has_kv = True
+    reads_every_step = True
+
+    def __init__(
+        self,
+        *,
+        head: Model,
+        hidden_states: HiddenStateBuffer,
+        requests: Requests,
+        recorder: StepRecorder,
+        shapes: Shapes,
+        split: LengthSplit,
+        blocks: ReadBlocks,
+        head_size: int,
+        longest: int,
+    ) -> None:
+        """`head_size`: of its hidden states. `longest`: positions that it has."""
+        self._head = head
+        self._hidden_states = hidden_states
+        self._requests = requests
+        self._recorder = recorder
+        self._shapes = shapes
+        self._split = split
+        self._blocks = blocks
+        self._longest = longest
+        shape = (requests.pad_row + 1, head_size)
+        device, dtype = requests.backend.torch_device, hidden_states.dtype
+        self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        """Of each row, what the head said behind the last that it read."""
+        self._run_chunk = requests.backend.graph(self._read_chunk)
+        self._run_newest = requests.backend.graph(self._read_newest)
+
+    # --- host ---
+
+    def on_admitted(self) -> None:
+        for request in self._requests.admitted:
+            self._blocks.admit(request.row, request.num_computed)
+        self._blocks.clear_new()
+        for request in self._requests.admitted:
+            if self._blocks.reach(request.row, request.num_computed) < request.num_computed:
+                self.invalidate([request])
+
+    def invalidate(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._blocks.forget(request.row)
+            self._split.exclude(request.row)
+
+    def on_forward(self, batch: Batch) -> None:
+        """Prompt chunks."""
+        if batch.shape.phase == PREFILL and min(request.num_computed for request in batch.requests) < self._longest:
+            self._read(batch.shape, batch.uploaded)
+
+    def _read(self, shape: Shape, rows: Rows) -> None:
+        self._recorder.saw(self._chunk_signature(shape))
+        self._run_chunk(shape.queries, *rows)
+
+    def before_round(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
+    ) -> None:
+        """What this step sampled: decodes, and the ends of prompts."""
+        # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
+        ahead = 2 * self._shapes.decode_queries[-1]
+        if min(end - ahead for end in batch.ends) < self._longest:
+            self._read_sampled(batch, lengths_B, blocks)
+
+    def _read_sampled(self, batch: SampleBatch, lengths_B: torch.Tensor, blocks: RoundBlocks) -> None:
+        self._recorder.saw(self._signature(len(batch.rows_np), batch.num_queries, blocks.context))
+        self._run_newest(batch.num_queries, batch.rows_B, lengths_B, blocks.blocks)
+
+    # --- device ---
+
+    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
+        return Hidden(self._last_RH.index_select(0, rows_B), self._carried_RH.index_select(0, rows_B))
+
+    def _read_chunk(
+        self,
+        queries: int,
+        rows_P: torch.Tensor,
+        host_2P: torch.Tensor,
+        blocks: Blocks,
+    ) -> None:
+        """Of a prompt that ends here the last position is read as well, beside a token that is not there yet: it is
+        read again once that is sampled."""
+        starts_P, counts_P = host_2P.unbind(0)
+        inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
+        self._head.forward(inputs, self._hidden_states.chunk(rows_P.shape[0] * queries))
+
+    def _read_newest(self, queries: int, rows_B: torch.Tensor, lengths_B: torch.Tensor, blocks: Blocks) -> None:
+        first_B = self._hidden_states.first(rows_B)
+        # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
+        num_read_B = lengths_B - 1 - first_B
+        inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
+        said = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
+        row_B = torch.arange(rows_B.shape[0], dtype=torch.int32, device=rows_B.device)
+        place_B = row_B * queries + (num_read_B - 1).clamp(min=0, max=queries - 1)
+        assert said.carried is not None
+        self._last_RH.index_copy_(0, rows_B, said.last.index_select(0, place_B))
+        self._carried_RH.index_copy_(0, rows_B, said.carried.index_select(0, place_B))
+
+    def _shifted(
+        self,
+        queries: int,
+        rows_B: torch.Tensor,
+        starts_B: torch.Tensor,
+        counts_B: torch.Tensor,
+        blocks: Blocks,
+    ) -> Inputs:
+        """Positions from `starts_B` on, and beside each the token that follows it; no further than the head goes."""
+        num_real_B = torch.minimum(counts_B, self._longest - starts_B).clamp(min=0).int()
+        starts_B = torch.where(num_real_B > 0, starts_B, 0)
+        place_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
+        tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + place_Q)
+        return rectangle(tokens_BQ, starts_B, num_real_B, blocks)
+
+    # --- warm-up ---
+
+    def _chunk_signature(self, shape: Shape) -> Hashable:
+        return ("head chunk", *shape)
+
+    def _signature(self, num_rows: int, num_queries: int, context: int) -> Hashable:
+        return ("head", num_rows, num_queries, context)
+
+    def jobs(self) -> Iterator[Job]:
+        for shape in self._shapes.prefills():
+            run = partial(self._read_padding, shape)
+            yield Job("drafter's reads", run, (self._chunk_signature(shape),), shape.tokens)
+        for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):
+            sizes = num_rows, num_queries, context
+            yield Job("drafter's reads", partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
+
+    def _read_padding(self, shape: Shape) -> None:
+        self._read(shape, make_batch(self._requests, padding_of(shape)).uploaded)
+
+    def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
+        batch = make_padding(self._requests, num_rows, num_queries)
+        blocks = RoundBlocks.of(self._requests, batch, [], context)
+        self._read_sampled(batch, no_lengths(self._requests, num_rows), blocks)

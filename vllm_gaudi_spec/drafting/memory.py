@@ -1,12 +1,25 @@
-"""Memory that drafting takes besides weights and the KV cache: for the worker, and for doctor, which loads no model."""
+"""Memory that drafting takes besides weights and the KV cache: its size, for the worker and for doctor, which loads no
+model; and the drafter KV region."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.runner.requests import host_lengths
+
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
     from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.runner.model import LoadedModel
 
 NO_ROOM_FOR_KV = (
     "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
@@ -15,13 +28,13 @@ NO_ROOM_FOR_KV = (
 _FLOAT32_BYTES = 4
 
 
-def laws_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
-    """Of the laws of drafts, in float32; zero rows where no law is kept."""
+def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
+    """Of the distributions of drafts, in float32; zero rows where none is kept."""
     return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
 
 
-def slab_blocks(max_rows: int, length: int, block_size: int) -> int:
-    """Of a drafter's own KV: each row's, and the pad block."""
+def region_blocks(max_rows: int, length: int, block_size: int) -> int:
+    """Blocks of a drafter KV region: each row's, and the pad block."""
     return 1 + max_rows * -(-length // block_size)
 
 
@@ -33,16 +46,70 @@ class KVBlock(NamedTuple):
 
 
 def drafting_bytes(
-    speculation: Speculation, max_rows: int, vocab_size: int, slab_block: KVBlock | None
+    speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """How much, by what for. `slab_block`: None for a drafter without a slab."""
+    """How much, by what for. `region_block`: None for a drafter without a KV region."""
     length = speculation.universal_slab
     parts = {
         "the float32 laws of drafts: sequences x drafts x vocabulary": (
-            _FLOAT32_BYTES * math.prod(laws_shape(speculation, max_rows, vocab_size))
+            _FLOAT32_BYTES * math.prod(probs_shape(speculation, max_rows, vocab_size))
         ),
         f"the drafter's KV: sequences x {length} tokens (universal_slab)": (
-            0 if slab_block is None else slab_blocks(max_rows, length, slab_block.num_tokens) * slab_block.num_bytes
+            0
+            if region_block is None
+            else region_blocks(max_rows, length, region_block.num_tokens) * region_block.num_bytes
         ),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+class DrafterKVRegion:
+    """KV of a drafter that counts positions of its own: each row has one range of blocks, for good.
+
+    It cannot stand in the target's blocks: those follow the target's tokens, and are shared by what they hold.
+    """
+
+    def __init__(
+        self, model: LoadedModel, backend: DeviceBackend, num_rows: int, length: int, max_context: int
+    ) -> None:
+        """`length` tokens a row; tables are as wide as `max_context`, where padding may point to."""
+        specs = model.kv_cache_spec()
+        self.length = length
+        self._size, block_bytes = block_of(specs)
+        self._backend = backend
+        num_blocks = region_blocks(num_rows, length, self._size)
+        self._allocate(model, specs, num_blocks, block_bytes)
+        width = -(-length // self._size)
+        self._table_np = np.zeros((num_rows + 1, -(-max_context // self._size)), dtype=np.int32)
+        # Block 0 is the pad block, and the last row belongs to nobody.
+        self._table_np[:num_rows, :width] = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+
+    def _allocate(self, model: LoadedModel, specs: dict[str, KVCacheSpec], num_blocks: int, block_bytes: int) -> None:
+        total, tensors = num_blocks * block_bytes, []
+        offset = 0
+        for name, spec in specs.items():
+            page = spec.page_size_bytes
+            tensors.append(KVCacheTensor(total, [name], page * num_blocks, page, offset))
+            offset += page * num_blocks
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
+        config = model.vllm_config
+        by_layer = self._backend.allocate_kv(
+            KVCacheConfig(num_blocks, tensors, groups), config.cache_config.get_resolved_kv_cache_layout()
+        )
+        model.bind_kv(by_layer, [list(specs)])
+
+    def blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
+        """Wide enough for `context` tokens. The first rows end at `ends`."""
+        table_np = self._table_np[rows_np, : -(-context // self._size)]
+        lengths_B = host_lengths(self._backend, len(rows_np), ends, context)
+        return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
+
+
+def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:
+    return KVBlock(_block_size(specs), sum(spec.page_size_bytes for spec in specs.values()))
+
+
+def _block_size(specs: dict[str, KVCacheSpec]) -> int:
+    sizes = {spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)}
+    assert len(sizes) == 1, "a drafter's layers have blocks of one size"
+    return sizes.pop()

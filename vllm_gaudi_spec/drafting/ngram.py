@@ -19,7 +19,6 @@ import torch
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
 
 
@@ -36,7 +35,7 @@ class NgramProposer:
         return [self._drafts(context.tokens_np, context.num_wanted) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Nothing is remembered."""
+        """No-op: nothing is remembered."""
 
     num_remembered = 0
 
@@ -75,9 +74,6 @@ class DeviceNgramProposer:
     @classmethod
     def build(cls, context: ProposerContext) -> DeviceNgramProposer:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
-
-    def follow(self, chunk: Inputs) -> None:
-        """The history holds it."""
 
     def propose(self, request: DraftRequest) -> Drafts:
         tokens_BM = request.history_RM.index_select(0, request.rows_B)

@@ -1,82 +1,62 @@
-"""Drafters that look at token histories on the host, behind a step's one read."""
+"""Drafters that look at token histories on the host, after a step's one read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.drafting.base import HostProposer
+from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.guard import Guard
-from vllm_gaudi_spec.records import Context, Drafts
+from vllm_gaudi_spec.records import Context
+from vllm_gaudi_spec.runner.graphs import Job
 
 if TYPE_CHECKING:
-    import torch
-
-    from vllm_gaudi_spec.drafting.followed import Drafter, Followed
+    from vllm_gaudi_spec.drafting.base import HostProposer
     from vllm_gaudi_spec.drafting.guard import Agree
-    from vllm_gaudi_spec.drafting.load import Draft
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.drafting.history import DraftingRow, RequestHistory
+    from vllm_gaudi_spec.records import DraftRound, Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
-    from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Sampling
 
 
-class HostDrafting:
-    def __init__(self, proposer: HostProposer, followed: Followed, vocab_size: int, agree: Agree) -> None:
+class HostDrafting(Drafting):
+    def __init__(self, proposer: HostProposer, history: RequestHistory, vocab_size: int, agree: Agree) -> None:
         self._proposer = proposer
-        self._followed = followed
+        self._history = history
         self._vocab_size = vocab_size
         self._agree = agree
         self._guard = Guard(alone=True)  # of drafters that work on the host no rank waits for another
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
-        self._followed.apply()
+        self._history.apply()
         for request in requests.admitted:
-            self._followed.admit(request)
+            self._history.admit(request)
         if requests.ended:
             self._proposer.forget(requests.ended)
 
     def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         for request in never:
-            self._followed.exclude(request.row)
+            self._history.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def outgrown(self) -> Collection[str]:
-        return ()
-
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        return np.array(num_scheduled)
-
-    def follow(self, batch: Batch) -> None:
-        """It reads what the host reads."""
-
-    def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """The host's histories know what was accepted."""
-
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        return None
-
     def propose_behind(self, step: StepResult, most: int) -> None:
         self._drafts = {}
-        new = self._followed.append(step)
-        drafters = self._followed.drafters(step, new, most) if new else []
-        if not drafters:
+        new = self._history.append(step)
+        members = self._history.drafting_rows(step, new, most) if new else []
+        if not members:
             return
-        asked = [drafter.request for drafter in drafters]
+        asked = [member.request for member in members]
         drafts: dict[str, list[int]] | None = None
         faulty: list[str] = []
         try:
-            drafts, faulty = self._ask(drafters)
+            drafts, faulty = self._ask(members)
         except Exception as error:
             self._agree(None)
             self._guard.failed(error, asked)
@@ -87,18 +67,18 @@ class HostDrafting:
         self._guard.done(faulty, len(asked))
         self._drafts = drafts
         if self._drafts:
-            self._followed.put(step, self._drafts)
+            self._history.put(step, self._drafts)
 
-    def _ask(self, drafters: list[Drafter]) -> tuple[dict[str, list[int]], list[str]]:
+    def _ask(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
         """Drafts of requests that have some, and requests whose drafts can not be used."""
         contexts = [
             Context(
-                req_id=drafter.request.req_id,
-                tokens_np=self._followed.tokens_np(drafter.request.row),
-                num_prompt=drafter.request.num_prompt,
-                num_wanted=drafter.num_wanted,
+                req_id=member.request.req_id,
+                tokens_np=self._history.tokens_np(member.request.row),
+                num_prompt=member.request.num_prompt,
+                num_wanted=member.num_wanted,
             )
-            for drafter in drafters
+            for member in members
         ]
         answers = self._proposer.propose(contexts)
         drafts: dict[str, list[int]] = {}
@@ -126,14 +106,5 @@ class HostDrafting:
     def in_use(self) -> dict[str, int]:
         return {"remembered": self._proposer.num_remembered}
 
-    def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
-        return iter(())
-
-    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
-        return iter(())
-
-    def no_drafts(self, num_rows: int) -> Drafts | None:
-        return None
-
-    def warm_up(self) -> None:
-        self._followed.warm_up()
+    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+        yield Job("states", self._history.warm_up)

@@ -5,6 +5,7 @@ A batch is made new each step and remembers nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_gaudi_spec.records import DECODE, Batch, Planned, Rows, SampleBatch
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_gaudi_spec.records import Request
+    from vllm_gaudi_spec.records import Request, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
 
@@ -92,6 +93,21 @@ def make_sample_batch(
     rows_np[: len(members)] = [request.row for request in members]
     rows_B = requests.backend.upload(torch.from_numpy(rows_np))
     return SampleBatch(requests=members, num_queries=num_queries, rows_np=rows_np, rows_B=rows_B, ends=ends)
+
+
+def padding_of(shape: Shape) -> Planned:
+    """For warm-up."""
+    return Planned(shape=shape, requests=[], counts=[], finishes=[])
+
+
+def make_padding(requests: Requests, num_rows: int, num_queries: int = 1) -> SampleBatch:
+    """For warm-up."""
+    return replace(make_sample_batch(requests, num_rows, num_queries, [], []), is_padding=True)
+
+
+def no_lengths(requests: Requests, num_rows: int) -> torch.Tensor:
+    """int32 [B]: tokens of rows that are padding."""
+    return requests.backend.upload(torch.zeros(num_rows, dtype=torch.int32))
 
 
 def plan_batches(

@@ -1,9 +1,9 @@
-"""Counts steps and their distinct signatures: proof that nothing new is compiled after warm-up."""
+"""Signatures of steps: the jobs that warm-up makes them with, and the recorder that proves that none came after it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -16,6 +16,25 @@ logger = init_logger(__name__)
 
 _ASK_EVERY = 16
 """Steps between two looks at the device's own count of programs: what a look costs is its bridge's affair."""
+
+
+class Job(NamedTuple):
+    """A run of warm-up on padding, through the functions that serve requests."""
+
+    kind: str
+    """Its name in the progress of warm-up."""
+    run: Callable[[], object]
+    signatures: tuple[Hashable, ...] = ()
+    """The step signatures that the run makes: the manifest is made of these. None for a change of state."""
+    num_tokens: int = 0
+    """Compared with the bound of warm-up."""
+    is_common: bool = True
+    """False for a branch other than greedy: it is run where warm-up has no bound."""
+
+
+def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashable:
+    """`sizes`: rows, queries, and the branch of what travels besides tokens."""
+    return ("report", *sizes, has_drafts)
 
 
 class StepRecorder:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
-from vllm_gaudi_spec.drafting.load import Drafting, load_drafter, load_drafting
-from vllm_gaudi_spec.drafting.memory import drafting_bytes
-from vllm_gaudi_spec.drafting.universal.slab import block_of
+from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
+from vllm_gaudi_spec.drafting.load import load_drafting
+from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
+from vllm_gaudi_spec.drafting.models import load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
-from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.graphs import StepRecorder, report_signature
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
@@ -120,7 +120,7 @@ class ModelRunner:
 
     @property
     def _drafts_in_slab(self) -> bool:
-        """Whether the drafter's KV stands apart from the target's blocks, in a `Slab`, which binds it."""
+        """Whether the drafter's KV stands apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
         return self.speculation is not None and self.speculation.retokenizes
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
@@ -172,15 +172,17 @@ class ModelRunner:
         self.drafting: Drafting | None = None
         if self.speculation is not None:
             self.drafting = load_drafting(
-                self.speculation,
-                self.vllm_config,
-                self.requests,
-                self.recorder,
-                self.shapes,
-                self.kv_cache,
-                self.hidden_states,
-                self.target,
-                self.drafter,
+                DraftingContext(
+                    speculation=self.speculation,
+                    vllm_config=self.vllm_config,
+                    requests=self.requests,
+                    recorder=self.recorder,
+                    shapes=self.shapes,
+                    kv_cache=self.kv_cache,
+                    hidden_states=self.hidden_states,
+                    target=self.target,
+                    drafter=self.drafter,
+                )
             )
         self._run_forward = self.backend.graph(self._forward)
         # What users bring may do on the host what it likes.
@@ -307,7 +309,7 @@ class ModelRunner:
 
     def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]:
         """What the rows sampled, and int32 [B]: how many tokens each has now."""
-        self.recorder.saw(self.sampling.signature(batch, inputs.branch))
+        self.recorder.saw(self.sampling.signature(len(batch.rows_np), batch.num_queries, inputs.branch))
         verification, lengths_B = self._run_finish(batch.num_queries, batch.rows_B, inputs)
         signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
         return StepResult(batch.requests, verification, signature=signature), lengths_B
@@ -339,7 +341,7 @@ class ModelRunner:
 
     def send(self, step: StepResult) -> Report:
         if step.verification is not None:
-            self.recorder.saw(("report", *step.signature, step.drafts is not None))
+            self.recorder.saw(report_signature(step.signature, has_drafts=step.drafts is not None))
         return self.reports.send(step)
 
     def read(self, report: Report, max_drafts: int) -> ModelRunnerOutput:
@@ -360,12 +362,6 @@ class ModelRunner:
 
     def observed_drafting(self) -> AbstractContextManager[None]:
         return _NOT_OBSERVED if self.observer is None else self.observer.drafting()
-
-    def report_signatures(self) -> Iterator[Hashable]:
-        reports = {branch.of_reports() for branch in self.sampling.branches()}
-        drafts = (False, True) if self.drafting is not None and self.drafting.no_drafts(1) is not None else (False,)
-        for sizes in product(self.shapes.decode_rows, self.shapes.decode_queries, reports, drafts):
-            yield ("report", *sizes)
 
     # --- what runs on the device: see `DeviceBackend.graph` ---
 
@@ -407,7 +403,7 @@ class ModelRunner:
             verification = verification._replace(num_drafts_B=reported_B)
         self.requests.advance(rows_B, last_B, verification)
         if self.drafting is not None:
-            self.drafting.settle(rows_B, lengths_B)
+            self.drafting.on_verified(rows_B, lengths_B)
         return verification, lengths_B
 
     # --- what programs that bring their own functions reach for, by the names of vLLM's runner ---

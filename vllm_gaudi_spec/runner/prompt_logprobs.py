@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_spec.records import PREFILL, PromptScores
+from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
@@ -81,17 +83,20 @@ class PromptLogprobs:
         ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
         return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
 
-    def warm_up(self, saw: Callable[[Hashable], None]) -> None:
+    def jobs(self, saw: Callable[[Hashable], None]) -> Iterator[Job]:
+        # A device that captures compiles these for prompts of any length, so no bound on tokens leaves them out.
+        num_tokens = 0 if self._backend.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
-            saw(self._signature(count))
-            self._piece(0, [0], count, 0)
+            run = partial(self._run_padding, count, saw)
+            yield Job("prompt logprobs", run, (self._signature(count),), num_tokens)
+
+    def _run_padding(self, count: int, saw: Callable[[Hashable], None]) -> None:
+        saw(self._signature(count))
+        self._piece(0, [0], count, 0)
 
     @staticmethod
     def _signature(count: int) -> Hashable:
         return ("prompt logprobs", count)
-
-    def signatures(self) -> Iterator[Hashable]:
-        return map(self._signature, self._sampling.prompt_logprob_counts())
 
 
 def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:

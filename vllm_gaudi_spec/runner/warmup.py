@@ -8,47 +8,87 @@ import time
 from collections import Counter
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.records import DECODE, Planned
-from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
+from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
+from vllm_gaudi_spec.runner.graphs import Job, report_signature
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Hashable, Iterator
 
-    from vllm_gaudi_spec.drafting.load import Draft
-    from vllm_gaudi_spec.records import Shape
-    from vllm_gaudi_spec.runner.model_runner import ModelRunner
+    import torch
+    from vllm.config import VllmConfig
 
-    Job = tuple[str, Callable[[], None]]
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.drafting.base import Drafting
+    from vllm_gaudi_spec.records import Batch, SampleBatch, Shape, StepResult
+    from vllm_gaudi_spec.runner.graphs import StepRecorder
+    from vllm_gaudi_spec.runner.kv_cache import KVCache
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs
+    from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 logger = init_logger(__name__)
 
 
-def manifest(runner: ModelRunner) -> set[Hashable]:
-    """Every step signature that the configuration can reach: forwards by shape, sampling passes by rows and branch,
-    drafts by rows, context and branch."""
-    shapes, sampling, drafting = runner.shapes, runner.sampling, runner.drafting
-    signatures: set[Hashable] = set(shapes.all())
-    for num_rows, num_queries in product(shapes.decode_rows, shapes.decode_queries):
-        signatures.update(sampling.every_signature(num_rows, num_queries))
-    signatures.update(runner.report_signatures())
-    signatures.update(runner.prompt_logprobs.signatures())
-    if drafting is not None:
-        signatures.update(drafting.signatures(sampling))
-    return signatures
+class Runner(Protocol):
+    """The parts of the model runner that warm-up runs."""
+
+    vllm_config: VllmConfig
+    backend: DeviceBackend
+    recorder: StepRecorder
+    requests: Requests
+    kv_cache: KVCache
+    shapes: Shapes
+    sampling: Sampling
+    prompt_logprobs: PromptLogprobs
+    target: LoadedModel
+    drafter: LoadedModel | None
+    drafting: Drafting | None
+    shows_progress: bool
+
+    def compute(self, batch: Batch) -> None: ...
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]: ...
+    def send(self, step: StepResult) -> object: ...
 
 
-def warm_up(runner: ModelRunner, max_tokens: int) -> None:
-    """Forwards of more than `max_tokens` tokens (-1: none) and sampling passes other than greedy are only listed: where
-    nothing is compiled per shape, running them would cost time and gain nothing."""
+def jobs(runner: Runner) -> Iterator[Job]:
+    """Everything that the configuration can reach, forwards from the largest on."""
+    yield Job("states", partial(_touch_states, runner))
+    yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
+    for shape in runner.shapes.all():
+        kind = "decodes" if shape.phase == DECODE else "prompt chunks"
+        yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
+    branches = sorted(runner.sampling.branches())
+    has_drafts = runner.drafting is not None and runner.drafting.no_drafts(1) is not None
+    for num_rows, num_queries in product(reversed(runner.shapes.decode_rows), runner.shapes.decode_queries):
+        for branch in branches:
+            yield _sampling_pass(runner, num_rows, num_queries, branch, has_drafts=has_drafts)
+    if runner.drafting is not None:
+        yield from runner.drafting.jobs(runner.sampling)
+
+
+def manifest(runner: Runner) -> set[Hashable]:
+    """Every step signature that the configuration can reach: warm-up, listed and not run."""
+    return {signature for job in jobs(runner) for signature in job.signatures}
+
+
+def is_run(job: Job, max_tokens: int) -> bool:
+    """Whether a job is run and not only listed: it has `max_tokens` tokens at most (-1: no bound) and a greedy branch.
+    Where nothing is compiled per shape, running the others would cost time and gain nothing."""
+    return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
+
+
+def warm_up(runner: Runner, max_tokens: int) -> None:
     recorder, backend = runner.recorder, runner.backend
     recorder.expect(manifest(runner))
     if backend.captures and runner.shows_progress:
@@ -57,8 +97,8 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
         return
-    jobs = list(_jobs(runner, max_tokens))
-    kinds = Counter(kind for kind, _ in jobs)
+    chosen = [job for job in jobs(runner) if is_run(job, max_tokens)]
+    kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes
     logger.info(
@@ -72,10 +112,10 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     if estimate := backend.describe_warm_up(len(recorder.manifest)):
         logger.info("It may take %s.", estimate)
     started = time.perf_counter()
-    with backend.compiling_only(), tqdm(jobs, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar:
-        for kind, job in bar:
-            bar.set_postfix_str(kind, refresh=False)
-            job()
+    with backend.compiling_only(), tqdm(chosen, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar:
+        for job in bar:
+            bar.set_postfix_str(job.kind, refresh=False)
+            job.run()
     backend.synchronize()
     if kinds["decodes"]:
         for loaded in (runner.target, runner.drafter):
@@ -96,7 +136,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def write_manifest(runner: ModelRunner) -> None:
+def write_manifest(runner: Runner) -> None:
     """A JSON file, named after what is in it. A server runs without it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
@@ -111,58 +151,35 @@ def write_manifest(runner: ModelRunner) -> None:
     logger.info("The %d programs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
 
-def _done(runner: ModelRunner) -> None:
+def _done(runner: Runner) -> None:
     runner.recorder.warm_up_done(runner.backend.num_host_reads)
     runner.backend.warmed_up()
 
 
-def _jobs(runner: ModelRunner, max_tokens: int) -> Iterator[Job]:
-    """Everything to run, and what it is called; the largest first."""
-    everything = max_tokens < 0
-
-    def chosen(num_tokens: int) -> bool:
-        return everything or num_tokens <= max_tokens
-
-    yield "states", partial(_touch_states, runner)
-    for shape in runner.shapes.all():
-        if chosen(shape.tokens):
-            yield "decodes" if shape.phase == DECODE else "prompt chunks", partial(_forward, runner, shape)
-    branches = sorted(runner.sampling.branches()) if everything else [Branch()]
-    for num_rows, num_queries in product(reversed(runner.shapes.decode_rows), runner.shapes.decode_queries):
-        if chosen(num_rows * num_queries):
-            for branch in branches:
-                yield "sampling passes", partial(_sample, runner, num_rows, num_queries, branch)
-    if runner.drafting is not None:
-        for num_rows, branch, draft in runner.drafting.rounds(runner.sampling):
-            if chosen(num_rows) and (everything or branch == Branch()):
-                yield "rounds of drafts", partial(_draft, runner, num_rows, branch, draft)
-
-
-def _touch_states(runner: ModelRunner) -> None:
+def _touch_states(runner: Runner) -> None:
     runner.requests.warm_up()
     runner.kv_cache.warm_up()
     if runner.target.adapters is not None:
         runner.target.adapters.warm_up()
-    if runner.backend.captures:
-        runner.prompt_logprobs.warm_up(runner.recorder.saw)
-    if runner.drafting is not None:
-        runner.drafting.warm_up()
 
 
-def _forward(runner: ModelRunner, shape: Shape) -> None:
-    runner.forward(make_batch(runner.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
+def _forward(runner: Runner, shape: Shape) -> None:
+    runner.compute(make_batch(runner.requests, padding_of(shape)))
 
 
-def _sample(runner: ModelRunner, num_rows: int, num_queries: int, branch: Branch) -> None:
-    batch = make_sample_batch(runner.requests, num_rows, num_queries, [], [])
+def _sampling_pass(runner: Runner, num_rows: int, num_queries: int, branch: Branch, *, has_drafts: bool) -> Job:
+    """With the reports of its step: without drafts, and with them where a drafter on the device may leave some."""
+    sizes, kinds = (num_rows, num_queries, branch.of_reports()), (False, True) if has_drafts else (False,)
+    reports = (report_signature(sizes, has_drafts=kind) for kind in kinds)
+    signatures = (runner.sampling.signature(num_rows, num_queries, branch), *reports)
+    run = partial(_sample, runner, num_rows, num_queries, branch)
+    return Job("sampling passes", run, signatures, num_rows * num_queries, branch == Branch())
+
+
+def _sample(runner: Runner, num_rows: int, num_queries: int, branch: Branch) -> None:
+    batch = make_padding(runner.requests, num_rows, num_queries)
     step, _ = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
     runner.send(step)
     if runner.drafting is not None and (drafts := runner.drafting.no_drafts(num_rows)) is not None:
         step.drafts = drafts
         runner.send(step)
-
-
-def _draft(runner: ModelRunner, num_rows: int, branch: Branch, draft: Draft) -> None:
-    batch = make_sample_batch(runner.requests, num_rows, 1, [], [])
-    lengths_B = runner.backend.upload(torch.zeros(num_rows, dtype=torch.int32))
-    draft(batch, lengths_B, runner.sampling.inputs_of(batch, branch, {}))

@@ -285,17 +285,13 @@ class Sampling:
             row[: len(wanted)] = wanted
         return self.backend.upload(torch.from_numpy(ids))
 
-    def signature(self, batch: SampleBatch, branch: Branch) -> Hashable:
+    def signature(self, num_rows: int, num_queries: int, branch: Branch) -> Hashable:
         """What a captured finish depends on."""
-        return (len(batch.rows_np), batch.num_queries, branch, self.rules.shape if branch.ruled else None)
+        return (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
 
     def branches(self) -> Iterator[Branch]:
         every = Branch.every_coarse if self.backend.captures else Branch.every
         return every(self.vocab_size, self.logprob_counts)
-
-    def every_signature(self, num_rows: int, num_queries: int) -> Iterator[Hashable]:
-        for branch in self.branches():
-            yield (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
 
 
 def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:

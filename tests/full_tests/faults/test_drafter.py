@@ -25,7 +25,7 @@ from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
 from vllm_gaudi_spec.drafting.head import HeadProposer
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer
-from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
+from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer
 from vllm_gaudi_spec.records import DraftRequest, Drafts
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.scheduling.health import MOST_IN_A_ROW

@@ -13,21 +13,20 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
+from tests.support.warm_up import listed, run_jobs
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.choice import DraftLaws
-from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer
-from vllm_gaudi_spec.drafting.drafter_state import DrafterState
+from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
-from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
-from vllm_gaudi_spec.drafting.reading import Reading
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
-from vllm_gaudi_spec.records import Batch, Hidden, Planned
-from vllm_gaudi_spec.runner.batch import locate, make_batch, make_sample_batch
+from vllm_gaudi_spec.records import Batch, Hidden
+from vllm_gaudi_spec.runner.batch import locate, make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
@@ -91,7 +90,7 @@ class Rows:
         self.recorder = StepRecorder()
         self.num_drafts = num_drafts
         self.drafting = self.build(drafter_max_len)
-        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
         self.overlapping = True
         self.drafted: dict[str, int] = {}
         self.rejected: dict[str, int] = {}
@@ -101,10 +100,10 @@ class Rows:
         self.model = Remembers(drafter_max_len)
         proposer = AutoregressiveProposer(self.model, SameTokens(VOCAB, VOCAB + 3))
         blocks = ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0])
-        reading = DrafterState(
+        kv_sync = DraftModelKVSync(
             proposer.read, self.requests, self.recorder, self.shapes, drafter_max_len, self.num_drafts, blocks
         )
-        return self.drafting_of("draft_model", proposer, reading, drafter_max_len)
+        return self.drafting_of("draft_model", proposer, kv_sync, drafter_max_len)
 
     def speculation(self, method: str, drafter_max_len: int) -> Speculation:
         return Speculation(
@@ -122,7 +121,7 @@ class Rows:
         self,
         method: str,
         proposer: DeviceProposer,
-        reading: Reading,
+        kv_sync: DrafterKVSync,
         drafter_max_len: int,
         split: LengthSplit | None = None,
     ) -> DeviceDrafting:
@@ -131,7 +130,16 @@ class Rows:
         split = split or self.split(speculation)
         guard = Guard(alone=True)
         return DeviceDrafting(
-            proposer, split, self.requests, self.recorder, self.shapes, speculation, laws, guard, reading
+            proposer=proposer,
+            split=split,
+            requests=self.requests,
+            recorder=self.recorder,
+            shapes=self.shapes,
+            speculation=speculation,
+            laws=laws,
+            guard=guard,
+            kv_sync=kv_sync,
+            coverage=None,
         )
 
     def start(
@@ -188,7 +196,7 @@ class Rows:
         self.requests.advance(batch.rows_B, last, verification)
         inputs = self.sampling.prepare(batch, {})
         lengths = last + 1 + verification.num_sampled_B
-        self.drafting.settle(batch.rows_B, lengths)
+        self.drafting.on_verified(batch.rows_B, lengths)
         drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
         found: dict[str, list[int]] = {name: [] for name in answers}
         if drafts is not None:
@@ -224,12 +232,7 @@ class Rows:
         assert not self.recorder.unexpected
 
     def check_warm_up(self) -> None:
-        for shape in self.shapes.all():
-            self.drafting.follow(make_batch(self.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
-        for num_rows, branch, draft in self.drafting.rounds(self.sampling):
-            batch = make_sample_batch(self.requests, num_rows, 1, [], [])
-            draft(batch, torch.zeros(num_rows).int(), self.sampling.inputs_of(batch, branch, {}))
-        self.drafting.warm_up()
+        run_jobs(self.drafting.jobs(self.sampling), self.recorder)
         assert self.recorder._seen == self.recorder.manifest
         self.start(PROMPTS)
         assert self.sample({"a": [1], "b": [2]}) == {"a": self.expected("a"), "b": self.expected("b")}, (
@@ -342,7 +345,7 @@ def test_requests_that_come_together_share_what_was_read() -> None:
     ]
     rows.requests.apply(step({name: len(prompt) - 2 * BLOCK for name, prompt in both.items()}, new=new))
     rows.drafting.apply(rows.requests)
-    blocks = rows.drafting._reading._blocks  # type: ignore[attr-defined]
+    blocks = rows.drafting._kv_sync._blocks  # type: ignore[attr-defined]
     assert [blocks.reach(request.row, 2 * BLOCK) for request in rows.requests.admitted] == [2 * BLOCK] * 2
 
 

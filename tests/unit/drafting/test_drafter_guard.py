@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.support.fakes import CapturingBackend, HostBackend, step
+from tests.support.warm_up import run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
-from vllm_gaudi_spec.drafting.followed import Followed
 from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
+from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import guard_of
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import FAULTY, DraftRound, Drafts
@@ -140,7 +141,7 @@ class Odd(Counts):
 
 def behind(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
     requests, split, names = started()
-    drafting = HostDrafting(Odd(ask), Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(Odd(ask), RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(done, K)
@@ -186,7 +187,7 @@ def test_one_row_of_nonsense_leaves_the_others_their_drafts() -> None:
 def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
     requests, split, names = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     drafting.hear([], [requests.by_id["a"]], is_off=False)
     drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
@@ -213,7 +214,7 @@ def test_ranks_that_differ_have_no_drafts() -> None:
         asked.append(drafts)
         return False
 
-    drafting = HostDrafting(Counts(), Followed(split, requests, K), VOCAB, differ)
+    drafting = HostDrafting(Counts(), RequestHistory(split, requests, K), VOCAB, differ)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(done, K)
@@ -226,7 +227,9 @@ def test_ranks_that_differ_have_no_drafts() -> None:
 def test_one_that_raises_still_answers_the_other_ranks() -> None:
     requests, split, names = started()
     asked: list[Any] = []
-    drafting = HostDrafting(Odd(raises), Followed(split, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts)))
+    drafting = HostDrafting(
+        Odd(raises), RequestHistory(split, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts))
+    )
     drafting.apply(requests)
     drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
     assert asked == [None]
@@ -235,10 +238,21 @@ def test_one_that_raises_still_answers_the_other_ranks() -> None:
 # --- drafters on the device ---
 
 
-def test_warm_up_and_several_ranks_are_not_survived() -> None:
-    somebody = cast(Any, [SimpleNamespace(req_id="a")])
+@pytest.mark.parametrize("kind", [Rows, HeadRows])
+@pytest.mark.parametrize("broken", ["read", "propose"])
+def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
+    rows = kind(3)
+    if broken == "propose":
+        rows.drafting._proposer = SimpleNamespace(propose=raises)  # type: ignore[assignment]
+    else:
+        (rows.head if isinstance(rows, HeadRows) else rows.model).forward = raises  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Guard(alone=True).caught(ZeroDivisionError(), [])
+        run_jobs(rows.drafting.jobs(rows.sampling), rows.recorder)
+    assert rows.drafting.take_rounds() == []
+
+
+def test_several_ranks_are_not_survived() -> None:
+    somebody = cast(Any, [SimpleNamespace(req_id="a")])
     with pytest.raises(ZeroDivisionError):
         Guard(alone=False).caught(ZeroDivisionError(), somebody)
     guard = Guard(alone=True)

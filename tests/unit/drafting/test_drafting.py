@@ -8,12 +8,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import HostBackend, new_request, step
+from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftLaws
-from vllm_gaudi_spec.drafting.followed import Followed
 from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.history import RequestHistory
+from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
@@ -50,9 +51,6 @@ class CountsOnDevice:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def follow(self, chunk: Inputs) -> None:
-        raise AssertionError("it has no model that could read it")
-
     def propose(self, request: DraftRequest) -> Drafts:
         self.num_calls += 1
         last_B = request.history_RM.view(-1)[request.rows_B * request.history_RM.shape[1] + request.lengths_B - 1]
@@ -66,10 +64,21 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
-    listed = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
+    of_steps = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
     laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.torch_device)
-    drafting = DeviceDrafting(proposer, split, requests, recorder, listed, speculation(), laws, Guard(alone=True))
-    recorder.expect(drafting.signatures(sampling(requests)))
+    drafting = DeviceDrafting(
+        proposer=proposer,
+        split=split,
+        requests=requests,
+        recorder=recorder,
+        shapes=of_steps,
+        speculation=speculation(),
+        laws=laws,
+        guard=Guard(alone=True),
+        kv_sync=DrafterKVSync(),
+        coverage=None,
+    )
+    recorder.expect(listed(drafting.jobs(sampling(requests))))
     return drafting, recorder
 
 
@@ -114,7 +123,7 @@ def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting,
     """A host drafter that was asked behind a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -147,7 +156,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
     ignores.update_from_generation_config({}, eos_token_id=26)
     assert 26 in ignores.all_stop_token_ids
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
     drafting.propose_behind(step_, K)
@@ -157,7 +166,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
 def test_the_host_drafter_hears_who_has_ended() -> None:
     requests, split, _ = started()
     proposer = Counts()
-    drafting = HostDrafting(proposer, Followed(split, requests, K), VOCAB, on_one_rank)
+    drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     requests.apply(step({}, finished={"b"}))
     drafting.apply(requests)
     assert proposer.forgotten == ["b"]

@@ -20,12 +20,11 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cache
 from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.head import HeadProposer
-from vllm_gaudi_spec.drafting.head_reading import HeadReading, LastState
-from vllm_gaudi_spec.drafting.heads import LoadedHead, carried_too, layers_of, share
+from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
+from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
+from vllm_gaudi_spec.drafting.models import LoadedHead, carried_too, layers_of, share
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
-from vllm_gaudi_spec.drafting.read_blocks import ReadBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
 from vllm_gaudi_spec.runner.batch import Located, locate
@@ -82,19 +81,19 @@ class HeadRows(Rows):
         )
         self.fresh: set[str] = set()
         split = self.split(self.speculation("eagle", drafter_max_len))
-        reading = HeadReading(
-            self.head,
-            self.hidden_states,
-            self.requests,
-            self.recorder,
-            self.shapes,
-            split,
-            ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
+        kv_sync = HeadKVSync(
+            head=self.head,
+            hidden_states=self.hidden_states,
+            requests=self.requests,
+            recorder=self.recorder,
+            shapes=self.shapes,
+            split=split,
+            blocks=ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
             head_size=1,
             longest=drafter_max_len,
         )
         proposer = HeadProposer(self.head, SameTokens(VOCAB, VOCAB))
-        return self.drafting_of("eagle", proposer, reading, drafter_max_len, split)
+        return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
 
     def forward(self, batch: Batch) -> None:
         located = locate(batch.shape.phase, batch.uploaded, self.requests)
@@ -260,7 +259,7 @@ class MedusaRows(HeadRows):
         )
         self.fresh: set[str] = set()
         proposer = MedusaProposer(SaysMultiples(), SameTokens(VOCAB, VOCAB))
-        return self.drafting_of("medusa", proposer, LastState(self.hidden_states), drafter_max_len)
+        return self.drafting_of("medusa", proposer, StateKVSync(self.hidden_states), drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
         state = state_behind(self.tokens[name][:-1])

@@ -13,10 +13,9 @@ import pytest
 
 from tests.unit.drafting.test_token_bytes import byte_level, random_texts, sentencepiece_bpe, unigram, word_piece
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.drafting.universal.coverage import Coverage
 from vllm_gaudi_spec.drafting.universal.encoder import Encoded, Encoder
-from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
-from vllm_gaudi_spec.drafting.universal.timeline import Reader, Timeline
+from vllm_gaudi_spec.drafting.universal.pairs import Coverage
+from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter, Timeline
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match
 
@@ -310,7 +309,7 @@ def test_too_few_common_tokens_are_said_once(monkeypatch: pytest.MonkeyPatch) ->
     def warn(message: str, *args: Any) -> None:
         said.append(message % args)
 
-    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.coverage"), "warning", warn)
+    monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.pairs"), "warning", warn)
     half = np.where(np.arange(100) < 50, 1, -1)
     for covered, expected in ((np.zeros(100), 0), (half, 1)):
         said.clear()

@@ -11,6 +11,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import CapturingBackend, HostBackend, new_request, sampled, step
+from tests.support.warm_up import listed, run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
@@ -18,11 +19,10 @@ from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
-from vllm_gaudi_spec.drafting.followed import Followed
 from vllm_gaudi_spec.drafting.guard import Guard
+from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.limits import LengthSplit
-from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer
-from vllm_gaudi_spec.drafting.universal.text_drafting import TextDrafting
+from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
 from vllm_gaudi_spec.records import StepResult
@@ -42,7 +42,7 @@ class ClosestToken(Remembers):
         return -(torch.arange(self.vocab) - hidden).abs().float()
 
 
-class FixedSlab:
+class FixedRegion:
     """Three rows' worth of the model's memory, in an order that no other table has."""
 
     def __init__(self, length: int) -> None:
@@ -105,20 +105,21 @@ class Rows:
         self.recorder = StepRecorder()
         split = LengthSplit(self.backend, NUM_ROWS, self.speculation, MAX_LEN)  # type: ignore[arg-type]
         self.drafting = TextDrafting(
-            RetokenizedProposer(self.model, self.translation),
-            self.languages.reader,
-            self.languages.rewriter() if match == "slem" else None,
-            FixedSlab(length),  # type: ignore[arg-type]
-            Followed(split, self.requests, num_drafts),
-            self.requests,
-            self.recorder,
-            self.shapes,
-            DraftChoice(self.speculation, TORCH),
-            DraftLaws(self.speculation, NUM_ROWS, vocab, device),
-            num_drafts,
-            Guard(alone=True),
+            proposer=RetokenizedProposer(self.model, self.translation),
+            reader=self.languages.reader,
+            rewriter=self.languages.rewriter() if match == "slem" else None,
+            kv_region=FixedRegion(length),  # type: ignore[arg-type]
+            history=RequestHistory(split, self.requests, num_drafts),
+            requests=self.requests,
+            recorder=self.recorder,
+            shapes=self.shapes,
+            choice=DraftChoice(self.speculation, TORCH),
+            laws=DraftLaws(self.speculation, NUM_ROWS, vocab, device),
+            num_drafts=num_drafts,
+            guard=Guard(alone=True),
+            coverage=None,
         )
-        self.recorder.expect(self.drafting.signatures(self.sampling))
+        self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
         self.tokens: dict[str, list[int]] = {}
 
     def start(self, prompts: dict[str, list[int]], preempted: set[str] | None = None) -> None:
@@ -332,13 +333,6 @@ def test_a_drafter_that_can_not_spell_the_end_waits() -> None:
 
 def test_warm_up_runs_every_shape_that_can_come() -> None:
     """On a device with several contexts as well."""
-    from vllm_gaudi_spec.records import Planned
-    from vllm_gaudi_spec.runner.batch import make_batch
-
     rows = Rows(num_drafts=3, contexts=(64, 128, 384))
-    for shape in rows.shapes.all():
-        rows.drafting.follow(make_batch(rows.requests, Planned(shape=shape, requests=[], counts=[], finishes=[])))
-    for num_rows, branch, draft in rows.drafting.rounds(rows.sampling):
-        batch = make_sample_batch(rows.requests, num_rows, 1, [], [])
-        draft(batch, torch.zeros(num_rows).int(), rows.sampling.inputs_of(batch, branch, {}))
+    run_jobs(rows.drafting.jobs(rows.sampling), rows.recorder)
     assert rows.recorder._seen == rows.recorder.manifest

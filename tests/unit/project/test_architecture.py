@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,56 @@ MAY_IMPORT = {
     },
 }
 
+# Inside a room: module -> which others of the room it may import. `*` is all of them.
+_SHARED = {"base", "guard", "kv_sync", "limits", "vocabulary"}
+ROOMS: dict[str, dict[str, Set[str]]] = {
+    "drafting": {
+        "__init__": {"base", "vocabulary", "universal.pairs"},
+        # What everybody stands on knows nobody.
+        **dict.fromkeys((*_SHARED, "memory", "models"), frozenset()),
+        "choice": {"memory"},
+        "history": {"limits"},
+        # Proposers, and how the KV of each follows the target.
+        **dict.fromkeys(("custom", "ngram", "suffix"), frozenset({"base"})),
+        "draft_model": {"base", "kv_sync", "vocabulary"},
+        "head": {"base", "draft_model", "kv_sync", "limits", "vocabulary"},
+        "medusa": {"draft_model", "vocabulary"},
+        # Two vocabularies.
+        "universal.__init__": set(),
+        "universal.token_bytes": set(),
+        "universal.encoder": {"universal.token_bytes"},
+        "universal.vocab_map": {"universal.token_bytes"},
+        "universal.timeline": {"universal.encoder", "universal.token_bytes"},
+        "universal.pairs": {
+            *("vocabulary", "universal.encoder", "universal.timeline", "universal.token_bytes", "universal.vocab_map"),
+        },
+        # When drafts are made. No kind knows another.
+        "on_device": {*_SHARED, "choice", "universal.pairs"},
+        "on_host": {*_SHARED, "history"},
+        "universal.text_drafting": {
+            *(*_SHARED, "choice", "draft_model", "history", "memory", "universal.pairs", "universal.timeline"),
+        },
+        "load": {"*"},
+    },
+    "runner": {
+        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "report", "requests", "shapes"), frozenset()),
+        "weights": set(),
+        "batch": {"requests", "shapes"},
+        "data_parallel": {"shapes"},
+        "hidden_states": {"batch"},
+        "prompt_logprobs": {"graphs", "model", "report"},
+        # Not the model runner: warm-up names the parts that it runs.
+        "warmup": {"batch", "graphs", "kv_cache", "model", "prompt_logprobs", "requests", "shapes"},
+        "model_runner": {"*"},
+    },
+}
+
+# Circles of imports that are still there.
+KNOWN_CIRCLES = {
+    frozenset(f"emulator.{name}" for name in ("card", "kernels", "ops", "program", "queue", "report", "tensor")),
+    frozenset({"tools.cli", "tools.cli.completion"}),
+}
+
 
 def part_of(path: Path) -> str:
     """A folder or a loose module; of tools, one of these."""
@@ -130,6 +180,68 @@ def test_import_directions(path: Path) -> None:
     ours = {name.removeprefix("vllm_gaudi_spec.") for name in imports(path) if name.startswith("vllm_gaudi_spec.")}
     bad = {name for name in ours if not any(name == ok or name.startswith(f"{ok}.") for ok in allowed)}
     assert not bad, f"{path.name} may not import {sorted(bad)}"
+
+
+def module_of(path: Path) -> str:
+    """Its dotted name inside the package; that of a folder is its `__init__`'s."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports, for annotations too."""
+    modules = {module_of(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # A name out of a folder is a module of it, or stands in its `__init__`.
+                nested = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = [one if one.removeprefix("vllm_gaudi_spec.") in modules else node.module for one in nested]
+            else:
+                continue
+            ours = {one.removeprefix("vllm_gaudi_spec.") for one in found if one.startswith("vllm_gaudi_spec.")}
+            graph[name] |= (ours & set(modules)) - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules each of which reaches all others of its set."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found, waiting = set(), [start]
+        while waiting:
+            fresh = graph[waiting.pop()] - found
+            found |= fresh
+            waiting += fresh
+        reached[start] = found
+    return {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
+    }
+
+
+def test_imports_have_no_circles() -> None:
+    """For annotations too: a circle of types is a circle of ideas. One that is gone leaves the list."""
+    assert circles(import_graph()) == KNOWN_CIRCLES
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(graph) == {frozenset("abc"), frozenset("de")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_import_directions_inside_a_room(room: str) -> None:
+    graph, rules = import_graph(), ROOMS[room]
+    listed = {name.removeprefix(f"{room}.") for name in graph if name.startswith(f"{room}.")}
+    folders = {"universal"} & listed
+    assert {name.removesuffix(".__init__") for name in rules if name != "__init__"} == listed
+    for name, allowed in rules.items():
+        module = f"{room}.{name}".removesuffix(".__init__")
+        inside = {one.removeprefix(f"{room}.") for one in graph[module] if one.startswith(f"{room}.")} - folders
+        assert allowed == {"*"} or inside <= allowed, f"{module} may not import {sorted(inside - allowed)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_request, step
+from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
@@ -147,7 +148,7 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
     assert set(steps_of) == {"a", "b"}
     assert same(steps_of["a"], expected_scores(hidden["a"], prompts["a"][1:], 3))
     assert same(steps_of["b"], expected_scores(hidden["b"], prompts["b"][1:], VOCAB))
-    assert seen <= set(scoring.signatures())
+    assert seen <= set(signatures_of(scoring.jobs(seen.add)))
 
 
 def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:

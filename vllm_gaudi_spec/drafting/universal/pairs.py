@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.universal.encoder import Encoder
-from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
-from vllm_gaudi_spec.drafting.universal.timeline import Reader
+from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
 from vllm_gaudi_spec.drafting.universal.token_bytes import ModelTokenizer, Vocabulary, load_tokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap, vocab_map
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, SameTokens
@@ -110,3 +111,40 @@ def _stand_in(drafter: ModelTokenizer) -> int:
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0
+
+
+# --- whether a pair shares enough to be worth drafting with ---
+
+ENOUGH = 0.8
+"""Of the tokens that the target reads and writes. A draft ends, at the latest, at the first token without a partner: at
+0.8 that alone holds the mean accepted length under five."""
+_NUM_SEEN = 2000
+
+
+class Coverage:
+    """Warns once, when it has seen enough of the prompts that came in, that too few tokens have a partner."""
+
+    def __init__(self, target_to_draft: np.ndarray) -> None:
+        self._matched_V = target_to_draft >= 0
+        self._num_seen = self._num_matched = 0
+        self._judged = False
+
+    def saw(self, prompt: Sequence[int]) -> None:
+        if self._judged:
+            return
+        self._num_seen += len(prompt)
+        self._num_matched += int(self._matched_V[np.asarray(prompt, dtype=np.int64)].sum())
+        if self._num_seen < _NUM_SEEN:
+            return
+        self._judged = True
+        share = self._num_matched / self._num_seen
+        if share < ENOUGH:
+            logger.warning(
+                "The drafter has only %.0f%% of the tokens in the prompts seen (%d of %d), so most of its drafts can "
+                "not be what the target says. universal_context retokenize with universal_match slem, in "
+                "additional_config.gaudi_spec, drafts with the drafter's whole vocabulary; another drafter, or method "
+                "ngram, may serve better.",
+                100 * share,
+                self._num_matched,
+                self._num_seen,
+            )

@@ -1,14 +1,18 @@
-"""A drafter that is a model and reads the target's text in its own tokens, behind a step's one read.
+"""A drafter that is a model and reads the target's text in its own tokens, at positions of its own, after a step's one
+read.
 
 The host keeps every row's text in the drafter's tokens. What the drafter has not read of it, a first call of a round
 takes, if it is little; a longer rest, as a prompt's, is read before in the shapes of prompt chunks. So it makes no
-difference why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while.
+difference why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while. The proposer
+works on the device, in static shapes.
+
+N is the number of tokens that a row reads in a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,31 +22,64 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST
-from vllm_gaudi_spec.drafting.guard import Guard
-from vllm_gaudi_spec.drafting.universal.retokenized import RetokenizedProposer, Unread
+from vllm_gaudi_spec.drafting.base import Drafting
+from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_behind, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.records import FAULTY, PREFILL, Drafts
+from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
+from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
+from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks
+    from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
-    from vllm_gaudi_spec.drafting.followed import Drafter, Followed
-    from vllm_gaudi_spec.drafting.load import Draft
-    from vllm_gaudi_spec.drafting.universal.coverage import Coverage
-    from vllm_gaudi_spec.drafting.universal.rewriting import Rewriter
-    from vllm_gaudi_spec.drafting.universal.slab import Slab
-    from vllm_gaudi_spec.drafting.universal.timeline import Reader
-    from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
+    from vllm_gaudi_spec.drafting.guard import Guard
+    from vllm_gaudi_spec.drafting.history import DraftingRow, RequestHistory
+    from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
+    from vllm_gaudi_spec.drafting.universal.pairs import Coverage
+    from vllm_gaudi_spec.drafting.universal.timeline import Reader, Rewriter
+    from vllm_gaudi_spec.drafting.vocabulary import Translation
+    from vllm_gaudi_spec.records import DraftRequest, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-    from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
+    from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 
 # By so many tokens a text may shrink when its end is encoded again.
 _SLACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What the drafter has still to read before it can draft; a row that does not draft has none."""
+
+    tokens_BN: torch.Tensor
+    """int32, the drafter's."""
+    starts_B: torch.Tensor
+    """int32: where the first stands in the drafter's count."""
+    num_real_B: torch.Tensor
+    """int32."""
+
+
+class RetokenizedProposer:
+    def __init__(self, model: Model, translation: Translation) -> None:
+        self._model = model
+        self._translation = translation
+
+    def read(self, chunk: Inputs) -> None:
+        """Of a text that is longer than a round reads."""
+        self._model.forward(chunk)
+
+    def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
+        rows, width = unread.tokens_BN.shape
+        hidden = forward(self._model, unread.tokens_BN, unread.starts_B, unread.num_real_B, request.blocks)
+        row_B = torch.arange(rows, dtype=torch.int32, device=unread.starts_B.device)
+        last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
+        ends_B = unread.starts_B + unread.num_real_B
+        return draft_behind(self._model, self._translation, request, Hidden(last_BH), ends_B)
 
 
 class _Sampled(NamedTuple):
@@ -53,14 +90,15 @@ class _Sampled(NamedTuple):
     inputs: SamplingInputs
 
 
-class TextDrafting:
+class TextDrafting(Drafting):
     def __init__(
         self,
+        *,
         proposer: RetokenizedProposer,
         reader: Reader,
         rewriter: Rewriter | None,
-        slab: Slab,
-        followed: Followed,
+        kv_region: DrafterKVRegion,
+        history: RequestHistory,
         requests: Requests,
         recorder: StepRecorder,
         shapes: Shapes,
@@ -68,16 +106,16 @@ class TextDrafting:
         laws: DraftLaws,
         num_drafts: int,
         guard: Guard,
-        coverage: Coverage | None = None,
+        coverage: Coverage | None,
     ) -> None:
-        """`shapes`: for rows as long as the slab. With a `rewriter` drafts are the drafter's own tokens, to be written
-        anew in the target's."""
+        """`shapes`: for rows as long as the KV region has room for. With a `rewriter` drafts are the drafter's own
+        tokens, to be written anew in the target's."""
         self._guard = guard
         self._proposer = proposer
         self._reader = reader
         self._rewriter = rewriter
-        self._slab = slab
-        self._followed = followed
+        self._kv_region = kv_region
+        self._history = history
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
@@ -103,16 +141,16 @@ class TextDrafting:
     def _backend(self) -> DeviceBackend:
         return self._requests.backend
 
-    # --- what the runner tells ---
+    # --- the scheduler ---
 
     def apply(self, requests: Requests) -> None:
-        self._followed.apply()
+        self._history.apply()
         for row in requests.freed_rows:
             self._timelines.pop(row, None)
             self._num_followed.pop(row, None)
             self._outgrown.pop(row, None)
         for request in requests.admitted:
-            self._followed.admit(request)
+            self._history.admit(request)
             self._timelines[request.row] = Timeline(self._reader)
             self._num_followed[request.row] = 0
             if self._coverage is not None:
@@ -121,7 +159,7 @@ class TextDrafting:
     def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         self._start_anew(again)
         for request in never:
-            self._followed.exclude(request.row)
+            self._history.exclude(request.row)
 
     def _start_anew(self, requests: list[Request]) -> None:
         """As if the drafter had read nothing of them. Rows that it gave up stay so."""
@@ -136,25 +174,12 @@ class TextDrafting:
     def outgrown(self) -> Collection[str]:
         return tuple(self._outgrown.values())  # as they are now: proposing changes them
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        return np.array(num_scheduled)
-
-    def follow(self, batch: Batch) -> None:
-        """It reads behind the step; here the shapes are warmed up."""
-        if batch.requests or batch.shape.phase != PREFILL:
-            return
-        for shape in self._shapes.prefills():
-            if (shape.rows, shape.queries) == (batch.shape.rows, batch.shape.queries):
-                self._read_chunks([], shape.rows, shape.queries, shape.context)
-
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._laws.of(rows_B)
 
-    def settle(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """The host's timelines know what was accepted."""
-
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        self._sampled = _Sampled(batch, lengths_B, inputs)
+        if not batch.is_padding:
+            self._sampled = _Sampled(batch, lengths_B, inputs)
         return None
 
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
@@ -174,7 +199,7 @@ class TextDrafting:
             self._outgrown.pop(request.row, None)
         if self._sampled is None or step.verification is None:
             return
-        new = self._followed.append(step)
+        new = self._history.append(step)
         try:
             self._draft_for(step, new, most)
         except Exception as error:
@@ -187,45 +212,46 @@ class TextDrafting:
         for request, tokens in zip(step.requests, new, strict=True):
             if (timeline := self._timelines.get(request.row)) is not None:
                 timeline.verified(tokens[:-1])
-        drafters = [
-            able for drafter in self._followed.drafters(step, new, most) if (able := self._able(drafter)) is not None
-        ]
-        if not drafters:
+        found = map(self._limited, self._history.drafting_rows(step, new, most))
+        members = [member for member in found if member is not None]
+        if not members:
             return
-        self._catch_up([drafter.request.row for drafter in drafters])
-        unread = max(self._num_unread(drafter.request.row) for drafter in drafters)
-        longest = max(len(self._timelines[drafter.request.row]) for drafter in drafters)
+        self._catch_up([member.request.row for member in members])
+        unread = max(self._num_unread(member.request.row) for member in members)
+        longest = max(len(self._timelines[member.request.row]) for member in members)
         # Padding reaches behind the longest row, as do its drafts.
         context = self._shapes.fit_context(longest + self._widths[-1])
-        drafts = self._draft(drafters, next(width for width in self._widths if width >= unread), context)
+        assert self._sampled is not None
+        width = next(width for width in self._widths if width >= unread)
+        drafts = self._draft(self._sampled, members, width, context)
         if self._rewriter is None:
-            self._put(drafters, drafts)
+            self._put(members, drafts)
         else:
-            self._put_rewritten(step, drafters, drafts)
+            self._put_rewritten(step, members, drafts)
 
-    def _able(self, drafter: Drafter) -> Drafter | None:
+    def _limited(self, member: DraftingRow) -> DraftingRow | None:
         """The drafter's own limit, in its own tokens."""
-        row = drafter.request.row
+        row = member.request.row
         timeline = self._timelines.get(row)
         if timeline is None:
-            self._outgrown[row] = drafter.request.req_id
+            self._outgrown[row] = member.request.req_id
             return None
-        news_np = self._followed.tokens_np(row, self._num_followed[row])
+        news_np = self._history.tokens_np(row, self._num_followed[row])
         timeline.extend(news_np.tolist())
         self._num_followed[row] += len(news_np)
-        if len(timeline) > self._slab.length + _SLACK:
+        if len(timeline) > self._kv_region.length + _SLACK:
             del self._timelines[row]  # it never comes back
-            self._outgrown[row] = drafter.request.req_id
+            self._outgrown[row] = member.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
             return None
         if self._rewriter is not None and timeline.open_text is None:
             return None
-        num_wanted = min(drafter.num_wanted, self._slab.length - len(timeline))
+        num_wanted = min(member.num_wanted, self._kv_region.length - len(timeline))
         if num_wanted <= 0:
-            self._outgrown[row] = drafter.request.req_id
+            self._outgrown[row] = member.request.req_id
             return None
-        return replace(drafter, num_wanted=num_wanted)
+        return replace(member, num_wanted=num_wanted)
 
     def _num_unread(self, row: int) -> int:
         """The last token is read in any case: what stands behind it is wanted."""
@@ -247,34 +273,35 @@ class TextDrafting:
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
         """Rows and how many tokens each is to read."""
-        self._recorder.saw(("read", num_rows, width, context))
+        self._recorder.saw(self._read_signature(num_rows, width, context))
         rows_np = self._padded([row for row, _ in members], num_rows)
         unread = self._upload_unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
         ends = [self._timelines[row].num_read + count for row, count in members]
-        self._read_rows(unread, self._slab.blocks(rows_np, ends, context))
+        self._read_rows(unread, self._kv_region.blocks(rows_np, ends, context))
         for row, count in members:
             self._timelines[row].read(self._timelines[row].num_read + count)
 
-    def _draft(self, drafters: list[Drafter], width: int, context: int) -> Drafts:
-        assert self._sampled is not None
-        batch, lengths_B, inputs = self._sampled
-        num_rows, rows = len(batch.rows_np), [drafter.request.row for drafter in drafters]
-        self._recorder.saw(self._signature(num_rows, width, context, self._choice.branch(inputs)))
-        members = [(drafter.place, row, self._num_unread(row)) for drafter, row in zip(drafters, rows, strict=True)]
-        wanted_np, ends = np.zeros(num_rows, dtype=np.int32), [0] * num_rows
-        for drafter in drafters:
-            wanted_np[drafter.place] = drafter.num_wanted
-            ends[drafter.place] = len(self._timelines[drafter.request.row]) + drafter.num_wanted
+    def _draft(self, sampled: _Sampled, members: list[DraftingRow], width: int, context: int) -> Drafts:
+        batch, lengths_B, inputs = sampled
+        num_rows, branch = len(batch.rows_np), self._choice.branch(inputs)
+        self._recorder.saw(self._signature(num_rows, width, context, branch))
+        wanted_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
+        for member in members:
+            row = member.request.row
+            wanted_np[member.index] = member.num_wanted
+            ends[member.index] = len(self._timelines[row]) + member.num_wanted
+            unread.append((member.index, row, self._num_unread(row)))
         drafts = self._draft_rows(
             batch.rows_B,
             lengths_B,
             self._backend.upload(torch.from_numpy(wanted_np)),
-            self._upload_unread(members, num_rows, width),
-            self._slab.blocks(batch.rows_np, ends, context),
-            inputs.for_drafting(self._choice.branch(inputs)),
+            self._upload_unread(unread, num_rows, width),
+            self._kv_region.blocks(batch.rows_np, ends, context),
+            inputs.for_drafting(branch),
         )
-        for row in rows:
-            self._timelines[row].read(len(self._timelines[row]))
+        for member in members:
+            timeline = self._timelines[member.request.row]
+            timeline.read(len(timeline))
         return drafts
 
     def _upload_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> torch.Tensor:
@@ -321,63 +348,58 @@ class TextDrafting:
 
     # --- where drafts go ---
 
-    def _put(self, drafters: list[Drafter], drafts: Drafts) -> None:
+    def _put(self, members: list[DraftingRow], drafts: Drafts) -> None:
         self._unread_drafts = drafts
-        for drafter in drafters:
-            self._timelines[drafter.request.row].drafted(drafter.num_wanted)
-            self._drafts[drafter.request.req_id] = [0] * drafter.num_wanted
+        for member in members:
+            self._timelines[member.request.row].drafted(member.num_wanted)
+            self._drafts[member.request.req_id] = [0] * member.num_wanted
 
-    def _put_rewritten(self, step: StepResult, drafters: list[Drafter], drafts: Drafts) -> None:
+    def _put_rewritten(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
         said = self._backend.download(drafts.tokens_BK).tolist()
-        faulty = [drafter.request.req_id for drafter in drafters if FAULTY in said[drafter.place]]
-        self._guard.done(faulty, len(drafters))
-        for drafter in drafters:
-            if drafter.request.req_id in faulty:
+        faulty = [member.request.req_id for member in members if FAULTY in said[member.index]]
+        self._guard.done(faulty, len(members))
+        for member in members:
+            if member.request.req_id in faulty:
                 continue
-            timeline = self._timelines[drafter.request.row]
-            own = said[drafter.place][: drafter.num_wanted]
+            timeline = self._timelines[member.request.row]
+            own = said[member.index][: member.num_wanted]
             known = timeline.open_text
             assert known is not None
             timeline.drafted(len(own), own)
-            if rewritten := self._rewriter.rewrite(own, known)[: drafter.num_wanted]:
-                self._drafts[drafter.request.req_id] = rewritten
-        self._followed.put(step, self._drafts)
+            if rewritten := self._rewriter.rewrite(own, known)[: member.num_wanted]:
+                self._drafts[member.request.req_id] = rewritten
+        self._history.put(step, self._drafts)
 
     def in_use(self) -> dict[str, int]:
         return {"slab_rows": len(self._timelines)}
 
-    # --- what can happen ---
+    # --- warm-up ---
 
     def _signature(self, num_rows: int, width: int, context: int, branch: Branch) -> Hashable:
         return ("draft", num_rows, width, context, branch)
 
-    def signatures(self, sampling: Sampling) -> Iterator[Hashable]:
-        """Rounds of drafts, and what is read before them."""
-        shapes, branches = self._shapes, self._choice.branches(sampling)
-        for num_rows, width, context, branch in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
-            yield self._signature(num_rows, width, context, branch)
-        for shape in shapes.prefills():
-            yield ("read", shape.rows, shape.queries, shape.context)
+    def _read_signature(self, num_rows: int, width: int, context: int) -> Hashable:
+        return ("read", num_rows, width, context)
 
-    def rounds(self, sampling: Sampling) -> Iterator[tuple[int, Branch, Draft]]:
+    def jobs(self, sampling: Sampling) -> Iterator[Job]:
+        """What is read, and rounds of drafts. In service nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
-        for num_rows, width, context, branch in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
-            yield num_rows, branch, partial(self._draft_padding, width=width, context=context)
-
-    def _draft_padding(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, width: int, context: int
-    ) -> None:
-        self._sampled = _Sampled(batch, lengths_B, inputs)
-        self._draft([], width, context)
-        self._sampled = None
-
-    def no_drafts(self, num_rows: int) -> Drafts | None:
-        return None
-
-    def warm_up(self) -> None:
         if self._rewriter is not None:
-            self._followed.warm_up()
+            yield Job("states", self._history.warm_up)
+        for shape in shapes.prefills():
+            sizes = shape.rows, shape.queries, shape.context
+            run = partial(self._read_chunks, [], *sizes)
+            yield Job("drafter's reads", run, (self._read_signature(*sizes),), shape.tokens)
+        for of_round in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
+            run = partial(self._draft_padding, sampling, *of_round)
+            is_common = of_round[-1] == Branch()
+            yield Job("rounds of drafts", run, (self._signature(*of_round),), of_round[0], is_common)
+
+    def _draft_padding(self, sampling: Sampling, num_rows: int, width: int, context: int, branch: Branch) -> None:
+        batch = make_padding(self._requests, num_rows)
+        inputs = sampling.inputs_of(batch, branch, {})
+        self._draft(_Sampled(batch, no_lengths(self._requests, num_rows), inputs), [], width, context)
 
 
 def _unread(uploaded: torch.Tensor) -> Unread:

@@ -13,8 +13,7 @@ from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation,
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
-from vllm_gaudi_spec.drafting.universal.coverage import ENOUGH
-from vllm_gaudi_spec.drafting.universal.pairs import Pair, same_tokens
+from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files

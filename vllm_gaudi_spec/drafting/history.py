@@ -1,4 +1,4 @@
-"""The token histories on the host, brought up to date by each step's read: for drafters that wait for it."""
+"""The request history on the host, brought up to date by each step's read: for drafters that wait for it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
-    """A row that may draft behind a step."""
+class DraftingRow:
+    """A row that may draft after a step."""
 
     request: Request
-    place: int
+    index: int
     """In the step's batch."""
     num_wanted: int
     """At least 1."""
 
 
-class Followed:
+class RequestHistory:
     def __init__(self, split: LengthSplit, requests: Requests, num_drafts: int) -> None:
         self._split = split
         self._requests = requests
@@ -68,15 +68,15 @@ class Followed:
         self._lengths_np[rows_np] += counts_np
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
-    def drafters(self, step: StepResult, new: list[list[int]], most: int) -> list[Drafter]:
+    def drafting_rows(self, step: StepResult, new: list[list[int]], most: int) -> list[DraftingRow]:
         """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
         request."""
         rows_np = _rows_of(step)
         wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, most))
         return [
-            Drafter(step.requests[place], place, int(wanted_np[place]))
-            for place in np.flatnonzero(wanted_np).tolist()
-            if not _stops(step.requests[place].params, new[place])
+            DraftingRow(step.requests[index], index, int(wanted_np[index]))
+            for index in np.flatnonzero(wanted_np).tolist()
+            if not _stops(step.requests[index].params, new[index])
         ]
 
     def put(self, step: StepResult, drafts: dict[str, list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Loading heads: what they share with their target, and what they read of it."""
+"""Loading a drafter's model; of heads also what they share with their target, and what they read of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_tp_group
+from vllm.config import replace
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_gaudi_spec import compat
@@ -24,7 +25,63 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
 
     from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
+
+
+def load_drafter(
+    speculation: Speculation, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel
+) -> LoadedModel | None:
+    """The drafter's model, if the method has one: loaded beside the target, so that its layers join the KV cache."""
+    if not speculation.has_model:
+        return None
+    group = _group_of_drafter(vllm_config, target)
+    try:
+        if speculation.reads_states:
+            return load_head(speculation.method, vllm_config, backend, target, group)
+        quantization = Quantization.of_drafter(vllm_config, target.model)
+        return LoadedModel(
+            draft_config(vllm_config), backend, prefix="draft_model", quantization=quantization, group=group
+        )
+    except UnsupportedConfigError:
+        raise
+    except Exception as error:
+        given = vllm_config.speculative_config
+        assert given is not None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedConfigError(
+            f"The drafter {given.draft_model_config.model} can not be loaded: {reason}. Is its checkpoint whole, and "
+            "for this target? Give another model in --speculative-config."
+        ) from error
+
+
+def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
+    """The target's ranks, or this one alone: with `draft_tensor_parallel_size` 1 each rank runs the whole drafter."""
+    given = vllm_config.speculative_config
+    assert given is not None
+    if given.draft_parallel_config.tensor_parallel_size == target.group.world_size:
+        return target.group
+    alone = get_pp_group()  # a pipeline has one stage here, so nobody else is in its group
+    assert alone.world_size == 1
+    return alone
+
+
+def draft_config(vllm_config: VllmConfig) -> VllmConfig:
+    """vLLM's configuration as it is for the drafter's model."""
+    given = vllm_config.speculative_config
+    assert given is not None
+    parallel = replace(given.draft_parallel_config, rank=vllm_config.parallel_config.rank)
+    own = replace(
+        vllm_config,
+        quant_config=None,  # the drafter's own is found with its weights
+        model_config=given.draft_model_config,
+        parallel_config=parallel,
+        load_config=given.draft_load_config or vllm_config.load_config,
+    )
+    return given.apply_draft_overrides(own)
+
+
+# --- heads ---
 
 
 def load_head(

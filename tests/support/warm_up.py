@@ -1,0 +1,21 @@
+"""Jobs of warm-up: what they list, and whether they make it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
+
+
+def listed(jobs: Iterable[Job]) -> list[Hashable]:
+    return [signature for job in jobs for signature in job.signatures]
+
+
+def run_jobs(jobs: Iterable[Job], recorder: StepRecorder) -> None:
+    """Run each; fails where one makes other signatures than it lists."""
+    for job in jobs:
+        before, recorder._seen = recorder._seen, set()
+        job.run()
+        assert recorder._seen == set(job.signatures), job.kind
+        recorder._seen |= before
+    assert not recorder.unexpected

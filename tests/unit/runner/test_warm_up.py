@@ -1,0 +1,53 @@
+"""Warm-up's jobs are the manifest: each makes the signatures that it lists, and a bound leaves out some of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.fakes import CapturingBackend, HostBackend
+from tests.support.small_engine import RETOKENIZE, SmallEngine, Variant
+from tests.support.warm_up import listed, run_jobs
+from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
+from vllm_gaudi_spec.runner.warmup import is_run, jobs, manifest
+
+METHODS = (None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE)
+USUAL_BRANCHES = 40
+"""Of thousands that a device may run which does not compile: sampling passes differ in nothing else."""
+
+
+def some(found: list[Job]) -> list[Job]:
+    """All jobs but sampling passes, and of those a few that are spread evenly."""
+    passes = [job for job in found if job.kind == "sampling passes"]
+    return [job for job in found if job.kind != "sampling passes"] + passes[:: -(-len(passes) // USUAL_BRANCHES)]
+
+
+@pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_each_job_makes_what_it_lists(method: str | None, backend: type[HostBackend], tmp_path: Path) -> None:
+    runner = SmallEngine(Variant(method, backend=backend), tmp_path).runner
+    assert runner.recorder.manifest == manifest(runner)
+    with torch.inference_mode():
+        run_jobs(some(list(jobs(runner))), runner.recorder)
+
+
+@pytest.mark.parametrize("lists", [(), ("made", "never made"), ("another",)])
+def test_a_job_that_lists_something_else_is_found(lists: tuple[str, ...]) -> None:
+    recorder = StepRecorder()
+    job = Job("a kind", lambda: recorder.saw("made"), lists)
+    recorder.expect(["made"])
+    with pytest.raises(AssertionError, match="a kind"):
+        run_jobs([job], recorder)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_bound_lists_more_than_it_runs(method: str | None, tmp_path: Path) -> None:
+    runner = SmallEngine(Variant(method), tmp_path).runner
+    found = list(jobs(runner))
+    assert all(is_run(job, -1) for job in found)
+    ran = [job for job in found if is_run(job, 4)]
+    assert all(job.num_tokens <= 4 and job.is_common for job in ran)
+    assert {job.kind for job in ran} >= {"states", "decodes", "sampling passes"}
+    assert set(listed(ran)) < set(listed(found)) == manifest(runner)

@@ -1,0 +1,148 @@
+"""Drafter KV sync: the drafter's KV and states follow what the target computes and accepts.
+
+One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `HeadKVSync` stand beside their proposers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm_gaudi_spec.attention.inputs import Blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_spec.records import Batch, Drafts, Hidden, Request, SampleBatch
+    from vllm_gaudi_spec.runner.graphs import Job
+    from vllm_gaudi_spec.runner.requests import Requests
+
+
+class RoundBlocks(NamedTuple):
+    """The KV blocks of a round of drafts."""
+
+    context: int
+    """As `Shapes` counts it for decodes."""
+    blocks: Blocks
+
+    @classmethod
+    def of(cls, requests: Requests, batch: SampleBatch, ends: Sequence[int], context: int) -> RoundBlocks:
+        return cls(context, requests.decode_blocks(batch.rows_np, ends, context))
+
+
+NO_BLOCKS = RoundBlocks(0, Blocks((), ()))
+"""Of a drafter without KV: one graph for every context."""
+
+
+class DrafterKVSync:
+    """A drafter without KV or states: it looks at the request state alone, so every event here is a no-op."""
+
+    has_kv = False
+    """Whether rounds of drafts read and write KV of the drafter's own."""
+    reads_every_step = False
+    """Whether something is read after each verification, drafts or no drafts."""
+
+    # --- host ---
+
+    def on_admitted(self) -> None:
+        """Requests came, in `requests.admitted`."""
+
+    def on_forward(self, batch: Batch) -> None:
+        """The target has computed a batch."""
+
+    def before_round(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
+    ) -> None:
+        """After each verification. `max_drafts_np`: of each request now."""
+
+    def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
+        """A round was run."""
+
+    def invalidate(self, requests: list[Request]) -> None:
+        """A read of these requests failed, or nobody may rely on it."""
+
+    def on_faulty(self, requests: list[Request]) -> None:
+        """Drafts of these could not be used: what was read may be what is wrong."""
+
+    # --- device: parts of the sampling pass and of a round ---
+
+    def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
+        """Rows have so many tokens now."""
+
+    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, num_wanted_B: torch.Tensor) -> torch.Tensor:
+        """int32 [B]: of the drafts that are wanted, those that can be made of what was read."""
+        return num_wanted_B
+
+    def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
+        """The states that the first draft of each row follows from, for drafters that read hidden states."""
+        return None
+
+    def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
+        """Drafts and their KV were written."""
+
+    # --- warm-up ---
+
+    def jobs(self) -> Iterator[Job]:
+        """Everything that is read, and changes of the state; rounds aside."""
+        yield from ()
+
+
+class ReadBlocks:
+    """Which KV blocks a drafter has read.
+
+    vLLM shares blocks between requests by what the target has written in them. The drafter's half of a block may be
+    missing: its request had speculation switched off, or the load did. Nobody may take such a block for read.
+    """
+
+    def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
+        """`groups`: the KV cache groups that hold layers of the drafter. `keeps_up`: it reads all that the target
+        does, unless the contrary is said."""
+        self._tables = [requests.tables_np[group] for group in groups]
+        self._sizes = [requests.block_sizes[group] for group in groups]
+        self._counts = [requests.num_blocks[group] for group in groups]
+        self._read_np = np.zeros(num_blocks, dtype=np.int32)
+        """How many tokens at the beginning of each block the drafter has read. Block 0 is padding."""
+        self._seen = [np.zeros_like(counts) for counts in self._counts]
+        """Blocks of each row that were cleared, or taken over, when they came."""
+        self._keeps_up = keeps_up
+
+    def admit(self, row: int, num_computed: int) -> None:
+        """The blocks of a row that are computed were another's; the rest are new. `clear_new` follows, when all rows of
+        a step are known."""
+        for seen, size in zip(self._seen, self._sizes, strict=True):
+            seen[row] = num_computed // size
+
+    def clear_new(self) -> None:
+        """Blocks that rows got since the last call held something else before."""
+        for table, counts, seen, size in zip(self._tables, self._counts, self._seen, self._sizes, strict=True):
+            for row in np.flatnonzero(counts > seen):
+                self._read_np[table[row, seen[row] : counts[row]]] = size if self._keeps_up else 0
+                seen[row] = counts[row]
+
+    def reach(self, row: int, num_computed: int) -> int:
+        """How much of what was computed for a row when it came the drafter has read."""
+        reach = num_computed
+        for table, size in zip(self._tables, self._sizes, strict=True):
+            blocks = table[row, : -(-num_computed // size)]
+            wanted = np.minimum(size, num_computed - size * np.arange(len(blocks)))
+            if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < wanted))).size:
+                reach = min(reach, int(short[0]) * size + int(self._read_np[blocks[short[0]]]))
+        return reach
+
+    def forget(self, row: int) -> None:
+        """What the drafter has read of a row is not to be relied on."""
+        for table, counts in zip(self._tables, self._counts, strict=True):
+            self._read_np[table[row, : counts[row]]] = 0
+
+    def note(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
+        """The drafter has read rows up to `ends_np`, which is further than `begins_np`, up to where it is known."""
+        for table, size in zip(self._tables, self._sizes, strict=True):
+            first_np = begins_np // size
+            count_np = -(-ends_np // size) - first_np
+            # One entry a block: which row it is of, and where it stands there.
+            row_np = np.repeat(np.arange(len(rows_np)), count_np)
+            place_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
+            blocks_np = table[rows_np[row_np], place_np]
+            self._read_np[blocks_np] = np.minimum(size, ends_np[row_np] - size * place_np)
