@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.emulator import report
 from vllm_gaudi_spec.emulator.card import DeviceRefusal
 
 THIS_FILE = os.path.basename(__file__)
@@ -133,6 +134,6 @@ def test_a_process_has_one_card(card: Any) -> None:
 def test_the_report_has_no_times(card: Any) -> None:
     torch.ones(3).to("npu").sum().item()
     card.next_step()
-    assert card.report()["device"] == "Ascend910B3"
-    assert card.report()["estimate"] is None
-    assert "estimate" not in card.table()
+    assert report.as_json(card)["device"] == "Ascend910B3"
+    assert report.as_json(card)["estimate"] is None
+    assert "estimate" not in report.as_table(card)

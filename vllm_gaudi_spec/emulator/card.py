@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from vllm_gaudi_spec.emulator.counters import Counters, Tally
 from vllm_gaudi_spec.emulator.queue import Queue
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.emulator.program import Capture
+from vllm_gaudi_spec.emulator.source import here
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +49,21 @@ class Model:
     pins_memory: bool
     queue: Callable[[Device], Queue]
     """What becomes of operations outside graphs."""
+
+
+class Recording(Protocol):
+    """What goes on while a graph is captured; `program.Capture` is one."""
+
+    what: str
+    """For messages."""
+    computes: bool
+    """Whether operations run while they are recorded."""
+
+    def record(self, operation: Any) -> None: ...
+
+    def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> None: ...
+
+    def check_collective(self, name: str) -> None: ...
 
 
 @dataclass
@@ -120,12 +133,12 @@ class Device:
         self.blocked: str | None = None
 
     @property
-    def capture(self) -> Capture | None:
+    def capture(self) -> Recording | None:
         """What the calling thread records. Others may wait for results meanwhile."""
         return getattr(self._recording, "capture", None)
 
     @capture.setter
-    def capture(self, capture: Capture | None) -> None:
+    def capture(self, capture: Recording | None) -> None:
         self._recording.capture = capture
 
     @property
@@ -253,26 +266,12 @@ class Device:
 
     def refuse_in_capture(self, what: str) -> None:
         if self.capture is not None:
-            from vllm_gaudi_spec.emulator.source import here
-
             raise DeviceRefusal(f"during {self.capture.what}: {what}, at {here()}")
 
     def after_fork(self) -> None:
         """In the child: a real card hangs when a process forks after opening it."""
         if self.installed and self.pid and self.pid != os.getpid():
             self.blocked = "the device was opened before this process was forked; start workers with spawn"
-
-    # -- reports --
-
-    def report(self) -> dict[str, Any]:
-        from vllm_gaudi_spec.emulator import report
-
-        return report.as_json(self)
-
-    def table(self) -> str:
-        from vllm_gaudi_spec.emulator import report
-
-        return report.as_table(self)
 
 
 DEVICE = Device()

@@ -9,8 +9,8 @@ import torch
 from torch.library import Library
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
-from vllm_gaudi_spec.emulator.ops import Operation, OpInfo, classify
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
+from vllm_gaudi_spec.emulator.ops import OpInfo, classify
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, real
 
 aten = torch.ops.aten
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vllm_gaudi_spec.emulator import kernels
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
 
 def names(text: str) -> frozenset[str]:
@@ -109,20 +106,6 @@ class OpInfo:
     def computes(self, new: Sequence[Any]) -> bool:
         """False where all it made is a view."""
         return not (self.view or (self.maybe_view and (not new or new[0].part)))
-
-
-class Operation(NamedTuple):
-    """One that was called while something is recorded."""
-
-    info: OpInfo
-    run: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    results: Sequence[Any]
-    new: Sequence[DeviceTensor]
-    """Those of the results that were no arguments."""
-    single: bool
-    """It returned its result, and no sequence of them."""
 
 
 def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:

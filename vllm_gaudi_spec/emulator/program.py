@@ -10,9 +10,9 @@ import torch
 
 from vllm_gaudi_spec.emulator.card import DEVICE, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
+from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.source import Line, caller, describe
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real, written
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, real, written
 
 # Amounts of a capture that every replay repeats.
 REPEATED = ("ops", "bytes_moved", "kv_bytes_read", "flops", "sorts", "sort_elements", "float64_ops", "collectives")

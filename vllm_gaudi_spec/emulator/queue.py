@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.emulator.card import Device
-    from vllm_gaudi_spec.emulator.tensor import DeviceTensor
+from vllm_gaudi_spec.emulator.counters import Counters
+
+
+class QueueDevice(Protocol):
+    """What a queue needs of its device."""
+
+    lazy: bool
+    counters: Counters
+
+    def compiled(self, kind: str, what: str, where: str) -> None: ...
+
+
+class QueuedTensor(Protocol):
+    """What a queue notes on a tensor."""
+
+    epoch: int
+    index: int
+    pending: bool
 
 
 class Queue:
@@ -16,7 +31,7 @@ class Queue:
     keyed = False
     """Whether `record` wants to know what an operation is made of."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: QueueDevice) -> None:
         self.device = device
         self.epoch = 1
 
@@ -25,12 +40,12 @@ class Queue:
         raise NotImplementedError
 
     def record(
-        self, key: list[Any], new: Sequence[DeviceTensor], written: Sequence[DeviceTensor], computes: bool
+        self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
     ) -> None:
         """`key` is the operation's name, its scalars, and what tensors it takes."""
         self.device.counters.step.launches += computes
 
-    def is_pending(self, tensor: DeviceTensor) -> bool:
+    def is_pending(self, tensor: QueuedTensor) -> bool:
         return False
 
     def waited(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
-from vllm_gaudi_spec.emulator.ops import Operation, OpInfo, classify
+from vllm_gaudi_spec.emulator.ops import OpInfo, classify
 from vllm_gaudi_spec.emulator.queue import Queue
 from vllm_gaudi_spec.emulator.source import here
 from vllm_gaudi_spec.emulator.traffic import changed_bytes, gathered_bytes, read_bytes
@@ -153,6 +153,20 @@ def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
         inner = tensor.inner
         twin = tensor.twin = torch.empty_strided(inner.shape, inner.stride(), dtype=inner.dtype, device="meta")
     return twin
+
+
+class Operation(NamedTuple):
+    """One that was called while something is recorded."""
+
+    info: OpInfo
+    run: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    results: Sequence[Any]
+    new: Sequence[DeviceTensor]
+    """Those of the results that were no arguments."""
+    single: bool
+    """It returned its result, and no sequence of them."""
 
 
 def execute(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:

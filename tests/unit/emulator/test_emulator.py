@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.emulator import report
 from vllm_gaudi_spec.emulator.gaudi.models import MODELS
 
 THIS_FILE = os.path.basename(__file__)
@@ -488,11 +489,11 @@ def test_a_careless_proposer_is_caught_by_line(card: Any) -> None:
     propose(torch.tensor([[0.0, 1.0], [0.0, 2.0]]).to("hpu"))
     card.next_step()
     first = propose.__code__.co_firstlineno
-    report = card.report()
-    found = {(event["kind"], event["where"].split(" ")[0].rpartition("/")[2]) for event in report["events"]}
+    counted = report.as_json(card)
+    found = {(event["kind"], event["where"].split(" ")[0].rpartition("/")[2]) for event in counted["events"]}
     assert ("dynamic op", f"{THIS_FILE}:{first + 2}") in found
     assert ("host read", f"{THIS_FILE}:{first + 3}") in found
-    assert report["steps"][0]["host_reads"] == 3
-    table = card.table()
+    assert counted["steps"][0]["host_reads"] == 3
+    table = report.as_table(card)
     assert f"{THIS_FILE}:{first + 2}" in table
     assert "estimate" in table

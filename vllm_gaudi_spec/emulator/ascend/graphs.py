@@ -11,10 +11,10 @@ import torch
 from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, Stream, Work, current_stream, synchronize
 from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal, GraphRecord
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.emulator.ops import Operation, OpInfo
+from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.program import REPEATED, Call, Capture, Program, count_replay
 from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation
 
 _ERROR_MODES = ("global", "thread_local", "relaxed")
 

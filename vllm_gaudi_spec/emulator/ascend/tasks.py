@@ -9,10 +9,9 @@ from vllm_gaudi_spec.emulator.ascend.graphs import NpuCapture, TaskGroup, count_
 from vllm_gaudi_spec.emulator.ascend.streams import Stream, current_stream
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
-from vllm_gaudi_spec.emulator.ops import Operation
 from vllm_gaudi_spec.emulator.program import Capture
 from vllm_gaudi_spec.emulator.source import here
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, real
 
 
 class TaskUpdate(Capture):

@@ -8,14 +8,10 @@ when a graph is new, the first operation that made it so, hence the line to blam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_gaudi_spec.emulator.queue import Queue
+from vllm_gaudi_spec.emulator.queue import Queue, QueueDevice, QueuedTensor
 from vllm_gaudi_spec.emulator.source import Line, caller, describe, here
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.emulator.card import Device
-    from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
 # Numbers of tensors begin where no scalar argument comes.
 _FIRST = 1 << 40
@@ -24,7 +20,7 @@ _FIRST = 1 << 40
 class LazyGraph(Queue):
     keyed = True
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: QueueDevice) -> None:
         super().__init__(device)
         self.known: set[int] = set()
         self._prefixes: set[int] = set()
@@ -49,7 +45,7 @@ class LazyGraph(Queue):
         return inner.dtype, inner.shape, inner.stride(), inner.storage_offset()
 
     def record(
-        self, key: list[Any], new: Sequence[DeviceTensor], written: Sequence[DeviceTensor], computes: bool
+        self, key: list[Any], new: Sequence[QueuedTensor], written: Sequence[QueuedTensor], computes: bool
     ) -> None:
         number = self._next
         for tensor in (*new, *written) if written else new:
@@ -67,7 +63,7 @@ class LazyGraph(Queue):
         if not self.device.lazy:
             self.flush("eager")
 
-    def is_pending(self, tensor: DeviceTensor) -> bool:
+    def is_pending(self, tensor: QueuedTensor) -> bool:
         return tensor.pending and tensor.epoch == self.epoch
 
     def flush(self, cause: str) -> bool:
