@@ -30,8 +30,9 @@ emulator.install(generation="gaudi2", lazy=True)  # the checkout imports habana_
 import common  # noqa: E402
 
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
+from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, Memory  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import compile_time  # noqa: E402
-from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.backend import TRAITS  # noqa: E402
 from vllm_gaudi_spec.drafting.draft_model import DraftModelKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.head import HeadKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync  # noqa: E402
@@ -49,15 +50,10 @@ NOBODY: Any = None
 """Who is not asked for a list of signatures."""
 
 
-class Settings(Backend):
-    """The settings of the Gaudi backend without a device."""
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self) -> None: ...
-
-    def graph(self, function: Any) -> Any:
-        return function
+def settings() -> Any:
+    """The traits of the Gaudi backend without a device."""
+    traits = replace(TRAITS, torch_device=torch.device("cpu"))
+    return DeviceBackend(traits=traits, memory=Memory(), attention=Attention())
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def make_shapes(max_num_seqs: int, max_model_len: int, strategy: str, k: int, ba
 
 def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graphs:
     """As warm-up's manifest makes it up, of an n-gram drafter; a draft model's own beside."""
-    backend: Any = Settings()
+    backend = settings()
     shapes = make_shapes(max_num_seqs, max_model_len, strategy, k, backend)
     sampling = Sampling(
         backend, max_rows=max_num_seqs, vocab_size=VOCAB, max_logprobs=MAX_LOGPROBS, logprobs_mode="raw_logprobs"
@@ -195,12 +191,12 @@ def worker_buckets(graphs: Graphs) -> Graphs:
     manager.initialize(
         max_num_seqs=graphs.max_num_seqs,
         max_num_prefill_seqs=1,
-        block_size=Backend.block_size,
+        block_size=TRAITS.block_size,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=graphs.max_model_len,
         num_speculative_tokens=graphs.k,
     )
-    manager.num_hpu_blocks = graphs.max_num_seqs * -(-graphs.max_model_len // Backend.block_size)
+    manager.num_hpu_blocks = graphs.max_num_seqs * -(-graphs.max_model_len // TRAITS.block_size)
     manager.generate_prompt_buckets()
     manager.generate_decode_buckets()
     return replace(graphs, worker_decode=len(manager.decode_buckets), worker_prompt=len(manager.prompt_buckets))

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks  # noqa: E402
 from vllm_gaudi_spec.config import GAUDIS  # noqa: E402
-from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.backend import TRAITS, DeviceBackend, KVPair, make_backend  # noqa: E402
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.emulator.card import DEVICE  # noqa: E402
 from vllm_gaudi_spec.emulator.counters import Tally  # noqa: E402
@@ -101,7 +101,7 @@ SMALL = AttentionLayerSpec(
     sliding_window=None,
     logits_soft_cap=0.0,
     dtype=torch.float32,
-    block_size=Backend.block_size,
+    block_size=TRAITS.block_size,
 )
 LLAMA_8B = replace(SMALL, num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5, dtype=torch.bfloat16)
 
@@ -130,7 +130,7 @@ def flattened(ours: Rows, queries: int) -> Rows:
     return Rows(starts, table, torch.stack((table.flatten(), rows, places)))
 
 
-def make_attend(backend: Backend, spec: AttentionLayerSpec, queries: int) -> Attend:
+def make_attend(backend: DeviceBackend, spec: AttentionLayerSpec, queries: int) -> Attend:
     """The backend's attention over rows of so many queries."""
 
     def attend(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
@@ -143,10 +143,10 @@ def make_attend(backend: Backend, spec: AttentionLayerSpec, queries: int) -> Att
             flat=FlatBlocks(*listed.unbind(0)),
         )
         out = torch.empty_like(query)
-        backend.attend(query, KVPair(keys, values, spec.block_size), call, spec, out)
+        backend.attention.attend(query, KVPair(keys, values, spec.block_size), call, spec, out)
         return out
 
-    program = backend.graph(attend)
+    program = backend.graphs.graph(attend)
 
     def run(kv: KVPair, query: torch.Tensor, rows: Rows) -> torch.Tensor:
         return program(kv.keys, kv.values, query, rows.starts_B, rows.table_BW, rows.listed_3N)
@@ -181,9 +181,9 @@ def replayed(attend: Attend, kv: KVPair, query: torch.Tensor, rows: Rows) -> tup
 
 def shapes_only(spec: AttentionLayerSpec, case: Case, rows: Rows, queries: int) -> Tally:
     """Counts of the attention of all layers as one graph, from shapes alone."""
-    backend = Backend()
-    backend.graph = lambda function: function  # type: ignore[method-assign]
-    with backend.compiling_only():
+    backend = make_backend()
+    backend.graphs.graph = lambda function: function  # type: ignore[method-assign]
+    with backend.graphs.compiling_only():
         kv = make_shapes((case.batch * rows.table_BW.shape[1] + 1) * spec.block_size, spec)
         query = torch.empty(case.batch * case.queries, spec.num_heads, spec.head_size, dtype=spec.dtype, device="hpu")
         rows = rows.moved()
@@ -202,7 +202,7 @@ def make_shapes(num_slots: int, spec: AttentionLayerSpec) -> KVPair:
 
 
 def measure(case: Case) -> Outcome:
-    backend = Backend()
+    backend = make_backend()
     ours = rectangle(case, SMALL)
     theirs = flattened(ours, case.queries)
     kv = make_cache(ours.entries, SMALL)

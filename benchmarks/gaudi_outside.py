@@ -37,7 +37,7 @@ import torch
 
 from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.config import EXPONENTIAL
-from vllm_gaudi_spec.devices.hpu.backend import Backend, KVPair
+from vllm_gaudi_spec.devices.hpu.backend import TRAITS, KVPair, make_backend
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.sampling.rules import strict
@@ -149,16 +149,16 @@ def accept_theirs(outside: Outside, logits: torch.Tensor, drafts: torch.Tensor) 
 
 def accept_ours(logits: torch.Tensor, drafts: torch.Tensor) -> tuple[list[list[int]], Any, Any]:
     """In one captured graph; all that leaves the device is the report."""
-    backend = Backend()
+    backend = make_backend()
 
     def accept(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> torch.Tensor:
         verification = strict.verify(strict.sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
         return torch.cat((verification.tokens_BQ, verification.num_sampled_B[:, None]), dim=1)
 
-    program = backend.graph(accept)
+    program = backend.graphs.graph(accept)
     num_drafts = torch.full((drafts.shape[0],), drafts.shape[1], dtype=torch.int32)
     inputs = [tensor.to("hpu") for tensor in (logits, drafts, num_drafts)]
-    report, tally, lines = counted(lambda: backend.start_download(program(*inputs))())
+    report, tally, lines = counted(lambda: backend.memory.start_download(program(*inputs))())
     return [row[: row[-1]] for row in report.tolist()], tally, lines
 
 
@@ -204,7 +204,7 @@ class Attention:
     def crosses(self) -> bool:
         """Later tokens of the step stand in a block where its first does not: their list ends before it."""
         first, last = self.context - self.drafts - 1, self.context - 1
-        return first // Backend.block_size != last // Backend.block_size
+        return first // TRAITS.block_size != last // TRAITS.block_size
 
     @property
     def equal(self) -> bool:
@@ -304,7 +304,7 @@ def compare_attention(outside: Outside, case: layout.Case, buckets: bool, fused:
     kv = layout.make_cache(rows.entries + 1, spec)
     shape = (case.batch * case.queries, spec.num_heads, spec.head_size)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    attend = layout.make_attend(Backend(), spec, case.queries)
+    attend = layout.make_attend(make_backend(), spec, case.queries)
     our_rows = padded(rows, case) if buckets else rows
     ours, our_tally = layout.replayed(attend, kv, query.to("hpu"), our_rows)
     found = Attention(

@@ -34,7 +34,7 @@ def front_end() -> FrontEnd:
     from vllm_gaudi_spec import devices
 
     # The device's software, or what stands in for it, comes with the module.
-    importlib.import_module(devices._DEVICES[devices.choose_device() or "cpu"].module)
+    importlib.import_module(devices.DEVICES[devices.choose_device() or "cpu"].backend)
     device, called = getattr(torch, current_platform.device_type), []
     with pytest.MonkeyPatch.context() as patch:
         for name in OPENING:
@@ -43,7 +43,7 @@ def front_end() -> FrontEnd:
         backend = devices.load_backend()
         current_platform.import_ir_kernels()
         name, total_memory = current_platform.get_device_name(), current_platform.get_device_total_memory()
-    return FrontEnd(backend, name, total_memory, called, backend.captures and device.is_initialized())
+    return FrontEnd(backend, name, total_memory, called, backend.traits.captures and device.is_initialized())
 
 
 def _noted(name: str, original: Any, called: list[str]) -> Any:
@@ -67,7 +67,7 @@ def backend(front_end: FrontEnd) -> DeviceBackend:
     from vllm.platforms import current_platform
 
     backend = front_end.backend
-    current_platform.set_device(torch.device(backend.torch_device.type, 0))
+    current_platform.set_device(torch.device(backend.traits.torch_device.type, 0))
     current_platform.import_kernels()
     return backend
 

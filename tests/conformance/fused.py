@@ -39,15 +39,17 @@ class Called(TorchDispatchMode):
 
 
 def of_layer(backend: DeviceBackend, layer: str) -> set[str]:
-    return LAYERS.get(backend.name, {}).get(layer, set())
+    return LAYERS.get(backend.traits.name, {}).get(layer, set())
 
 
 def of_attention(backend: DeviceBackend, kind: Kind, *, decode: bool) -> set[str]:
     plain = kind.value_size is None and not kind.soft_cap
-    if backend.name == _GAUDI:
+    if backend.traits.name == _GAUDI:
         return {"block_softmax"} if decode else {"sdpa_fwd"} if plain else set()
-    if backend.name == _ASCEND:
+    if backend.traits.name == _ASCEND:
         writes = {"npu_scatter_pa_kv_cache"} if kind.value_size is None else set()
-        attends = {"npu_fused_infer_attention_score"} if plain and kind.dtype in backend.fused_dtypes else set()
+        attends = (
+            {"npu_fused_infer_attention_score"} if plain and kind.dtype in backend.attention.fused_dtypes else set()
+        )
         return writes | attends
     return set()

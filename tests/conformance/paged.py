@@ -56,14 +56,14 @@ def allocate(backend: DeviceBackend, kinds: dict[str, Kind], num_blocks: int) ->
     """What `allocate_kv` makes of a plan in which each layer has a place of its own."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheLayout, KVCacheTensor
 
-    specs = {name: kind.kv_spec(backend.block_size) for name, kind in kinds.items()}
+    specs = {name: kind.kv_spec(backend.traits.block_size) for name, kind in kinds.items()}
     sizes = {name: spec.page_size_bytes * num_blocks for name, spec in specs.items()}
     tensors, place = [], 0
     for name, spec in specs.items():
         tensors.append(KVCacheTensor(sum(sizes.values()), [name], sizes[name], spec.page_size_bytes, place))
         place += sizes[name]
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
-    return backend.allocate_kv(KVCacheConfig(num_blocks, tensors, groups), KVCacheLayout.LBHNC)
+    return backend.memory.allocate_kv(KVCacheConfig(num_blocks, tensors, groups), KVCacheLayout.LBHNC)
 
 
 class Layer:
@@ -80,13 +80,13 @@ class Layer:
             sliding_window=kind.window,
             logits_soft_cap=kind.soft_cap,
             dtype=kind.dtype,
-            block_size=backend.kv_shape(kv_cache).block_size,
+            block_size=backend.attention.kv_shape(kv_cache).block_size,
             value_size=kind.value_size,
             attention_chunk=kind.chunk,
             own_operations=operations is not None,
         )
-        self.ops: Any = backend if backend.supports_attention(self.spec) else torch_ops
-        self.step = backend.graph(self._step)
+        self.ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
+        self.step = backend.graphs.graph(self._step)
 
     def _step(
         self,
@@ -147,7 +147,7 @@ class Texts:
         for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
             for given, stored in ((key, self.keys), (value, self.values)):
                 given[place, :count] = stored[row, start : start + count]
-        upload = self.layer.backend.upload
+        upload = self.layer.backend.memory.upload
         padding = [0] * pad_rows
         out = self.layer.step(
             upload(torch.tensor(starts + padding, dtype=torch.int32)),
@@ -157,7 +157,7 @@ class Texts:
             upload(key.flatten(0, 1)),
             upload(value.flatten(0, 1)) if kind.value_size is None else None,
         )
-        out_BQHD = self.layer.backend.download(out).clone().unflatten(0, (rows, queries))
+        out_BQHD = self.layer.backend.memory.download(out).clone().unflatten(0, (rows, queries))
         assert torch.isfinite(out_BQHD).all()
         self._compare(out_BQHD, query, starts, real, members)
         return out_BQHD
@@ -176,13 +176,13 @@ class Texts:
                     table[place, block] = self.table_BW[row, block]
                     entries.append((int(self.table_BW[row, block]), place, block))
         listed: tuple[torch.Tensor, ...] = ()
-        if decode and backend.flat_decode:
+        if decode and backend.traits.flat_decode:
             entries += [(0, rows, 0)] * (table.numel() - len(entries))
-            listed = (backend.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
+            listed = (backend.memory.upload(torch.tensor(entries, dtype=torch.int32).T.contiguous()),)
         # The host knows of a decode what it may come to have at most.
         ends = [start + (queries if decode else count) for start, count in zip(starts, real, strict=True)]
         lengths_B = host_lengths(backend, rows, ends, table.shape[1] * size)
-        return Blocks((backend.upload(table),), (size,), listed, lengths_B)
+        return Blocks((backend.memory.upload(table),), (size,), listed, lengths_B)
 
     def _compare(
         self, out_BQHD: torch.Tensor, query: torch.Tensor, starts: list[int], real: list[int], members: list[int]

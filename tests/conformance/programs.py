@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 def compiled(backend: DeviceBackend) -> int:
     """Programs that the device has made so far; none where it counts none."""
-    counts = backend.counts()
-    assert backend.captures == ("compiled_after_warmup" in counts)
+    counts = backend.graphs.counts()
+    assert backend.traits.captures == ("compiled_after_warmup" in counts)
     return int(counts.get("compiled_in_warmup", 0)) + int(counts.get("compiled_after_warmup", 0))

@@ -34,15 +34,15 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KIND
 
 
 def texts(backend: DeviceBackend, kind: Kind, rows: int, length: int, **more: Any) -> Texts:
-    num_blocks = rows * -(-length // backend.block_size) + 2
+    num_blocks = rows * -(-length // backend.traits.block_size) + 2
     layer = Layer(backend, kind, allocate(backend, {"a": kind}, num_blocks)["a"], **more)
     return Texts(layer, rows, length, num_blocks)
 
 
 def read_prompts(found: Texts, lengths: list[int]) -> None:
     """In chunks of the smallest size, as many rows at a time as the device takes."""
-    backend, chunk = found.layer.backend, found.layer.backend.smallest_prefill
-    together = max(count for count in backend.prefill_rows if count <= len(lengths))
+    backend, chunk = found.layer.backend, found.layer.backend.traits.smallest_prefill
+    together = max(count for count in backend.traits.prefill_rows if count <= len(lengths))
     for begin in range(0, max(lengths), chunk):
         members = [row for row, length in enumerate(lengths) if length > begin]
         for first in range(0, len(members), together):
@@ -60,7 +60,7 @@ def read_prompts(found: Texts, lengths: list[int]) -> None:
 @every_kind
 def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBackend, kind: Kind) -> None:
     """Rows of all lengths over the ends of blocks; steps of one shape are one program, whose lengths change."""
-    block, chunk = backend.block_size, backend.smallest_prefill
+    block, chunk = backend.traits.block_size, backend.traits.smallest_prefill
     done = [2 * max(block, chunk) - 5, chunk, 3]
     found = texts(backend, kind, rows=3, length=max(done) + 20)
     with Called() as called:
@@ -83,9 +83,9 @@ def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBack
 
 def test_float32_where_a_card_does_not_fuse_it(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated NPU's fused attention takes more than a card's, for the sake of comparisons."""
-    if backend.name != "ascend-emulated":
+    if backend.traits.name != "ascend-emulated":
         pytest.skip("what this device fuses is what a card fuses")
-    monkeypatch.setattr(backend, "fused_dtypes", backend.fused_dtypes - {torch.float32})
+    monkeypatch.setattr(backend.attention, "fused_dtypes", backend.attention.fused_dtypes - {torch.float32})
     test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend, KINDS["heads in groups"])
 
 
@@ -93,7 +93,7 @@ def test_float32_where_a_card_does_not_fuse_it(backend: Any, monkeypatch: pytest
 @every_kind
 def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, queries: int) -> None:
     """The first steps after prompts that end there, all in one batch with a row of nothing but padding."""
-    ends = [max(0, border * backend.block_size + off) for border in (0, 1, 2) for off in (-1, 0, 1)]
+    ends = [max(0, border * backend.traits.block_size + off) for border in (0, 1, 2) for off in (-1, 0, 1)]
     found = texts(backend, kind, rows=len(ends), length=max(ends) + queries)
     write_all(found, ends)
     found.step(ends, [queries] * len(ends), queries, decode=True, pad_rows=1)
@@ -102,7 +102,7 @@ def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, quer
 def write_all(found: Texts, lengths: list[int]) -> None:
     """What is cached, by one write; what is said over it is looked at elsewhere."""
     layer, longest = found.layer, max(lengths)
-    upload = layer.backend.upload
+    upload = layer.backend.memory.upload
     key, value = (stored[:, :longest].flatten(0, 1) for stored in (found.keys, found.values))
 
     def write(starts_B: torch.Tensor, num_real_B: torch.Tensor, blocks: Any, key: Any, value: Any) -> None:
@@ -111,7 +111,7 @@ def write_all(found: Texts, lengths: list[int]) -> None:
         layer.ops.write_kv(key, value, layer.kv_cache, slots, layer.spec, layer.operations)
 
     rows = list(range(len(lengths)))
-    layer.backend.graph(write)(
+    layer.backend.graphs.graph(write)(
         upload(torch.zeros(len(rows), dtype=torch.int32)),
         upload(torch.tensor(lengths, dtype=torch.int32)),
         found._blocks([0] * len(rows), [found.length] * len(rows), 0, rows, 0, decode=False),
@@ -122,8 +122,8 @@ def write_all(found: Texts, lengths: list[int]) -> None:
 
 @every_kind
 def test_as_many_drafts_as_it_says(backend: DeviceBackend, kind: Kind) -> None:
-    ends = [backend.block_size - 3, 0]
-    queries = 1 + backend.max_drafts
+    ends = [backend.traits.block_size - 3, 0]
+    queries = 1 + backend.traits.max_drafts
     found = texts(backend, kind, rows=2, length=max(ends) + queries)
     write_all(found, ends)
     found.step(ends, [queries, 5], queries, decode=True)
@@ -134,16 +134,16 @@ def test_the_dtypes_of_the_platform(backend: DeviceBackend, kind: Kind) -> None:
     from vllm.platforms import current_platform
 
     for dtype in current_platform.supported_dtypes:
-        ends = [backend.block_size + 9, 4]
+        ends = [backend.traits.block_size + 9, 4]
         found = texts(backend, replace(kind, dtype=dtype), rows=2, length=max(ends) + 4)
         write_all(found, ends)
         found.step(ends, [4, 2], 4, decode=True)
-        read_prompts(found, [backend.smallest_prefill // 2, 3])
+        read_prompts(found, [backend.traits.smallest_prefill // 2, 3])
 
 
 def test_nobody_sees_what_padding_writes(backend: DeviceBackend) -> None:
     """Steps of nothing but padding, whose slots are all the same few."""
-    ends = [backend.block_size + 3, 9]
+    ends = [backend.traits.block_size + 3, 9]
     found = texts(backend, Kind(), rows=2, length=max(ends) + 1)
     write_all(found, ends)
     before = found.step([end - 1 for end in ends], [1, 1], 1, decode=True)
@@ -162,9 +162,9 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
         "chunks": Kind(chunk=9),
         "soft": Kind(soft_cap=4.0),
     }
-    rows, ends, queries = 2, [backend.block_size + 3, 9], 3
+    rows, ends, queries = 2, [backend.traits.block_size + 3, 9], 3
     length = max(ends) + queries
-    num_blocks = rows * -(-length // backend.block_size) + 2
+    num_blocks = rows * -(-length // backend.traits.block_size) + 2
     caches = allocate(backend, kinds, num_blocks)
     each = {name: Texts(Layer(backend, kind, caches[name]), rows, length, num_blocks) for name, kind in kinds.items()}
     for found in each.values():
@@ -182,7 +182,7 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
             results.append(out)
         return tuple(results)
 
-    together = backend.graph(step)
+    together = backend.graphs.graph(step)
     for name, found in each.items():
         # The layer's own step goes through all of them: with its inputs, its own result is right.
         place = list(each).index(name)
@@ -194,10 +194,10 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
 
 def test_own_operations_are_called(backend: DeviceBackend) -> None:
     """Those of a layer that is measured or quantised, where the device serves such layers."""
-    if not backend.takes_quant_config:
-        pytest.skip(f"QUANT_CONFIG is refused on {backend.name}")
+    if not backend.traits.takes_quant_config:
+        pytest.skip(f"QUANT_CONFIG is refused on {backend.traits.name}")
     called: set[str] = set()
-    ends = [backend.block_size + 3, 9]
+    ends = [backend.traits.block_size + 3, 9]
     found = texts(backend, Kind(), rows=2, length=max(ends) + 4, operations=Noted(called))
     read_prompts(found, ends)
     found.step(ends, [4, 2], 4, decode=True)
@@ -218,9 +218,9 @@ class Noted:
 @every_kind
 def test_without_its_padding_a_rectangle_says_the_same(backend: DeviceBackend, kind: Kind) -> None:
     """Where shapes may follow values, models compute real tokens only."""
-    if backend.captures:
+    if backend.traits.captures:
         pytest.skip("shapes follow no values here")
-    ends, real, queries = [backend.block_size + 3, 0, 9, 0], [3, 1, 2, 0], 3
+    ends, real, queries = [backend.traits.block_size + 3, 0, 9, 0], [3, 1, 2, 0], 3
     found = texts(backend, kind, rows=4, length=max(ends) + queries)
     write_all(found, ends)
     layer = found.layer

@@ -27,10 +27,10 @@ class Peek:
 
     def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any) -> None:
         self.layer = layer = Layer(backend, kind, kv_cache)
-        self._write = backend.graph(
+        self._write = backend.graphs.graph(
             lambda key, value, slots: layer.ops.write_kv(key, value, kv_cache, slots, layer.spec)
         )
-        self._read = backend.graph(self._attend)
+        self._read = backend.graphs.graph(self._attend)
 
     def _attend(self, query_THD: torch.Tensor, starts_B: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         rows = len(query_THD)
@@ -48,7 +48,7 @@ class Peek:
 
     def write(self, numbers: torch.Tensor, blocks: list[int], offset: int) -> None:
         """A number a block, in each place of its token at `offset`."""
-        kind, upload = self.layer.kind, self.layer.backend.upload
+        kind, upload = self.layer.kind, self.layer.backend.memory.upload
         tokens = numbers[:, None, None].expand(-1, 1, kind.head_size).contiguous()
         slots = torch.tensor(blocks) * self.layer.spec.block_size + offset
         self._write(upload(tokens), upload(tokens) if kind.value_size is None else None, upload(slots))
@@ -58,11 +58,11 @@ class Peek:
         size, table = self.layer.spec.block_size, torch.tensor(blocks, dtype=torch.int32)[:, None]
         lengths_B = host_lengths(backend, rows, [offset + 1] * rows, size)
         out = self._read(
-            backend.upload(torch.ones(rows, 1, kind.head_size)),
-            backend.upload(torch.full((rows,), offset, dtype=torch.int32)),
-            Blocks((backend.upload(table),), (size,), lengths_B=lengths_B),
+            backend.memory.upload(torch.ones(rows, 1, kind.head_size)),
+            backend.memory.upload(torch.full((rows,), offset, dtype=torch.int32)),
+            Blocks((backend.memory.upload(table),), (size,), lengths_B=lengths_B),
         )
-        found = backend.download(out)[:, 0]
+        found = backend.memory.download(out)[:, 0]
         assert (found == found[:, :1]).all()
         return found[:, 0].tolist()
 
@@ -80,8 +80,8 @@ either_kind = pytest.mark.parametrize("kinds", EACH, ids=["keys and values", "la
 @either_kind
 def test_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
     caches, layers = peeks(backend, kinds)
-    every, last = list(range(BLOCKS)), backend.block_size - 1
-    assert {backend.kv_shape(cache).block_size for cache in caches.values()} == {backend.block_size}
+    every, last = list(range(BLOCKS)), backend.traits.block_size - 1
+    assert {backend.attention.kv_shape(cache).block_size for cache in caches.values()} == {backend.traits.block_size}
     for layer in layers.values():
         assert layer.read(every, 0) == layer.read(every, last) == [0.0] * BLOCKS
     layers["a"].write(torch.arange(1.0, BLOCKS), every[1:], last)
@@ -93,11 +93,11 @@ def test_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dic
 def test_blocks_are_copied_in_all_layers(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
     """Few and many at a time, by what was made once."""
     caches, layers = peeks(backend, kinds)
-    every, last = list(range(BLOCKS)), backend.block_size - 1
+    every, last = list(range(BLOCKS)), backend.traits.block_size - 1
     for number, layer in enumerate(layers.values()):
         for offset in (0, last):
             layer.write(torch.arange(1.0, 12.0) + 100 * number + 20 * offset, every[1:12], offset)
-    copy = backend.block_copier(caches)
+    copy = backend.memory.block_copier(caches)
     copy([(0, 0)])
     made = compiled(backend)
     copy([(1, 13), *((2, target) for target in range(14, 23))])

@@ -39,9 +39,9 @@ def test_norms(backend: DeviceBackend) -> None:
     def expected(x: torch.Tensor) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
-    layer.to(backend.torch_device)
-    norm, added = backend.graph(lambda x: layer(x)), backend.graph(lambda x, residual: layer(x, residual))
-    upload, download = backend.upload, backend.download
+    layer.to(backend.traits.torch_device)
+    norm, added = backend.graphs.graph(lambda x: layer(x)), backend.graphs.graph(lambda x, residual: layer(x, residual))
+    upload, download = backend.memory.upload, backend.memory.download
     with Called() as called:
         torch.testing.assert_close(download(norm(upload(x.clone()))), expected(x), **CLOSE)
     assert called.names == of_layer(backend, "norm")
@@ -61,21 +61,21 @@ def test_rotary_embedding(backend: DeviceBackend, neox: bool, rotary_dim: int) -
     positions = torch.tensor([0, 3, 511, 17])
     query, key = torch.randn(4, 3 * 64), torch.randn(4, 64)
     plain = layer.forward_native(positions, query.clone(), key.clone())
-    layer = layer.to(backend.torch_device)
-    turn = backend.graph(lambda positions, query, key: layer(positions, query, key))
+    layer = layer.to(backend.traits.torch_device)
+    turn = backend.graphs.graph(lambda positions, query, key: layer(positions, query, key))
     with Called() as called:
-        turned = turn(*(backend.upload(tensor.clone()) for tensor in (positions, query, key)))
+        turned = turn(*(backend.memory.upload(tensor.clone()) for tensor in (positions, query, key)))
     assert called.names == of_layer(backend, "rotary")
     for one, other in zip(turned, plain, strict=True):
-        torch.testing.assert_close(backend.download(one), other, **CLOSE)
+        torch.testing.assert_close(backend.memory.download(one), other, **CLOSE)
 
 
 def test_gated_activation(backend: DeviceBackend) -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer, x = SiluAndMul(), torch.randn(5, 96)
-    run = backend.graph(lambda x: layer(x))
+    run = backend.graphs.graph(lambda x: layer(x))
     with Called() as called:
-        gated = run(backend.upload(x.clone()))
+        gated = run(backend.memory.upload(x.clone()))
     assert called.names == of_layer(backend, "gate")
-    torch.testing.assert_close(backend.download(gated), layer.forward_native(x), **CLOSE)
+    torch.testing.assert_close(backend.memory.download(gated), layer.forward_native(x), **CLOSE)

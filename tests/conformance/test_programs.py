@@ -34,7 +34,7 @@ def test_one_program_for_each_set_of_shapes_and_static_values(backend: DeviceBac
         calls.append(by)
         return Pair(x * by + pair.left, pair.right if how == ("plain", True) else None)
 
-    program, upload, one = backend.graph(scale), backend.upload, numbers(1.0)
+    program, upload, one = backend.graphs.graph(scale), backend.memory.upload, numbers(1.0)
     cases: list[tuple[torch.Tensor, int, Pair, tuple[str, bool]]] = [
         (numbers(1, 2), 3, Pair(one, None), ("plain", True)),
         (numbers(1, 2), 4, Pair(one, None), ("plain", True)),
@@ -50,49 +50,49 @@ def test_one_program_for_each_set_of_shapes_and_static_values(backend: DeviceBac
             right = None if pair.right is None else upload(pair.right + added)
             found = program(upload(x + added), by, Pair(upload(pair.left), right), how)
             assert isinstance(found, Pair)
-            assert backend.download(found.left).tolist() == ((x + added) * by + pair.left).tolist()
+            assert backend.memory.download(found.left).tolist() == ((x + added) * by + pair.left).tolist()
             assert (found.right is None) == (pair.right is None or how != ("plain", True))
             if found.right is not None:
-                assert backend.download(found.right).tolist() == [7.0 + added]
+                assert backend.memory.download(found.right).tolist() == [7.0 + added]
         asked.append(len(calls))
-        if backend.captures:
+        if backend.traits.captures:
             assert compiled(backend) == made + len(cases)
-    if backend.captures:
+    if backend.traits.captures:
         assert asked[0] == asked[1] == asked[2], "the function is asked for new programs only"
 
 
 def test_results_stay_until_their_program_runs_again(backend: DeviceBackend) -> None:
     """Whatever other programs compute in between; a result may be what was given."""
-    give, negate = backend.graph(lambda x: x), backend.graph(lambda x: (x.repeat(500) * -1)[: x.shape[0]])
-    large = backend.graph(lambda x: ((x.repeat(1000) * 3).cumsum(0) + 1).sum())
-    first, given = negate(backend.upload(numbers(1, 2))), give(backend.upload(numbers(5, 6)))
+    give, negate = backend.graphs.graph(lambda x: x), backend.graphs.graph(lambda x: (x.repeat(500) * -1)[: x.shape[0]])
+    large = backend.graphs.graph(lambda x: ((x.repeat(1000) * 3).cumsum(0) + 1).sum())
+    first, given = negate(backend.memory.upload(numbers(1, 2))), give(backend.memory.upload(numbers(5, 6)))
     for _ in range(2):
-        large(backend.upload(numbers(8, 9)))
-    assert backend.download(first).tolist() == [-1, -2]
-    assert backend.download(given).tolist() == [5, 6]
-    second = negate(backend.upload(numbers(3, 4)))
-    assert backend.download(second).tolist() == [-3, -4]
-    assert backend.download(first).tolist() == ([-3, -4] if backend.captures else [-1, -2])
-    assert backend.download(given).tolist() == [5, 6]
+        large(backend.memory.upload(numbers(8, 9)))
+    assert backend.memory.download(first).tolist() == [-1, -2]
+    assert backend.memory.download(given).tolist() == [5, 6]
+    second = negate(backend.memory.upload(numbers(3, 4)))
+    assert backend.memory.download(second).tolist() == [-3, -4]
+    assert backend.memory.download(first).tolist() == ([-3, -4] if backend.traits.captures else [-1, -2])
+    assert backend.memory.download(given).tolist() == [5, 6]
 
 
 def test_a_result_goes_into_the_next_program(backend: DeviceBackend) -> None:
     """As drafts and verifications do, also into the program that they come from."""
-    double, add = backend.graph(lambda x: x * 2), backend.graph(lambda x, y: x + y)
-    found = double(backend.upload(numbers(1, 2)))
+    double, add = backend.graphs.graph(lambda x: x * 2), backend.graphs.graph(lambda x, y: x + y)
+    found = double(backend.memory.upload(numbers(1, 2)))
     for _ in range(3):
         found = double(found)
-    assert backend.download(add(found, backend.upload(numbers(1, 1)))).tolist() == [17, 33]
+    assert backend.memory.download(add(found, backend.memory.upload(numbers(1, 1)))).tolist() == [17, 33]
 
 
 class Counter:
     """State on the device, changed as whole tensors; two programs know it."""
 
     def __init__(self, backend: DeviceBackend) -> None:
-        self.total_R = torch.zeros(4, dtype=torch.int32, device=backend.torch_device)
-        self.last = torch.zeros(2, dtype=torch.int32, device=backend.torch_device)
-        self.add = backend.graph(self._add)
-        self.look = backend.graph(partial(self._look, 10))
+        self.total_R = torch.zeros(4, dtype=torch.int32, device=backend.traits.torch_device)
+        self.last = torch.zeros(2, dtype=torch.int32, device=backend.traits.torch_device)
+        self.add = backend.graphs.graph(self._add)
+        self.look = backend.graphs.graph(partial(self._look, 10))
 
     def _add(self, rows_B: torch.Tensor, by_B: torch.Tensor) -> torch.Tensor:
         total_B = self.total_R.index_select(0, rows_B) + by_B
@@ -112,59 +112,59 @@ def test_state_is_changed_once_a_call(backend: DeviceBackend) -> None:
     for late in (False, True):
         state = Counter(backend)
         if late:
-            backend.warmed_up()
+            backend.graphs.warmed_up()
         for times in (1, 2, 3):
-            found = state.add(backend.upload(rows), backend.upload(by))
-            assert backend.download(found).tolist() == [times, 5 * times]
-            seen = backend.download(state.look(backend.upload(zero))).tolist()
+            found = state.add(backend.memory.upload(rows), backend.memory.upload(by))
+            assert backend.memory.download(found).tolist() == [times, 5 * times]
+            seen = backend.memory.download(state.look(backend.memory.upload(zero))).tolist()
             assert seen == [50 * times, 0, 10 * times, 0, 10, 50]
 
 
 def test_programs_of_an_engine_that_is_gone(backend: DeviceBackend) -> None:
     """The next one's are made anew."""
     for _ in range(2):
-        program = backend.graph(torch.neg)
+        program = backend.graphs.graph(torch.neg)
         for _ in range(2):
-            assert backend.download(program(backend.upload(numbers(1, 2)))).tolist() == [-1, -2]
+            assert backend.memory.download(program(backend.memory.upload(numbers(1, 2)))).tolist() == [-1, -2]
         del program
         gc.collect()
 
 
 def test_what_is_made_while_compiling_only_is_known_afterwards(backend: DeviceBackend) -> None:
-    state = torch.zeros(3, device=backend.torch_device)
+    state = torch.zeros(3, device=backend.traits.torch_device)
 
     def step(by: torch.Tensor) -> torch.Tensor:
         state.add_(by)
         return state * 1.0
 
-    program = backend.graph(step)
-    with backend.compiling_only():
-        program(backend.upload(numbers(1, 1, 1)))
+    program = backend.graphs.graph(step)
+    with backend.graphs.compiling_only():
+        program(backend.memory.upload(numbers(1, 1, 1)))
     made = compiled(backend)
-    found = backend.download(program(backend.upload(numbers(2, 2, 2)))).tolist()
+    found = backend.memory.download(program(backend.memory.upload(numbers(2, 2, 2)))).tolist()
     assert compiled(backend) == made
-    assert found == ([2.0] * 3 if backend.name in KNOW_COMPILING_ONLY else [3.0] * 3)
+    assert found == ([2.0] * 3 if backend.traits.name in KNOW_COMPILING_ONLY else [3.0] * 3)
 
 
 def test_counts(backend: DeviceBackend) -> None:
     """What warm-up made is told apart from what came behind it, also for a second engine of the process."""
-    program = backend.graph(lambda x: x + 1)
+    program = backend.graphs.graph(lambda x: x + 1)
 
     def run(*values: float) -> None:
-        program(backend.upload(numbers(*values)))
-        backend.step_done()
+        program(backend.memory.upload(numbers(*values)))
+        backend.graphs.step_done()
 
     def late() -> Any:
-        return backend.counts()["compiled_after_warmup"] if backend.captures else 0
+        return backend.graphs.counts()["compiled_after_warmup"] if backend.traits.captures else 0
 
     run(1)
     for shape, next_shape in (((1,), (1, 2)), ((1, 2), (1, 2, 3))):
-        backend.warmed_up()
+        backend.graphs.warmed_up()
         assert late() == 0
         run(*shape)
         assert late() == 0
         run(*next_shape)
         run(*next_shape)
-        assert late() == (1 if backend.captures else 0)
-    assert backend.captures or backend.counts() == {}
-    assert isinstance(backend.describe_warm_up(100), str)
+        assert late() == (1 if backend.traits.captures else 0)
+    assert backend.traits.captures or backend.graphs.counts() == {}
+    assert isinstance(backend.graphs.describe_warm_up(100), str)

@@ -44,8 +44,8 @@ def test_verifications(backend: DeviceBackend, rule: str) -> None:
     given = case(FEW_TOKENS)
     inputs = [given[name].clone() for name in INPUTS.get(rule, BY_LAW)]
     expected = run(TORCH)(*inputs)
-    found = backend.graph(run(backend.rules))(*(backend.upload(tensor.clone()) for tensor in inputs))
-    found = Verification(backend.download(found.tokens_BQ), backend.download(found.num_sampled_B))
+    found = backend.graphs.graph(run(backend.rules))(*(backend.memory.upload(tensor.clone()) for tensor in inputs))
+    found = Verification(backend.memory.download(found.tokens_BQ), backend.memory.download(found.num_sampled_B))
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING
     assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, PLACES + 1))
@@ -60,6 +60,6 @@ def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
 
     names = ("logits_BQV", "temperature_B", "keys_B2", "positions_BQ")
     expected = sample(TORCH, *(given[name].clone() for name in names))
-    program = backend.graph(lambda *inputs: sample(backend.rules, *inputs))
-    found = backend.download(program(*(backend.upload(given[name].clone()) for name in names)))
+    program = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
+    found = backend.memory.download(program(*(backend.memory.upload(given[name].clone()) for name in names)))
     assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)

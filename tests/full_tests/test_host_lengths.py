@@ -3,7 +3,8 @@
 Steps overlap where the drafter allows it, so the host's word is one that does not wait.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ from tests.full_tests.workload import Answer, Request, mixed_requests, run_toget
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.cpu import backend as cpu
 
 # A KV block of 16: bounds that end in one, begin one, and reach into the last that a row can have.
 SIZES: dict[str, Any] = dict(max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64, block_size=16)
 
 
 @pytest.fixture
-def shortened(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def shortened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Makes the CPU ask, and believe, that rows are so much shorter than the runner says."""
-    backend, visible = load_backend(), padded.visible
-    monkeypatch.setattr(backend, "needs_host_lengths", True)
-    monkeypatch.setattr(backend, "supports_attention", lambda spec: False)
+    backend, visible = cpu.make_backend(), padded.visible
+    monkeypatch.setattr(backend.attention, "supports_attention", lambda spec: False)
+    asking = replace(backend, traits=replace(backend.traits, needs_host_lengths=True))
+    monkeypatch.setattr(cpu, "make_backend", lambda: asking)
+    load_backend.cache_clear()
 
     def cut(by: int, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
         assert call.host_lengths_B is not None
@@ -38,7 +42,8 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def choose(by: int) -> None:
         monkeypatch.setattr(padded, "visible", lambda call, spec: cut(by, call, spec))
 
-    return choose
+    yield choose
+    load_backend.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as trees
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
+from vllm_gaudi_spec.devices.base import DeviceTraits, Graphs, Memory
 from vllm_gaudi_spec.records import Batch, Verification
 from vllm_gaudi_spec.runner.batch import make_batch, plan_batches
 from vllm_gaudi_spec.runner.requests import Requests
@@ -27,18 +29,15 @@ def batches_of(
 class HostBackend:
     """Just enough of a device for the runner's bookkeeping."""
 
-    torch_device = torch.device("cpu")
-    captures = False
-    flat_decode = False
-    needs_host_lengths = False
+    traits = DeviceTraits(name="small", mode="eager", torch_device=torch.device("cpu"))
     rules = TORCH
 
-    def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
     def __init__(self) -> None:
-        self.num_host_reads = 0
+        self.memory: Memory = CopyingMemory()
+        self.graphs = Graphs()
 
+
+class CopyingMemory(Memory):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_host_reads += 1
         return tensor.clone()
@@ -50,17 +49,20 @@ class HostBackend:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
-    def compiled_after_warmup(self) -> int:
-        return 0
-
 
 class CapturingBackend(HostBackend):
-    """As hard as the contract of `DeviceBackend.graph` allows: arguments of few kinds, one program for each set of
-    shapes and of what is no tensor, and a result that the program's next run overwrites."""
+    traits = replace(HostBackend.traits, captures=True)
 
-    captures = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = CapturingGraphs()
 
-    def graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+
+class CapturingGraphs(Graphs):
+    """As hard as the contract of `Graphs.graph` allows: arguments of few kinds, one program for each set of shapes and
+    of what is no tensor, and a result that the program's next run overwrites."""
+
+    def graph(self, function: Any) -> Any:
         results: dict[Any, Any] = {}
 
         def run(*given: Any, **named: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
-from tests.support.fakes import HostBackend
+from tests.support.fakes import CopyingMemory, HostBackend
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention.inputs import Inputs
@@ -136,14 +136,8 @@ class Guesses:
         return drafts[: sum(text) % 7]
 
 
-class _KVMemory:
-    """What the runner asks of a device besides."""
-
-    name, mode = "small", "eager"
-    exact_context_width = True
-    block_size = BLOCK
-    prefill_rows, smallest_prefill, prefill_growth = (1, 2), 8, 1.25
-    max_drafts = 8
+class _KVMemory(CopyingMemory):
+    """What the runner asks of a device's memory besides."""
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: object) -> dict[str, torch.Tensor]:
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -153,16 +147,20 @@ class _KVMemory:
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(copy_blocks, kv_caches)
 
-    def step_done(self) -> None:
-        """It was done as it came."""
 
-    def counts(self) -> dict[str, Any]:
-        return {}
-
-
-@cache
-def _backend_class(kind: type[HostBackend]) -> type:
-    return type(f"Small{kind.__name__}", (_KVMemory, kind), {})
+def _small_backend(kind: type[HostBackend]) -> Any:
+    backend: Any = kind()
+    backend.memory = _KVMemory()
+    backend.traits = replace(
+        kind.traits,
+        exact_context_width=True,
+        block_size=BLOCK,
+        prefill_rows=(1, 2),
+        smallest_prefill=8,
+        prefill_growth=1.25,
+        max_drafts=8,
+    )
+    return backend
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,9 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
-        return ", ".join([*parts, *(["captured"] if self.backend.captures else []), *(["paced"] * self.adaptive)])
+        return ", ".join(
+            [*parts, *(["captured"] if self.backend.traits.captures else []), *(["paced"] * self.adaptive)]
+        )
 
 
 RETOKENIZE = "retokenize"
@@ -218,7 +218,7 @@ class SmallEngine:
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
         self.scheduler.use_v2_model_runner = variant.v2
-        self.runner = ModelRunner(self.vllm_config, _backend_class(variant.backend)(), shows_progress=False)
+        self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
         self.runner.target = Reads(_TARGET, self.vllm_config)  # type: ignore[assignment]
         has_model = variant.method in ("draft_model", RETOKENIZE)
         self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]

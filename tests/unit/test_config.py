@@ -27,6 +27,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.full_tests.tiny_models import common
 from vllm_gaudi_spec import compat, config, devices, environment, refusals
 from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
 from vllm_gaudi_spec.refusals import drafters, unsupported_request
@@ -220,7 +221,15 @@ def engine_config(folder: Path, speculative: dict[str, Any] | None, **options: A
 
 def backend_of(device: str) -> Any:
     """What refusals ask of it."""
-    return SimpleNamespace(name=device, takes_quant_config=device in ("cpu", "hpu"), missing_kernel=lambda *_: None)
+    traits = DeviceTraits(
+        name=device,
+        mode="",
+        torch_device=torch.device("cpu"),
+        takes_cpu_weights=device == "cpu",
+        takes_quant_config=device in ("cpu", "hpu"),
+        simulates_quantization=device == "cpu",
+    )
+    return SimpleNamespace(traits=traits, weights=SimpleNamespace(missing_kernel=lambda *_: None))
 
 
 @pytest.fixture(autouse=True)

@@ -21,33 +21,69 @@ PLUGIN = "gaudi_spec"
 """The name under which vLLM knows this package."""
 
 
-class _Entry(NamedTuple):
-    module: str
+class Device(NamedTuple):
+    backend: str
+    """The module whose `make_backend` makes the device's backend."""
     platform: str
+    """The platform class through which vLLM sees the device."""
+    title: str
+    """What users call the card."""
     software: str | None = None
     """The package that comes with a card's image, without which there is no such card."""
+    nodes: tuple[tuple[str, str], ...] = ()
+    """Where its driver shows cards: folders and patterns of files."""
+    computes_on_host: bool = False
+    """True for the CPU and for emulated cards: the host's memory and cores are the device's."""
+    has_graph_check: bool = False
+    """True where `graph-check` can count graphs that are made late."""
 
 
-# One line a device: where its backend lives, and which platform class presents it to vLLM.
-_DEVICES = {
-    "cpu": _Entry("vllm_gaudi_spec.devices.cpu.backend", "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform"),
-    "hpu": _Entry(
-        "vllm_gaudi_spec.devices.hpu.backend", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform", "habana_frameworks"
+_HPU = "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"
+_ASCEND = "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
+# By the value of VGS_DEVICE. A device that is here and nowhere else is complete; where several cards are found, the
+# first one serves.
+DEVICES = {
+    "cpu": Device(
+        "vllm_gaudi_spec.devices.cpu.backend",
+        "vllm_gaudi_spec.platforms.cpu.CpuSpecPlatform",
+        "CPU",
+        computes_on_host=True,
     ),
-    "hpu-emulated": _Entry("vllm_gaudi_spec.devices.hpu.emulated", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform"),
-    "ascend": _Entry(
-        "vllm_gaudi_spec.devices.ascend.backend", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform", "torch_npu"
+    "hpu": Device(
+        "vllm_gaudi_spec.devices.hpu.backend",
+        _HPU,
+        "Gaudi",
+        "habana_frameworks",
+        # Current Gaudis, and those before the kernel's accelerator class.
+        (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
+        has_graph_check=True,
     ),
-    "ascend-emulated": _Entry(
-        "vllm_gaudi_spec.devices.ascend.emulated", "vllm_gaudi_spec.platforms.ascend.AscendSpecPlatform"
+    "hpu-emulated": Device(
+        "vllm_gaudi_spec.devices.hpu.emulated", _HPU, "emulated Gaudi", computes_on_host=True, has_graph_check=True
     ),
-    "cuda": _Entry("vllm_gaudi_spec.devices.cuda.backend", "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform"),
+    "ascend": Device(
+        "vllm_gaudi_spec.devices.ascend.backend",
+        _ASCEND,
+        "Ascend NPU",
+        "torch_npu",
+        (("/dev", "davinci[0-9]*"),),
+        has_graph_check=True,
+    ),
+    "ascend-emulated": Device(
+        "vllm_gaudi_spec.devices.ascend.emulated",
+        _ASCEND,
+        "emulated Ascend NPU",
+        computes_on_host=True,
+        has_graph_check=True,
+    ),
+    "cuda": Device(
+        "vllm_gaudi_spec.devices.cuda.backend", "vllm_gaudi_spec.platforms.cuda.CudaSpecPlatform", "NVIDIA GPU"
+    ),
 }
 
 
 # Beside another release of vLLM: the module refuses as it is imported.
 REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.wrong_vllm.Platform"
-DEVICES = tuple(_DEVICES)
 
 
 def asked_for() -> bool:
@@ -62,50 +98,31 @@ def choose_device() -> str | None:
     if others := other_platform_plugins():
         _say_inactive(others)
         return None
-    if gaudi_is_available():
-        return "hpu"
-    return "ascend" if ascend_is_available() else "cpu"
+    return next((name for name in DEVICES if has_card(name)), "cpu")
 
 
 @cache
-def gaudi_is_available() -> bool:
+def has_card(device: str) -> bool:
     """Whether there are a card and its software. Opens nothing, and raises nothing: vLLM asks while it is imported."""
-    return _is_here("hpu")
-
-
-@cache
-def ascend_is_available() -> bool:
-    """The same of an NPU."""
-    return _is_here("ascend")
-
-
-def missing_software(device: str) -> str | None:
-    """The package that a card needs and that is not installed."""
-    software = _DEVICES[device].software
-    return software if software is not None and find_spec(software) is None else None
-
-
-def comes_with_an_image(package: str) -> bool:
-    return any(package == entry.software for entry in _DEVICES.values())
-
-
-def _is_here(device: str) -> bool:
     try:
         return missing_software(device) is None and bool(cards(device))
     except (ImportError, OSError, ValueError):
         return False
 
 
+def missing_software(device: str) -> str | None:
+    """The package that a card needs and that is not installed."""
+    software = DEVICES[device].software
+    return software if software is not None and find_spec(software) is None else None
+
+
+def comes_with_an_image(package: str) -> bool:
+    return any(package == entry.software for entry in DEVICES.values())
+
+
 def cards(device: str) -> list[str]:
     """The cards of a kind that a driver shows, by the files through which they are opened."""
-    return sorted(str(found) for folder, pattern in _NODES.get(device, ()) for found in Path(folder).glob(pattern))
-
-
-# Where drivers show their cards: current Gaudis, and those before the kernel's accelerator class; NPUs.
-_NODES = {
-    "hpu": (("/dev/accel", "accel[0-9]*"), ("/dev", "hl[0-9]*")),
-    "ascend": (("/dev", "davinci[0-9]*"),),
-}
+    return sorted(str(found) for folder, pattern in DEVICES[device].nodes for found in Path(folder).glob(pattern))
 
 
 @cache
@@ -137,24 +154,24 @@ def say_wrong_vllm(reason: str) -> None:
 
 def platform_class(device: str) -> str:
     """An unknown device gets the CPU's: vLLM swallows what a plugin raises, so the platform has to refuse it."""
-    return _DEVICES.get(device, _DEVICES["cpu"]).platform
+    return DEVICES.get(device, DEVICES["cpu"]).platform
 
 
 def refuse_unknown_device() -> None:
     requested = environment.requested_device()
-    if requested is not None and requested not in _DEVICES:
-        raise UnsupportedConfigError(f"VGS_DEVICE={requested} is not available; use one of {', '.join(_DEVICES)}.")
+    if requested is not None and requested not in DEVICES:
+        raise UnsupportedConfigError(f"VGS_DEVICE={requested} is not available; use one of {', '.join(DEVICES)}.")
 
 
 @cache
 def load_backend(device: str | None = None) -> DeviceBackend:
     """The backend of a device (this process's device by default), made once."""
     name = device or choose_device() or "cpu"
-    backend: DeviceBackend = importlib.import_module(_DEVICES[name].module).Backend()
+    backend: DeviceBackend = importlib.import_module(DEVICES[name].backend).make_backend()
     return backend
 
 
 def describe_device() -> dict[str, str]:
     """Device and mode, as every report prints them."""
     backend = load_backend()
-    return {"device": backend.name, "mode": backend.mode}
+    return {"device": backend.traits.name, "mode": backend.traits.mode}

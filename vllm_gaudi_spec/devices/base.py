@@ -1,10 +1,19 @@
-"""What the runner needs from a device. One implementation a file; nobody above asks which one it is."""
+"""The contract between the engine and a device: a record of traits and four objects with defaults.
+
+A device overrides what it does otherwise than the defaults. Nothing above `devices/` asks which device it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm_gaudi_spec.attention.operations import PLAIN
+from vllm_gaudi_spec.config import MAX_DRAFTS
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 if TYPE_CHECKING:
     import torch
@@ -22,102 +31,127 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class DeviceBackend(Protocol):
-    """Shapes: B rows, Q queries a row, H query heads, K key/value heads, D head size."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceTraits:
+    """Facts about a device that decide how the engine uses it."""
 
     name: str
-    """What VGS_DEVICE calls it."""
+    """The value of VGS_DEVICE."""
     mode: str
-    """How steps are run on it: eager, lazy, captured."""
+    """How steps are run: eager, lazy, captured."""
     torch_device: torch.device
-    captures: bool
-    """True when each shape of a step, and each branch of it, is a program of its own that warm-up has to make: then
+    captures: bool = False
+    """True when each shape of a step, and each branch of it, is a graph of its own that warm-up has to make: then
     branches are few, and a number that changes from step to step is a tensor. False where shapes may follow values,
     which are read without a wait: then models compute no padding."""
-    block_size: int
+    block_size: int = 128
     """Tokens in a KV block unless the user chose otherwise."""
-    flat_decode: bool
+    flat_decode: bool = False
     """True when decodes read the blocks of all rows as one list, and so do not pay for the longest row."""
-    needs_host_lengths: bool
-    """True when attention is told on the host how many keys each row may have at most: then programs that attend get
-    `Blocks.lengths_B`, which is no part of what programs are told apart by."""
-    exact_context_width: bool
+    needs_host_lengths: bool = False
+    """True when attention needs an upper bound of each row's keys on the host: then functions that attend get
+    `Blocks.lengths_B`, which does not tell graphs apart."""
+    exact_context_width: bool = False
     """True when attention reads only the blocks a row has, so that one table width serves every context."""
-    prefill_rows: tuple[int, ...]
+    prefill_rows: tuple[int, ...] = (1,)
     """How many prompt chunks of one length may share a step, unless the user chose otherwise."""
-    smallest_prefill: int
+    smallest_prefill: int = 128
     """The smallest prefill bucket, of which the others are multiples."""
-    prefill_growth: float
+    prefill_growth: float = 2.0
     """Ratio of neighbouring prefill buckets: small where padding costs more than another shape."""
-    num_host_reads: int
-    """How often `download` and `start_download` were called."""
-    max_drafts: int
-    """The most drafts of a row that its kernels verify in one step."""
-    takes_quant_config: bool
-    """True when it measures and quantises models: `loading` and `quantize`."""
-    rules: Rules
-    """Sampling and acceptance, as it runs them."""
-    warmup_tokens: int
+    max_drafts: int = MAX_DRAFTS
+    """The largest number of drafts of a row that its kernels verify in one step."""
+    takes_quant_config: bool = False
+    """True when it measures and quantises models: `Weights.loading` and `Weights.quantize`."""
+    simulates_quantization: bool = False
+    """True when QUANT_CONFIG is simulated here, and not done by Intel Neural Compressor."""
+    takes_cpu_weights: bool = False
+    """True when the option `cpu_weights` chooses the format of weights."""
+    warmup_tokens: int = -1
     """Shapes of up to this many tokens are worth running during warm-up; -1 means all."""
 
+
+class Graphs:
+    """How functions are run. The defaults run them as they are."""
+
     def graph(self, function: Function) -> Function:
-        """`function`, run as one program for each set of shapes and of arguments that are not tensors.
+        """`function`, run as one graph for each set of shapes and of arguments that are not tensors.
 
         Arguments are tensors, numbers, texts, None, and tuples of those. The function waits for nothing and reads no
-        value; what it changes besides, it changes as a whole tensor and not through a view. Where `captures`, what it
-        returns is overwritten when the same program runs again.
+        value; what it changes besides, it changes as a whole tensor and not through a view. Where a device captures,
+        the result is overwritten when the same graph runs again.
         """
-        ...
+        return function
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        """For warm-up: programs are made in here and compute nothing, where the device knows such a mode."""
-        ...
+        """For warm-up: graphs are made in here and compute nothing, where the device knows such a mode."""
+        return nullcontext()
 
-    @property
-    def fp8_range(self) -> str | None:
-        """Whose e4m3 numbers it computes with, gaudi2's or gaudi3's; None where that is the user's choice."""
-        ...
+    def describe_warm_up(self, num_graphs: int) -> str:
+        """How long it may take to make so many graphs, as a text; empty where that is unknown."""
+        return ""
 
-    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
-        """Around the loading of a model that is going to be measured or quantised."""
-        ...
+    def warmed_up(self) -> None:
+        """From here on nothing should be compiled. A no-op where nothing is."""
 
-    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
-        """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
-        ...
+    def step_done(self) -> None:
+        """All work of a step was issued. A no-op where work starts as it is issued."""
 
-    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        """Why it does not compute with a model whose weights have a format of their own; None where it does. Asked
-        before anything is loaded, and in processes that must not open the card."""
-        ...
+    def compiled_after_warmup(self) -> int:
+        """Graphs, as the device itself counts them; 0 where it does not count."""
+        return 0
 
-    def prepare_model(self, model: nn.Module) -> None:
-        """Bring weights to the device and lay them out as it likes them, after loading."""
-        ...
+    def counts(self) -> dict[str, Any]:
+        """What the device itself counts, `compiled_after_warmup` above all; empty where it does not count."""
+        return {}
 
-    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, the weights that only a kernel has in a form of its own, as they were loaded."""
-        ...
 
-    def weights_changed(self, model: nn.Module) -> None:
-        """Make anew what was made of weights, after others were copied into their storages."""
-        ...
+class Memory:
+    """Copies to and from the device, and its KV cache. Copies are the host's own by default."""
+
+    num_host_reads = 0
+    """How often `download` and `start_download` were called."""
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """Copy to the device without waiting for it."""
+        return host
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to the host and wait. Every call is counted as a host read."""
+        self.num_host_reads += 1
+        return tensor
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a copy to the host, counted as well; the answer waits for it. The tensor may be overwritten by the next
+        step before that."""
+        return partial(self.download, tensor)
+
+    def synchronize(self) -> None:
+        """Wait for all issued work. A no-op where work is done when the call returns."""
+
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
+        """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
+        raise NotImplementedError
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
-        """What each layer keeps its KV in, by layer name; zero."""
-        ...
+        """The KV cache of each layer, by layer name; zero."""
+        raise NotImplementedError
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        """What copies KV blocks (from, to) in all layers of what `allocate_kv` made."""
-        ...
+        """A function that copies KV blocks (from, to) in all layers of what `allocate_kv` made."""
+        raise NotImplementedError
+
+
+class Attention:
+    """Attention over the KV caches that `Memory.allocate_kv` made. T tokens, H query heads, K KV heads, D head size."""
 
     def kv_shape(self, kv_cache: Any) -> KVShape:
-        """What a layer's part of what `allocate_kv` made holds."""
-        ...
+        """The shape of one layer's KV cache."""
+        raise NotImplementedError
 
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         """Whether the device's own kernel takes this layer; else `torch_ops` serves it."""
-        ...
+        return True
 
     def write_kv(
         self,
@@ -126,11 +160,11 @@ class DeviceBackend(Protocol):
         kv_cache: Any,
         slots_T: torch.Tensor,
         spec: AttentionLayerSpec,
-        operations: Operations = ...,
+        operations: Operations = PLAIN,
     ) -> None:
         """Store keys and values at their slots; values are None where they are a part of the keys. Duplicated slots may
         only be pad slots. `operations`: the layer's, to be called where `spec` says that they are its own."""
-        ...
+        raise NotImplementedError
 
     def attend(
         self,
@@ -139,46 +173,55 @@ class DeviceBackend(Protocol):
         call: AttentionCall,
         spec: AttentionLayerSpec,
         out_THD: torch.Tensor,
-        operations: Operations = ...,
+        operations: Operations = PLAIN,
     ) -> None:
         """Causal attention of Q queries a row over the row's blocks; each block is read once."""
-        ...
+        raise NotImplementedError
 
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy to the device without waiting for it."""
-        ...
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host and wait. Every call is counted as a host read."""
-        ...
+class Weights:
+    """What a device does with a model's weights. By default layers keep them as they were loaded, and no format of
+    weights has a kernel."""
 
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a copy to the host, counted as well; the answer waits for it. The tensor may be overwritten by the next
-        step before that."""
-        ...
+    device_name = "this device"
+    """For messages."""
 
-    def available_memory(self, utilization: float, num_ranks: int) -> int:
-        """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
-        ...
+    @property
+    def fp8_range(self) -> str | None:
+        """Whose e4m3 numbers it computes with, gaudi2's or gaudi3's; None where that is the user's choice."""
+        return None
 
-    def synchronize(self) -> None: ...
+    def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
+        """Around the loading of a model that is going to be measured or quantised."""
+        raise NotImplementedError("refused at start-up")
 
-    def describe_warm_up(self, num_programs: int) -> str:
-        """How long it may take to make so many programs, as a text; empty where that says nothing."""
-        ...
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+        """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
+        raise NotImplementedError("refused at start-up")
 
-    def warmed_up(self) -> None:
-        """From here on nothing should be compiled."""
-        ...
+    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        """Why the device does not compute with a model whose weights have a format of their own; None where it does.
+        Asked before anything is loaded, and in processes that must not open the card."""
+        return f"for which there are no kernels yet on {self.device_name}"
 
-    def step_done(self) -> None:
-        """All work of a step was given to the device."""
-        ...
+    def prepare_model(self, model: nn.Module) -> None:
+        """Bring weights to the device and lay them out as it needs them, after loading. A no-op where they are."""
 
-    def compiled_after_warmup(self) -> int:
-        """Programs, as the device itself counts them; 0 where it does not count."""
-        ...
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, the weights that only a kernel has in a form of its own, as they were loaded."""
+        return iter(())
 
-    def counts(self) -> dict[str, Any]:
-        """What the device itself counts, `compiled_after_warmup` above all; nothing where it does not count."""
-        ...
+    def weights_changed(self, model: nn.Module) -> None:
+        """Make anew what was made of weights, after others were copied into their storages. A no-op where nothing
+        was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBackend:
+    traits: DeviceTraits
+    memory: Memory
+    attention: Attention
+    graphs: Graphs = field(default_factory=Graphs)
+    weights: Weights = field(default_factory=Weights)
+    rules: Rules = TORCH
+    """Sampling and acceptance, as the device runs them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch
@@ -34,17 +36,15 @@ from vllm_gaudi_spec.runner.shapes import Shapes
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder in place of /dev, on a host that has all software and no other plugin."""
-    questions = devices.gaudi_is_available, devices.ascend_is_available
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(devices, "other_platform_plugins", tuple)
     monkeypatch.setattr(devices, "find_spec", lambda name: object())
-    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
-    monkeypatch.setitem(devices._NODES, "ascend", ((str(tmp_path), "davinci[0-9]*"),))
-    for ask in questions:
-        ask.cache_clear()
+    for name, pattern in (("hpu", "accel[0-9]*"), ("ascend", "davinci[0-9]*")):
+        device = devices.DEVICES[name]._replace(nodes=((str(tmp_path), pattern),))
+        monkeypatch.setitem(devices.DEVICES, name, device)
+    devices.has_card.cache_clear()
     yield tmp_path
-    for ask in questions:
-        ask.cache_clear()
+    devices.has_card.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,16 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
-        ascend.Backend()
+        ascend.make_backend()
 
 
 # --- what it refuses ---
+
+
+def unopened() -> Any:
+    """What is asked of the backend before there is a card."""
+    traits = ascend.traits_of("ascend", torch.device("cpu"))
+    return SimpleNamespace(traits=traits, weights=ascend.AscendWeights(Memory()))
 
 
 def test_sixteen_drafts_are_refused() -> None:
@@ -106,28 +112,28 @@ def test_sixteen_drafts_are_refused() -> None:
         model_config=SimpleNamespace(max_model_len=64, is_moe=False),
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
-    Shapes.from_config(cast(Any, config), Options(), cast(Any, ascend.Backend), 15)
+    Shapes.from_config(cast(Any, config), Options(), unopened(), 15)
     with pytest.raises(UnsupportedConfigError, match="Device ascend verifies at most 15 drafts a step; set num_spec"):
-        Shapes.from_config(cast(Any, config), Options(), cast(Any, ascend.Backend), 16)
+        Shapes.from_config(cast(Any, config), Options(), unopened(), 16)
 
 
 def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine_config(tmp_path, None)
-    refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+    refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = "fp8"
     refusals.refuse_unsupported(made, backend_of("cpu"))
     with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\).* no kernels yet on ascend; use a"):
-        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+        refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = None
     drafting = engine_config(tmp_path, here(dict(method="draft_model"), tmp_path))
     drafting.speculative_config.draft_model_config.quantization = "fp8"
     with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\)"):
-        refusals.refuse_unsupported(drafting, cast(Any, ascend.Backend))
+        refusals.refuse_unsupported(drafting, unopened())
     path = tmp_path / "quant.json"
     path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG is for a Gaudi.* and this is ascend; unset it"):
-        refusals.refuse_unsupported(made, cast(Any, ascend.Backend))
+        refusals.refuse_unsupported(made, unopened())
 
 
 def test_batches_of_ragged_drafts_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -175,12 +181,12 @@ def layer(**changes: Any) -> AttentionLayerSpec:
     ],
 )
 def test_layers_that_the_operation_takes(changes: dict[str, Any], fused: bool) -> None:
-    assert ascend_attention.takes(layer(**changes), 4, 1024, ascend.Backend.fused_dtypes) is fused
+    assert ascend_attention.takes(layer(**changes), 4, 1024, ascend.FUSED_DTYPES) is fused
 
 
 def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
     for num_queries, num_keys, fused in ((1, 262_144, True), (1, 262_272, False), (2, 262_272, True)):
-        assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.Backend.fused_dtypes) is fused
+        assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
 
 
 # --- what it says to graphs ---
@@ -308,7 +314,7 @@ BLOCK = 16
 
 
 class AskingBackend(HostBackend):
-    needs_host_lengths = True
+    traits = replace(HostBackend.traits, needs_host_lengths=True)
 
 
 def rows_of(backend: HostBackend) -> Requests:

@@ -13,34 +13,34 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture
 def backend() -> Iterator[Any]:
-    from vllm_gaudi_spec.devices.cuda.backend import Backend
+    from vllm_gaudi_spec.devices.cuda.backend import make_backend
 
     with torch.inference_mode():
-        yield Backend()
+        yield make_backend()
 
 
 def test_captured_programs_are_named(backend: Any) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
-    run = backend.graph(step)
+    run = backend.graphs.graph(step)
     for size in (1, 2, 1):
-        run(backend.upload(torch.ones(size)))
-    assert backend.counts()["captured"] == {step.__qualname__: 2}
+        run(backend.memory.upload(torch.ones(size)))
+    assert backend.graphs.counts()["captured"] == {step.__qualname__: 2}
 
 
 def test_uploads_and_downloads(backend: Any) -> None:
-    read = backend.num_host_reads
+    read = backend.memory.num_host_reads
     torch.cuda.set_sync_debug_mode("error")
     try:
         for dtype in (torch.int32, torch.int64, torch.float32):
             host = torch.arange(1000).to(dtype)
-            there = backend.upload(host)
+            there = backend.memory.upload(host)
             host.fill_(0)
-            waits = backend.start_download(there)
+            waits = backend.memory.start_download(there)
             there.fill_(0)
             assert torch.equal(waits(), torch.arange(1000).to(dtype))
-            assert torch.equal(backend.download(there), torch.zeros(1000, dtype=dtype))
+            assert torch.equal(backend.memory.download(there), torch.zeros(1000, dtype=dtype))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert backend.num_host_reads - read == 6
+    assert backend.memory.num_host_reads - read == 6

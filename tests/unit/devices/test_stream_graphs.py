@@ -121,11 +121,11 @@ def test_it_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_gaudi_spec.devices.cuda.backend import Backend
+    from vllm_gaudi_spec.devices.cuda.backend import make_backend
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedConfigError, match="needs an NVIDIA GPU"):
-        Backend()
+        make_backend()
 
 
 def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.emulator import report
 
 THIS_FILE = os.path.basename(__file__)
 
@@ -271,7 +272,7 @@ def test_replays_repeat_the_counted_work(card: Any) -> None:
     assert second.kv_bytes_read == first.kv_bytes_read > 0
     assert second.flops == first.flops == 2 * 2 * 8 * 16
     assert (second.graph_captures, second.graph_replays) == (0, 1)
-    assert card.report()["graphs"][0]["replays"] == 1
+    assert report.as_json(card)["graphs"][0]["replays"] == 1
 
 
 def test_replays_repeat_the_bytes_of_updates(card: Any) -> None:
@@ -295,15 +296,15 @@ def test_replays_repeat_the_bytes_of_updates(card: Any) -> None:
 
 def test_the_backend_is_never_to_blame(card: Any) -> None:
     """Of a copy, a wait or a capture made through it, the line that asked for it is reported."""
-    from vllm_gaudi_spec.devices.hpu.backend import Backend
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
 
-    backend = Backend()
+    backend = make_backend()
 
     def step() -> torch.Tensor:
-        double = backend.graph(lambda x: x * 2)
-        x = backend.upload(torch.ones(2))
-        download = backend.start_download(double(x))
-        backend.synchronize()
+        double = backend.graphs.graph(lambda x: x * 2)
+        x = backend.memory.upload(torch.ones(2))
+        download = backend.memory.start_download(double(x))
+        backend.memory.synchronize()
         return download()
 
     first = step.__code__.co_firstlineno
@@ -312,12 +313,12 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
     for kind, lines in expected.items():
         found = {where.split(" ")[0].rpartition("/")[2] for where in card.counters.lines(kind)}
         assert found == {f"{THIS_FILE}:{first + line}" for line in lines}
-    assert f"{THIS_FILE}:{first + 3} (step)" in card.report()["graphs"][0]["where"]
+    assert f"{THIS_FILE}:{first + 3} (step)" in report.as_json(card)["graphs"][0]["where"]
 
     def careless(x: torch.Tensor) -> torch.Tensor:
-        return backend.start_download(x)()
+        return backend.memory.start_download(x)()
 
-    program = backend.graph(careless)
+    program = backend.graphs.graph(careless)
     with pytest.raises(RuntimeError, match=rf"{THIS_FILE}:\d+ \(careless\)"):
         program(hpu(1))
 
@@ -353,7 +354,7 @@ def test_names_and_late_captures(card: Any) -> None:
     card.strict = True
     with pytest.raises(RuntimeError, match="drafter 2"):
         run(x)
-    assert card.report()["graphs"][0]["name"] == "drafter"
+    assert report.as_json(card)["graphs"][0]["name"] == "drafter"
 
 
 def test_an_input_returned_is_the_callers(card: Any) -> None:

@@ -14,9 +14,9 @@ from vllm_gaudi_spec import config, devices, environment
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    devices.gaudi_is_available.cache_clear()
+    devices.has_card.cache_clear()
     yield
-    devices.gaudi_is_available.cache_clear()
+    devices.has_card.cache_clear()
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def software(monkeypatch: pytest.MonkeyPatch) -> None:
 def nodes(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).touch()
-    monkeypatch.setitem(devices._NODES, "hpu", ((str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")))
+    nodes = (str(folder), "accel[0-9]*"), (str(folder), "hl[0-9]*")
+    monkeypatch.setitem(devices.DEVICES, "hpu", devices.DEVICES["hpu"]._replace(nodes=nodes))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_card_shows_in_dev(
     software: None, names: tuple[str, ...], there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nodes(monkeypatch, tmp_path, *names)
-    assert devices.gaudi_is_available() is there
+    assert devices.has_card("hpu") is there
     monkeypatch.setattr(devices, "other_platform_plugins", tuple)
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     assert devices.choose_device() == ("hpu" if there else "cpu")
@@ -46,7 +47,7 @@ def test_a_card_shows_in_dev(
 def test_a_card_without_its_software_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes(monkeypatch, tmp_path, "accel0")
     monkeypatch.setattr(devices, "find_spec", lambda name: None)  # this process may have the emulated one
-    assert not devices.gaudi_is_available()
+    assert not devices.has_card("hpu")
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, ValueError])
@@ -56,7 +57,7 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
 
     nodes(monkeypatch, tmp_path, "accel0")
     monkeypatch.setattr(devices, "find_spec", broken)
-    assert devices.gaudi_is_available() is False
+    assert devices.has_card("hpu") is False
 
 
 @pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])

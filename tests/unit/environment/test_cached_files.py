@@ -177,7 +177,7 @@ def test_the_list_of_programs_is_not_written_through_a_link(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runner: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype="float32")),
-        backend=SimpleNamespace(name="cpu", mode="eager"),
+        backend=SimpleNamespace(traits=SimpleNamespace(name="cpu", mode="eager")),
         recorder=SimpleNamespace(manifest={"a program"}),
     )
     own = cached_files.own_folder(environment.cache_folder())

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support.fakes import HostBackend
+from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 
 
 class CountingBackend(HostBackend):
-    """A device that counts its programs by itself."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = CountingGraphs()
+
+
+class CountingGraphs(Graphs):
+    """A device that counts its graphs by itself."""
 
     num_compiled = 0
     num_asked = 0
@@ -23,11 +30,11 @@ def test_counts_are_those_since_warm_up() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     recorder.expect(["known"])
-    backend.num_host_reads = 7
-    recorder.warm_up_done(backend.num_host_reads)
+    backend.memory.num_host_reads = 7
+    recorder.warm_up_done(backend.memory.num_host_reads)
     recorder.saw("known")
     recorder.step_done()
-    backend.num_host_reads += 2
+    backend.memory.num_host_reads += 2
     assert recorder.worked(backend) == (1, 2, 0, {})
     recorder.saw("new")
     recorder.saw("new")
@@ -40,15 +47,15 @@ def test_the_device_is_asked_now_and_then() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     recorder.saw("new")
-    backend.num_compiled = 3
+    backend.graphs.num_compiled = 3
     told = []
     for _ in range(64):
         recorder.step_done()
         told.append(recorder.worked(backend).compiled)
     assert (told[0], told[-1]) == (1, 3)
-    assert backend.num_asked == 4
+    assert backend.graphs.num_asked == 4
     recorder.step_done()
-    backend.num_compiled = 5
+    backend.graphs.num_compiled = 5
     assert recorder.worked(backend).compiled == 3
     assert recorder.worked(backend, is_last=True).compiled == 5, "nobody may ask again for long"
 
@@ -58,7 +65,7 @@ def test_what_the_device_once_counted_stays() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     told = []
-    for backend.num_compiled in (3, 0, 5):
+    for backend.graphs.num_compiled in (3, 0, 5):
         recorder.num_steps += 16
         told.append(recorder.worked(backend).compiled)
     assert told == [3, 3, 5]
@@ -68,10 +75,10 @@ def test_what_warm_up_compiled_is_not_counted() -> None:
     """Its steps report like others, before the device knows which of its programs are warm-up's."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
-    backend.num_compiled = 186
+    backend.graphs.num_compiled = 186
     recorder.worked(backend)
-    backend.num_compiled = 0
-    recorder.warm_up_done(backend.num_host_reads)
+    backend.graphs.num_compiled = 0
+    recorder.warm_up_done(backend.memory.num_host_reads)
     told = []
     for _ in range(17):
         recorder.step_done()

@@ -24,7 +24,7 @@ OWNER, READER = "layers.0.attn", "layers.2.attn"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
-    made, device = VllmConfig(), cpu.Backend()
+    made, device = VllmConfig(), cpu.make_backend()
     monkeypatch.setattr(attention, "load_backend", lambda: device)
     with set_current_vllm_config(made):
         yield made
@@ -66,7 +66,7 @@ def test_a_cache_of_another_kind_is_not_bound(wrong: torch.Tensor, words: str, c
 def test_pairs_of_tensors_say_what_they_hold() -> None:
     """What accelerators keep KV in."""
     keys = torch.zeros(BLOCKS * BLOCK, HEADS, SIZE)
-    assert KVPair(keys, keys, BLOCK).shape == cpu.Backend().kv_shape(cache())
+    assert KVPair(keys, keys, BLOCK).shape == cpu.make_backend().attention.kv_shape(cache())
     assert KVPair(keys.byte(), None, BLOCK).shape == (BLOCKS, BLOCK, HEADS, SIZE, torch.uint8)
 
 

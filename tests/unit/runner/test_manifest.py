@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,18 +21,13 @@ SCHEDULES = 10_000
 class FlatBackend(HostBackend):
     """A device that captures programs and lists the blocks of a decode."""
 
-    name = "small"
-    captures = flat_decode = True
-    exact_context_width = False
-    block_size = BLOCK
-    smallest_prefill = 16
-    prefill_growth = 2.0
-    prefill_rows = (1,)
-    max_drafts = 8
+    traits = replace(
+        HostBackend.traits, captures=True, flat_decode=True, block_size=BLOCK, smallest_prefill=16, max_drafts=8
+    )
 
 
 class PaddedBackend(FlatBackend):
-    flat_decode = False
+    traits = replace(FlatBackend.traits, flat_decode=False)
 
 
 class Scheduler:
@@ -130,7 +126,7 @@ def run(rng: random.Random, backend: HostBackend, num_steps: int) -> int:
         finishing = [member for batch in batches for member in batch.finishing()]
         for batch in batches:
             assert batch.shape in listed, f"{batch.shape} is not among {len(listed)} shapes"
-            if backend.flat_decode and batch.shape.phase == "decode":
+            if backend.traits.flat_decode and batch.shape.phase == "decode":
                 entries = batch.uploaded.blocks.flat[0]
                 assert entries.shape == (3, batch.shape.context)
         if finishing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ WINDOW = 0  # what a sliding window left behind
 
 
 class FlatBackend(HostBackend):
-    flat_decode = True
+    traits = replace(HostBackend.traits, flat_decode=True)
 
 
 def flat_requests(block_sizes: list[int]) -> Requests:

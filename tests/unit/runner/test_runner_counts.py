@@ -29,7 +29,7 @@ def test_what_the_last_steps_compiled_is_told_when_nothing_is_left(overlap: bool
     engine.add("a", [3, 4, 5], greedy(10))
     for _ in range(2):
         engine.step()
-    engine.runner.backend.compiled_after_warmup = lambda: 3
+    engine.runner.backend.graphs.compiled_after_warmup = lambda: 3
     engine.finish()
     assert engine.num_steps < 16, "it was not asked for another reason"
     assert engine.scheduler.step_metrics._reported[COMPILED, ""] == 3

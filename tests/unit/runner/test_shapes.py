@@ -7,8 +7,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.shapes import Shapes
 
@@ -28,17 +30,18 @@ def shapes(
         model_config=SimpleNamespace(max_model_len=max_len, is_moe=True),
         parallel_config=SimpleNamespace(data_parallel_size=num_ranks),
     )
-    backend = SimpleNamespace(
+    traits = DeviceTraits(
         name="small",
+        mode="eager",
+        torch_device=torch.device("cpu"),
         exact_context_width=exact,
         smallest_prefill=16,
         prefill_growth=1.25,
-        prefill_rows=(1,),
         max_drafts=8,
-        captures=False,
         flat_decode=flat,
         block_size=16,
     )
+    backend = SimpleNamespace(traits=traits)
     return Shapes.from_config(config, Options(**options), backend, drafts)  # type: ignore[arg-type]
 
 
@@ -158,7 +161,6 @@ def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
     from tests.support.fakes import HostBackend
 
     backend = HostBackend()
-    backend.exact_context_width = False  # type: ignore[attr-defined]
     own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).of_length(2000, backend)  # type: ignore[arg-type]
     assert own.entries == ()
     assert own.decode_context([2000]) in own.contexts

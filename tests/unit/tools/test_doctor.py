@@ -584,10 +584,11 @@ def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_card_without_its_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accel0").touch()
     (tmp_path / "accel1").touch()
-    monkeypatch.setitem(devices._NODES, "hpu", ((str(tmp_path), "accel[0-9]*"),))
-    devices.gaudi_is_available.cache_clear()
+    gaudi = devices.DEVICES["hpu"]._replace(nodes=((str(tmp_path), "accel[0-9]*"),))
+    monkeypatch.setitem(devices.DEVICES, "hpu", gaudi)
+    devices.has_card.cache_clear()
     found = list(machine.device_findings())
-    devices.gaudi_is_available.cache_clear()
+    devices.has_card.cache_clear()
     assert found[0].text.startswith("cpu: ")
     assert found[1].severity == "warning"
     assert "there is a Gaudi (2 cards" in found[1].text

@@ -6,7 +6,7 @@ Never run on an NPU so far: the emulated device of `vllm_gaudi_spec/emulator/` r
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,49 +18,67 @@ from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend.device import torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair
-from vllm_gaudi_spec.devices.common.stream_device import StreamDevice
-from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
+from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
 logger = init_logger(__name__)
 
+_BLOCK_SIZE = 128
+FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
+"""What the fused attention computes in. Others are served by plain torch."""
 
-class Backend(StreamDevice):
-    name = "ascend"
-    block_size = 128
-    needs_host_lengths = True
-    # The mask is as wide as the table, and plain torch reads all of it.
-    exact_context_width = False
-    smallest_prefill = 128
-    # 16 tokens of a row in a step, drafts and one more, are the most that vllm-ascend verifies.
-    max_drafts = 15
-    rules = TORCH
-    fused_dtypes = frozenset({torch.float16, torch.bfloat16})
-    """What the fused attention computes in. Others are served by plain torch."""
 
-    _captures: NpuCaptures
+class Card(NamedTuple):
+    """What the parts of the backend share."""
 
-    def __init__(self) -> None:
-        # vLLM's front end makes a backend too, and must not open the card. The import does not.
-        self._torch_npu = torch_npu()
-        runtime: Any = torch.npu
-        # Each process is given one card (`Platform.set_device`), which this means without its number.
-        device = torch.device("npu")
-        super().__init__(runtime, device, NpuCaptures(runtime, device))
+    torch_npu: Any
+    runtime: Any
+    """`torch.npu`."""
+    torch_device: torch.device
+    captures: NpuCaptures
 
-    @cached_property
-    def _attention(self) -> HostTold | None:
-        return ascend_attention.fused_operation(self._torch_npu)
 
-    @cached_property
-    def _scatter_kv(self) -> Any:
-        return getattr(self._torch_npu, "npu_scatter_pa_kv_cache", None)
+def make_backend() -> DeviceBackend:
+    card = open_card()
+    graphs = StreamGraphs(card.runtime, card.captures)
+    memory = AscendMemory(card.runtime, card.torch_device, graphs)
+    return assemble("ascend", card, graphs, memory, AscendWeights(memory), FUSED_DTYPES)
 
-    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
+
+def open_card() -> Card:
+    """vLLM's front end makes a backend too, and must not open the card. The import does not."""
+    module = torch_npu()
+    # Each process is given one card (`Platform.set_device`), which this means without its number.
+    device = torch.device("npu")
+    return Card(module, torch.npu, device, NpuCaptures(torch.npu, device))
+
+
+def assemble(
+    name: str, card: Card, graphs: Graphs, memory: Memory, weights: Weights, fused_dtypes: frozenset[torch.dtype]
+) -> DeviceBackend:
+    traits, attention = traits_of(name, card.torch_device), AscendAttention(card, fused_dtypes)
+    return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=attention, weights=weights)
+
+
+def traits_of(name: str, torch_device: torch.device) -> DeviceTraits:
+    return DeviceTraits(
+        name=name,
+        mode="captured",
+        torch_device=torch_device,
+        captures=True,
+        block_size=_BLOCK_SIZE,
+        needs_host_lengths=True,
+        # 16 tokens of a row in a step, drafts and one more, are the most that vllm-ascend verifies.
+        max_drafts=15,
+    )
+
+
+class AscendMemory(StreamMemory):
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
         for size in {pair.block_size for pair in by_layer.values()}:
             if not ascend_attention.takes_blocks(size):
@@ -68,18 +86,33 @@ class Backend(StreamDevice):
                     "KV blocks of %d tokens are not for the fused attention; plain torch serves, which is slower. Use "
                     "--block-size %d.",
                     size,
-                    self.block_size,
+                    _BLOCK_SIZE,
                 )
         return by_layer
 
-    @staticmethod
-    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        return "for which there are no kernels yet on ascend"
+
+class AscendWeights(StreamWeights):
+    device_name = "ascend"
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
-            model.to(self.torch_device)
-        self.synchronize()
+            model.to(torch.device("npu"))
+        self._memory.synchronize()
+
+
+class AscendAttention(PairAttention):
+    def __init__(self, card: Card, fused_dtypes: frozenset[torch.dtype]) -> None:
+        self._torch_npu = card.torch_npu
+        self._captures = card.captures
+        self.fused_dtypes = fused_dtypes
+
+    @cached_property
+    def _fused(self) -> HostTold | None:
+        return ascend_attention.fused_operation(self._torch_npu)
+
+    @cached_property
+    def _scatter_kv(self) -> Any:
+        return getattr(self._torch_npu, "npu_scatter_pa_kv_cache", None)
 
     def write_kv(
         self,
@@ -107,7 +140,7 @@ class Backend(StreamDevice):
         operations: Operations = PLAIN,
     ) -> None:
         num_keys = ascend_attention.num_keys(call, spec)
-        if self._attention is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            ascend_attention.attend(self._attention, self._captures, query_THD, kv_cache, call, spec, out_THD)
+        if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
+            ascend_attention.attend(self._fused, self._captures, query_THD, kv_cache, call, spec, out_THD)
         else:
             padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)

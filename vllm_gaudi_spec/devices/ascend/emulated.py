@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_gaudi_spec import emulator
@@ -10,10 +12,30 @@ from vllm_gaudi_spec import emulator
 emulator.install_npu()
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
-from vllm_gaudi_spec.devices.common.emulated import OnEmulatedCard  # noqa: E402
+from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
+from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+
+# So that answers of the fused attention can be held against those of other devices, number by number.
+_FUSED_DTYPES = ascend.FUSED_DTYPES | {torch.float32}
 
 
-class Backend(OnEmulatedCard, ascend.Backend):
-    name = "ascend-emulated"
-    # So that answers of the fused attention can be held against those of other devices, number by number.
-    fused_dtypes = ascend.Backend.fused_dtypes | {torch.float32}
+def make_backend() -> DeviceBackend:
+    card = ascend.open_card()
+    graphs = _Graphs(card.runtime, card.captures)
+    memory = _Memory(card.runtime, card.torch_device, graphs)
+    return ascend.assemble("ascend-emulated", card, graphs, memory, _Weights(memory), _FUSED_DTYPES)
+
+
+class _Graphs(EmulatedGraphs, StreamGraphs):
+    pass
+
+
+class _Memory(EmulatedMemory, ascend.AscendMemory):
+    pass
+
+
+class _Weights(EmulatedWeights, ascend.AscendWeights):
+    pass

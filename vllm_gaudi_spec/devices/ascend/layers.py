@@ -3,34 +3,18 @@ registers them."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from vllm_gaudi_spec.devices.common import dense_experts, ir_norms, rotary_classes  # noqa: F401
-
-logger = init_logger(__name__)
+from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
 
 PROVIDER = "vgs_ascend"
 
 
-def _load(name: str) -> Any:
-    """An operation of torch_npu; None, said once, where this build has none."""
-    operation = getattr(importlib.import_module("torch_npu"), name, None)
-    if operation is None:
-        logger.info("This torch_npu has no %s; plain torch operations serve.", name)
-    return operation
-
-
-_rms_norm = _load("npu_rms_norm")
-_add_rms_norm = _load("npu_add_rms_norm")
-_rotate = _load("npu_rotary_mul")
-_swiglu = _load("npu_swiglu")
+_rms_norm = layers.find_kernel("torch_npu", "npu_rms_norm")
+_add_rms_norm = layers.find_kernel("torch_npu", "npu_add_rms_norm")
+_rotate = layers.find_kernel("torch_npu", "npu_rotary_mul")
+_swiglu = layers.find_kernel("torch_npu", "npu_swiglu")
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
@@ -45,7 +29,7 @@ def _add_norm(
     return normed, added
 
 
-ir_norms.register(PROVIDER, _norm, _add_norm, available=None not in (_rms_norm, _add_rms_norm))
+layers.register_norms(PROVIDER, _norm, _add_norm, available=None not in (_rms_norm, _add_rms_norm))
 
 
 def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool) -> torch.Tensor:
@@ -56,8 +40,7 @@ def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor,
 
 
 if _rotate is not None:
-    for _base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
-        rotary_classes.register("Npu", rotary_classes.turning(_turn), _base)
+    layers.register_rotary("Npu", _turn)
 
 
 if _swiglu is not None:

@@ -1,22 +1,25 @@
-"""KV as two tensors a layer, for devices with kernels of their own or none: allocation, writes, copies of blocks."""
+"""KV as two tensors a layer, for devices with kernels of their own or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_gaudi_spec.attention.metadata import KVShape
+from vllm_gaudi_spec.attention import padded
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Attention, Graphs, Memory
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
-    from vllm_gaudi_spec.devices.base import DeviceBackend
-
-# Block copies of one program; what is left over copies the pad block onto itself.
+# Block copies of one graph; what is left over copies the pad block onto itself.
 _COPIES = 8
 
 
@@ -55,10 +58,61 @@ class KVPair(NamedTuple):
             operations.v_cache(value_TKD, self.values, slots_T)
 
 
+class PairMemory(Memory):
+    """Memory of a device whose KV cache is such pairs."""
+
+    def __init__(self, torch_device: torch.device, graphs: Graphs) -> None:
+        self.torch_device = torch_device
+        self._graphs = graphs
+
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
+        return allocate(kv_cache_config, self.torch_device)
+
+    def block_copier(self, kv_caches: dict[str, KVPair]) -> Callable[[list[tuple[int, int]]], None]:
+        """As `Memory.block_copier`, by one graph."""
+        distinct = list({id(pair.keys): pair for pair in kv_caches.values()}.values())
+        copy_blocks = self._graphs.graph(partial(_copy_blocks, distinct))
+
+        def copy(pairs: list[tuple[int, int]]) -> None:
+            for first in range(0, len(pairs), _COPIES):
+                some = pairs[first : first + _COPIES]
+                some += [(0, 0)] * (_COPIES - len(some))
+                copy_blocks(self.upload(torch.tensor(some, dtype=torch.int64).T.contiguous()))
+
+        return copy
+
+
+class PairAttention(Attention):
+    """Attention over such pairs, in plain torch: for devices to override where they have kernels."""
+
+    def kv_shape(self, kv_cache: KVPair) -> KVShape:
+        return kv_cache.shape
+
+    def write_kv(
+        self,
+        key_TKD: torch.Tensor,
+        value_TKD: torch.Tensor | None,
+        kv_cache: KVPair,
+        slots_T: torch.Tensor,
+        spec: AttentionLayerSpec,
+        operations: Operations = PLAIN,
+    ) -> None:
+        kv_cache.write(key_TKD, value_TKD, slots_T, operations)
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        kv_cache: KVPair,
+        call: AttentionCall,
+        spec: AttentionLayerSpec,
+        out_THD: torch.Tensor,
+        operations: Operations = PLAIN,
+    ) -> None:
+        padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
+
+
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """By layer name; zero."""
-    from vllm_gaudi_spec.devices.common.kv_layers import kv_layers
-
     by_place: dict[int, KVPair] = {}
     by_layer: dict[str, KVPair] = {}
     for layer in kv_layers(kv_cache_config):
@@ -70,23 +124,46 @@ def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, 
     return by_layer
 
 
-def block_copier(kv_pairs: dict[str, KVPair], backend: DeviceBackend) -> Callable[[list[tuple[int, int]]], None]:
-    """As `DeviceBackend.block_copier`, by one program."""
-    distinct = list({id(pair.keys): pair for pair in kv_pairs.values()}.values())
-    program = backend.graph(partial(_copy_blocks, distinct))
-
-    def copy(pairs: list[tuple[int, int]]) -> None:
-        for first in range(0, len(pairs), _COPIES):
-            some = pairs[first : first + _COPIES]
-            some += [(0, 0)] * (_COPIES - len(some))
-            program(backend.upload(torch.tensor(some, dtype=torch.int64).T.contiguous()))
-
-    return copy
-
-
 def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
     for pair in kv_pairs:
         offset = torch.arange(pair.block_size, device=blocks_2N.device)
         source, target = ((side[:, None] * pair.block_size + offset).flatten() for side in blocks_2N.unbind(0))
         for tensor in pair.tensors():
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    name: str
+    place: int
+    """Layers of different groups may have the same: a block belongs to one group at a time, so they share memory."""
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    has_values: bool
+    """False where they are a part of the keys."""
+
+
+def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
+    by_place: dict[int, tuple[object, ...]] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            spec = _spec_of(kv_cache_config, name)
+            place = tensor.offset + index * tensor.layer_stride
+            kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.head_size_v > 0)
+            if by_place.setdefault(place, kind) != kind:
+                raise UnsupportedConfigError(
+                    f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."
+                )
+            yield KVLayer(name, place, kv_cache_config.num_blocks, *kind)
+
+
+def _spec_of(kv_cache_config: KVCacheConfig, name: str) -> AttentionSpec:
+    spec = next(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups if name in group.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[name]
+    if not isinstance(spec, AttentionSpec):
+        raise UnsupportedConfigError(f"{name} keeps no attention KV; use a model whose layers are all attention.")
+    return spec

@@ -100,7 +100,7 @@ def _no_collecting() -> Iterator[None]:
 
 
 class Graphed:
-    """A function given to `DeviceBackend.graph`."""
+    """A function given to `Graphs.graph`."""
 
     def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
         self._function = function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import MAX_DRAFTS
-from vllm_gaudi_spec.devices.base import Function
+from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits, Memory, Weights
 from vllm_gaudi_spec.devices.common import host_memory, torch_ops
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
@@ -33,63 +32,47 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_DEVICE = torch.device("cpu")
 # Head sizes that vLLM's CPU attention kernel is compiled for.
 _KERNEL_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 
 
-class Backend:
-    name = "cpu"
-    mode = "eager"
-    torch_device = torch.device("cpu")
-    captures = False
-    block_size = 32
-    flat_decode = False
-    needs_host_lengths = False
-    prefill_rows = (1, 2, 4, 8, 16)
-    smallest_prefill = 16
-    prefill_growth = 1.25
-    max_drafts = MAX_DRAFTS
-    takes_quant_config = True
-    rules = RULES
-    fp8_range = None
-    # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
-    warmup_tokens = 16
+def make_backend() -> DeviceBackend:
+    has_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+    traits = DeviceTraits(
+        name="cpu",
+        mode="eager",
+        torch_device=_DEVICE,
+        block_size=32,
+        exact_context_width=has_kernel,
+        prefill_rows=(1, 2, 4, 8, 16),
+        smallest_prefill=16,
+        prefill_growth=1.25,
+        takes_quant_config=True,
+        simulates_quantization=True,
+        takes_cpu_weights=True,
+        # Nothing is compiled for a shape here; running the small ones warms caches and finds defects early.
+        warmup_tokens=16,
+    )
+    return DeviceBackend(
+        traits=traits, memory=CpuMemory(), attention=CpuAttention(has_kernel), weights=CpuWeights(), rules=RULES
+    )
 
-    def __init__(self) -> None:
-        self._has_attention_kernel = hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
-        self.exact_context_width = self._has_attention_kernel
-        self.num_host_reads = 0
 
-    def graph(self, function: Function) -> Function:
-        return function
-
-    def compiling_only(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
-        return cpu_linear.unpacked()
-
-    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
-        return simulation.apply(model, given, place, HostArithmetic)
-
-    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        return cpu_formats.missing_kernel(vllm_config, model)
-
-    def prepare_model(self, model: nn.Module) -> None:
-        """Weights were packed one by one while they were loaded (see platform.py)."""
-        cpu_linear.report(model)
-
-    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return cpu_linear.unpacked_weights(model)
-
-    def weights_changed(self, model: nn.Module) -> None:
-        cpu_linear.repack_tables(model)
+class CpuMemory(Memory):
+    def available_memory(self, utilization: float, num_ranks: int) -> int:
+        return host_memory.for_kv(utilization) // num_ranks
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
-        return allocate_kv_cache(kv_cache_config, self.torch_device, layout)
+        return allocate_kv_cache(kv_cache_config, _DEVICE, layout)
 
     def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
         return partial(torch_ops.copy_blocks, kv_caches)
+
+
+class CpuAttention(Attention):
+    def __init__(self, has_kernel: bool) -> None:
+        self._has_kernel = has_kernel
 
     def kv_shape(self, kv_cache: torch.Tensor) -> KVShape:
         num_blocks, num_kv_heads, block_size, row_size = kv_cache.shape
@@ -100,7 +83,7 @@ class Backend:
             return False  # the kernel for latent KV takes one query a row
         if spec.own_operations or spec.attention_chunk is not None:
             return False
-        supported = self._has_attention_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
+        supported = self._has_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:
             logger.info_once("No CPU attention kernel for head size %d; using plain torch.", spec.head_size)
         return supported
@@ -146,36 +129,26 @@ class Backend:
             s_aux=None,
         )
 
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        return host
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
-        return tensor
+class CpuWeights(Weights):
+    def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
+        return cpu_linear.unpacked()
 
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return partial(self.download, tensor)
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+        return simulation.apply(model, quant_config, place, HostArithmetic)
 
-    def available_memory(self, utilization: float, num_ranks: int) -> int:
-        return host_memory.for_kv(utilization) // num_ranks
+    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+        return cpu_formats.missing_kernel(vllm_config, model)
 
-    def synchronize(self) -> None:
-        """The CPU has finished when the call returns."""
+    def prepare_model(self, model: nn.Module) -> None:
+        """Weights were packed one by one while they were loaded (see platforms/cpu.py)."""
+        cpu_linear.report(model)
 
-    def describe_warm_up(self, num_programs: int) -> str:
-        return ""
+    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return cpu_linear.unpacked_weights(model)
 
-    def warmed_up(self) -> None:
-        """Nothing is compiled here."""
-
-    def step_done(self) -> None:
-        """It was done as it came."""
-
-    def compiled_after_warmup(self) -> int:
-        return 0
-
-    def counts(self) -> dict[str, Any]:
-        return {}
+    def weights_changed(self, model: nn.Module) -> None:
+        cpu_linear.repack_tables(model)
 
 
 def _kernel_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ _QUANTISED = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight"
 
 
 def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-    """As `DeviceBackend.missing_kernel`."""
+    """As `Weights.missing_kernel`."""
     if model.is_moe and not _has_kernels_for_experts():
         return "for whose experts vLLM has no kernel on this CPU"
     for name in _quantised_layers(Path(model.model)) or _LAYERS:

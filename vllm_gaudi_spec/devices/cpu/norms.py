@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.devices.common import ir_norms
+from vllm_gaudi_spec.devices.common import layers
 
 PROVIDER = "vgs_cpu"
 
@@ -30,4 +30,6 @@ def _add_norm(
     return x, residual
 
 
-ir_norms.register(PROVIDER, _norm, _add_norm, available=available(), takes=lambda x: x.is_contiguous(), in_place=True)
+layers.register_norms(
+    PROVIDER, _norm, _add_norm, available=available(), takes=lambda x: x.is_contiguous(), in_place=True
+)

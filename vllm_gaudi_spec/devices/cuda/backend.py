@@ -11,9 +11,10 @@ from torch import nn
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import MAX_DRAFTS, UnsupportedConfigError
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair
-from vllm_gaudi_spec.devices.common.stream_device import StreamDevice
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
+from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 
 if TYPE_CHECKING:
@@ -22,27 +23,38 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
-class Backend(StreamDevice):
-    name = "cuda"
-    block_size = 64
-    exact_context_width = True
-    smallest_prefill = 32
-    max_drafts = MAX_DRAFTS
+def make_backend() -> DeviceBackend:
+    # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        raise UnsupportedConfigError(
+            "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
+            f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
+        )
+    # Each process is given one card (`Platform.set_device`), which this means without its number.
+    device = torch.device("cuda")
+    traits = DeviceTraits(
+        name="cuda",
+        mode="captured",
+        torch_device=device,
+        captures=True,
+        block_size=64,
+        exact_context_width=True,
+        smallest_prefill=32,
+    )
+    graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
+    memory = StreamMemory(torch.cuda, device, graphs)
+    return DeviceBackend(
+        traits=traits,
+        graphs=graphs,
+        memory=memory,
+        attention=CudaAttention(),
+        weights=CudaWeights(memory),
+        rules=_rules(),
+    )
 
-    def __init__(self) -> None:
-        # vLLM's front end makes a backend too, and does not open the card. These look without opening it.
-        if not torch.cuda.is_available() or find_spec("triton") is None:
-            raise UnsupportedConfigError(
-                "VGS_DEVICE=cuda needs an NVIDIA GPU, a torch built for it and Triton, which torch "
-                f"{torch.__version__} here does not have; set VGS_DEVICE to cpu or hpu-emulated."
-            )
-        # Each process is given one card (`Platform.set_device`), which this means without its number.
-        device = torch.device("cuda")
-        super().__init__(torch.cuda, device, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
-        self.rules = _rules()
 
-    @staticmethod
-    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
+class CudaWeights(StreamWeights):
+    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         return None  # the front end cannot try without opening the card
 
     def prepare_model(self, model: nn.Module) -> None:
@@ -50,6 +62,8 @@ class Backend(StreamDevice):
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
 
+
+class CudaAttention(PairAttention):
     def write_kv(
         self,
         key_TKD: torch.Tensor,

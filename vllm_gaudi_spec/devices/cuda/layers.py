@@ -6,7 +6,7 @@ import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_spec.devices.common import dense_experts, ir_norms, rotary_classes  # noqa: F401
+from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
 from vllm_gaudi_spec.devices.cuda import kernels as cuda_kernels
 
 PROVIDER = "vgs_cuda"
@@ -24,7 +24,7 @@ def _add_norm(
     return cuda_kernels.add_rms_norm(x, residual, weight, epsilon)
 
 
-ir_norms.register(PROVIDER, _norm, _add_norm, available=True)
+layers.register_norms(PROVIDER, _norm, _add_norm, available=True)
 
 
 class _TurnsInPlace:
@@ -45,7 +45,7 @@ class _TurnsInPlace:
         return query, key
 
 
-rotary_classes.register("Cuda", _TurnsInPlace, RotaryEmbedding)
+layers.register_rotary_class("Cuda", _TurnsInPlace, RotaryEmbedding)
 
 
 @SiluAndMul.register_oot

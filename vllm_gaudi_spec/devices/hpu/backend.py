@@ -7,29 +7,28 @@ The compiled mode is written from the documentation and has not been run anywher
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.attention import flat, padded
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import GAUDIS, MAX_DRAFTS, UnsupportedConfigError
-from vllm_gaudi_spec.devices.common import kv_pair
+from vllm_gaudi_spec.config import GAUDIS, UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
-from vllm_gaudi_spec.devices.common.kv_pair import KVPair
+from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
-from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.devices.base import Function
@@ -39,110 +38,116 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class Backend:
-    name = "hpu"
-    captures = True
-    block_size = 128
-    flat_decode = True
-    needs_host_lengths = False
-    exact_context_width = False
-    prefill_rows: tuple[int, ...] = (1,)
-    smallest_prefill = 128
-    prefill_growth = 2.0
-    max_drafts = MAX_DRAFTS
-    takes_quant_config = True
-    rules = TORCH
-    warmup_tokens = -1
+# The mode that is written down here is the one that is emulated.
+TRAITS = DeviceTraits(
+    name="hpu",
+    mode="lazy",
+    torch_device=torch.device("hpu"),
+    captures=True,
+    flat_decode=True,
+    takes_quant_config=True,
+)
 
-    def __init__(self) -> None:
-        # vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The
-        # import does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once.
-        self.is_lazy = gaudi_is_lazy()
-        self._habana = _bridge()
-        if self._habana.utils.internal.is_lazy() != self.is_lazy:
-            raise UnsupportedConfigError(
-                "habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE=1 before Python "
-                "starts."
-            )
+
+class Bridge(NamedTuple):
+    """`habana_frameworks.torch`, and the mode that it runs in."""
+
+    habana: Any
+    is_lazy: bool
+
+    def mark_step(self) -> None:
+        """End the pending graph and launch it. A no-op in compiled mode, which has none."""
         if self.is_lazy:
-            # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
-            torch.compiler.set_stance("force_eager")
-        self.torch_device = torch.device("hpu")
-        self.mode = "lazy" if self.is_lazy else "compiled (unverified)"
-        self.num_host_reads = 0
-        self._compiled_in_warmup = 0
-        kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
-        self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
-        self._block_softmax = _block_softmax()
+            self.habana.core.mark_step()
 
-    # --- programs ---
+
+def make_backend() -> DeviceBackend:
+    bridge = open_bridge()
+    graphs = HpuGraphs(bridge)
+    return assemble(TRAITS, graphs, HpuMemory(bridge, graphs), HpuWeights(bridge))
+
+
+def assemble(traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
+    if not gaudi_is_lazy():
+        traits = replace(traits, mode="compiled (unverified)")
+    return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(), weights=weights)
+
+
+def open_bridge() -> Bridge:
+    """vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The import
+    does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once."""
+    bridge = Bridge(_import_bridge(), gaudi_is_lazy())
+    if bridge.habana.utils.internal.is_lazy() != bridge.is_lazy:
+        raise UnsupportedConfigError(
+            "habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE=1 before Python "
+            "starts."
+        )
+    if bridge.is_lazy:
+        # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
+        torch.compiler.set_stance("force_eager")
+    return bridge
+
+
+class HpuGraphs(Graphs):
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._compiled_in_warmup = 0
 
     def graph(self, function: Function) -> Function:
-        if not self.is_lazy:
+        if not self._bridge.is_lazy:
             # Stray sizes would otherwise be traced as symbols and end in programs of dynamic shape.
             return cast("Function", torch.compile(function, backend="hpu_backend", dynamic=False))
-        program = _Program(function)
-        wrapped = self._habana.hpu.wrap_in_hpu_graph(program, disable_tensor_cache=True)
+        module = _Module(function)
+        wrapped = self._bridge.habana.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
 
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
             # What was issued outside belongs to a graph of its own, whatever comes next.
-            self._habana.core.mark_step()
+            self._bridge.mark_step()
             return wrapped(tensors, rest)
 
         return cast("Function", run)
 
     def compiling_only(self) -> AbstractContextManager[None]:
-        if not self.is_lazy:
+        if not self._bridge.is_lazy:
             return nullcontext()
         bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
         return cast("AbstractContextManager[None]", bridge.env_setting("PT_COMPILE_ONLY_MODE", True))
 
-    # --- models and memory ---
+    def describe_warm_up(self, num_graphs: int) -> str:
+        cold, cached = (warmup_seconds(num_graphs, recipe_cache=cache) / 60 for cache in (False, True))
+        return f"about {cold:.0f} min, {cached:.0f} with a recipe cache (estimate from figures for Gaudi 2)"
 
-    @property
-    def fp8_range(self) -> str | None:
-        name = str(self._habana.hpu.get_device_name()).lower()
-        return name if name in GAUDIS else None
+    def warmed_up(self) -> None:
+        self._compiled_in_warmup = self._num_compiled()
 
-    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
-        return hpu_fp8.loading()
+    def step_done(self) -> None:
+        self._bridge.mark_step()
 
-    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
-        return hpu_fp8.apply(model, given, place)
+    def compiled_after_warmup(self) -> int:
+        return self._num_compiled() - self._compiled_in_warmup
 
-    @staticmethod
-    def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        return "for which there are no kernels yet on hpu"
+    def counts(self) -> dict[str, Any]:
+        return {
+            "compiled_in_warmup": self._compiled_in_warmup,
+            "compiled_after_warmup": self.compiled_after_warmup(),
+            "graph_compilation": _metric("graph_compilation"),
+            "cpu_fallback": _metric("cpu_fallback"),
+        }
 
-    def prepare_model(self, model: nn.Module) -> None:
-        with torch.inference_mode():
-            model.to(self.torch_device)
-        if self.is_lazy:
-            self._habana.core.mark_step()
-        torch.hpu.synchronize()
+    def _num_compiled(self) -> int:
+        return int(_metric("graph_compilation").get("TotalNumber", 0))
 
-    def unpacked_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """None: layers keep their weights."""
-        return iter(())
 
-    def weights_changed(self, model: nn.Module) -> None:
-        """Nothing is made of them: graphs read them where they are."""
-        if self.is_lazy:
-            self._habana.core.mark_step()
-        self.synchronize()
+class HpuMemory(PairMemory):
+    def __init__(self, bridge: Bridge, graphs: Graphs) -> None:
+        super().__init__(TRAITS.torch_device, graphs)
+        self._bridge = bridge
 
-    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, Any]:
-        by_layer: dict[str, Any] = dict(kv_pair.allocate(kv_cache_config, self.torch_device))
-        if self.is_lazy:
-            self._habana.core.mark_step()
+    def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
+        by_layer = super().allocate_kv(kv_cache_config, layout)
+        self._bridge.mark_step()
         return by_layer
-
-    def kv_shape(self, kv_cache: KVPair) -> KVShape:
-        return kv_cache.shape
-
-    def block_copier(self, kv_caches: dict[str, Any]) -> Callable[[list[tuple[int, int]]], None]:
-        return kv_pair.block_copier(kv_caches, self)
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A rank has a card of its own.
@@ -156,21 +161,42 @@ class Backend:
         )
         return int(free * utilization * (1 - reserve))
 
-    # --- attention ---
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.torch_device, non_blocking=True)
 
-    def supports_attention(self, spec: AttentionLayerSpec) -> bool:
-        return True
+    @cached_property
+    def _downloads(self) -> Any:
+        """A stream for results on their way to the host."""
+        return torch.hpu.Stream()
 
-    def write_kv(
-        self,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor | None,
-        kv_cache: KVPair,
-        slots_T: torch.Tensor,
-        spec: AttentionLayerSpec,
-        operations: Operations = PLAIN,
-    ) -> None:
-        kv_cache.write(key_TKD, value_TKD, slots_T, operations)
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_host_reads += 1
+        return tensor.cpu()
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.num_host_reads += 1
+        # A captured graph puts its results in the same place again, maybe before they have left: so they leave from
+        # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
+        # of the published bridge it cannot be read.
+        copy = tensor.clone()
+        issued = torch.hpu.current_stream()
+        with torch.hpu.stream(self._downloads):
+            self._downloads.wait_stream(issued)
+            host = copy.to("cpu", non_blocking=True)
+            done = torch.hpu.Event()
+            done.record()
+        return partial(_wait_for, done, host, copy)
+
+    def synchronize(self) -> None:
+        torch.hpu.synchronize()
+
+
+class HpuAttention(PairAttention):
+    def __init__(self) -> None:
+        kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
+        self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
+        # The fused kernel, on builds that have it.
+        self._block_softmax: flat.BlockSoftmax | None = getattr(torch.ops.hpu, "block_softmax", None)
 
     def attend(
         self,
@@ -210,61 +236,33 @@ class Backend:
         )
         out_THD.copy_(attended_BHQD.transpose(1, 2).flatten(0, 1))
 
-    # --- to and from the host ---
 
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        return host.to(self.torch_device, non_blocking=True)
+class HpuWeights(Weights):
+    device_name = "hpu"
 
-    @cached_property
-    def _downloads(self) -> Any:
-        """A stream for results on their way to the host."""
-        return torch.hpu.Stream()
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
 
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
-        return tensor.cpu()
+    @property
+    def fp8_range(self) -> str | None:
+        name = str(self._bridge.habana.hpu.get_device_name()).lower()
+        return name if name in GAUDIS else None
 
-    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self.num_host_reads += 1
-        # A captured program puts its results in the same place again, maybe before they have left: so they leave from
-        # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
-        # of the published bridge it can not be read.
-        copy = tensor.clone()
-        issued = torch.hpu.current_stream()
-        with torch.hpu.stream(self._downloads):
-            self._downloads.wait_stream(issued)
-            host = copy.to("cpu", non_blocking=True)
-            done = torch.hpu.Event()
-            done.record()
-        return partial(_wait_for, done, host, copy)
+    def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
+        return hpu_fp8.loading()
 
-    def synchronize(self) -> None:
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+        return hpu_fp8.apply(model, quant_config, place)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        with torch.inference_mode():
+            model.to(TRAITS.torch_device)
+        self.weights_changed(model)
+
+    def weights_changed(self, model: nn.Module) -> None:
+        """Nothing is made of weights: graphs read them where they are."""
+        self._bridge.mark_step()
         torch.hpu.synchronize()
-
-    def describe_warm_up(self, num_programs: int) -> str:
-        cold, cached = (warmup_seconds(num_programs, recipe_cache=cache) / 60 for cache in (False, True))
-        return f"about {cold:.0f} min, {cached:.0f} with a recipe cache (estimate from figures for Gaudi 2)"
-
-    def warmed_up(self) -> None:
-        self._compiled_in_warmup = self._num_compiled()
-
-    def step_done(self) -> None:
-        if self.is_lazy:
-            self._habana.core.mark_step()
-
-    def compiled_after_warmup(self) -> int:
-        return self._num_compiled() - self._compiled_in_warmup
-
-    def counts(self) -> dict[str, Any]:
-        return {
-            "compiled_in_warmup": self._compiled_in_warmup,
-            "compiled_after_warmup": self.compiled_after_warmup(),
-            "graph_compilation": _metric("graph_compilation"),
-            "cpu_fallback": _metric("cpu_fallback"),
-        }
-
-    def _num_compiled(self) -> int:
-        return int(_metric("graph_compilation").get("TotalNumber", 0))
 
 
 def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
@@ -273,8 +271,8 @@ def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     return torch.where(padded.visible(call, spec)[:, None], 0.0, hidden).to(spec.dtype)
 
 
-class _Program(nn.Module):
-    """A function as the module that HPU graphs are made of. They are told apart by shapes of tensors and the hash
+class _Module(nn.Module):
+    """A function as the module that HPU graphs are made of. Graphs are told apart by shapes of tensors and the hash
     of the rest."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -286,7 +284,7 @@ class _Program(nn.Module):
         return self._function(*rebuild(tensors, rest))
 
 
-def _bridge() -> Any:
+def _import_bridge() -> Any:
     try:
         return importlib.import_module("habana_frameworks.torch")
     except ImportError as error:
@@ -294,11 +292,6 @@ def _bridge() -> Any:
             f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
             "hpu-emulated or cpu where there is no Gaudi."
         ) from error
-
-
-def _block_softmax() -> flat.BlockSoftmax | None:
-    """The fused kernel, on builds that have it."""
-    return getattr(torch.ops.hpu, "block_softmax", None)
 
 
 def _metric(name: str) -> dict[str, Any]:

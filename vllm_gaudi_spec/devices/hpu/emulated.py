@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec import emulator
@@ -17,7 +18,7 @@ if not gaudi_is_lazy():
 emulator.install(generation=emulated_generation(), lazy=True)
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 
-from vllm_gaudi_spec.devices.common.emulated import OnEmulatedCard  # noqa: E402
+from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic  # noqa: E402
 from vllm_gaudi_spec.quantization import simulation  # noqa: E402
@@ -25,20 +26,34 @@ from vllm_gaudi_spec.quantization import simulation  # noqa: E402
 if TYPE_CHECKING:
     from torch import nn
 
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.place import Measuring, Place
 
 
-class Backend(OnEmulatedCard, hpu.Backend):
-    name = "hpu-emulated"
+def make_backend() -> DeviceBackend:
+    bridge = hpu.open_bridge()
+    graphs = _Graphs(bridge)
+    traits = replace(hpu.TRAITS, name="hpu-emulated", simulates_quantization=True)
+    return hpu.assemble(traits, graphs, _Memory(bridge, graphs), _Weights(bridge))
 
+
+class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
+    pass
+
+
+class _Memory(EmulatedMemory, hpu.HpuMemory):
+    pass
+
+
+class _Weights(EmulatedWeights, hpu.HpuWeights):
     @property
     def fp8_range(self) -> str | None:
         return emulated_generation()
 
-    def loading(self, given: QuantConfig) -> AbstractContextManager[None]:
+    def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def quantize(self, model: nn.Module, given: QuantConfig, place: Place) -> Measuring | None:
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
         # What Intel Neural Compressor does on the card needs the card.
-        return simulation.apply(model, given, place, GaudiArithmetic)
+        return simulation.apply(model, quant_config, place, GaudiArithmetic)

@@ -82,7 +82,7 @@ class Measured:
 
 
 def apply(model: nn.Module, given: QuantConfig, place: Place) -> Measured | None:
-    """As `DeviceBackend.quantize`."""
+    """As `Weights.quantize`."""
     inc = _import(given)
     with _without_shared(model, given, place) as path:
         (inc.prepare if given.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))

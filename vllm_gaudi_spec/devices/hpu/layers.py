@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
-from vllm.logger import init_logger
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from vllm_gaudi_spec.devices.common import dense_experts, ir_norms, rotary_classes  # noqa: F401
-
-logger = init_logger(__name__)
+from vllm_gaudi_spec.devices.common import dense_experts, layers  # noqa: F401
 
 PROVIDER = "vgs_hpu"
 
 
-def _load(module: str, name: str) -> Any:
-    """A kernel of the bridge; None, said once, where this build has none."""
-    kernel = getattr(importlib.import_module(f"habana_frameworks.torch.hpex.{module}"), name, None)
-    if kernel is None:
-        logger.info("This build has no %s; plain torch operations serve.", name)
-    return kernel
-
-
-_rms_norm = _load("normalization", "FusedRMSNorm")
-_rotate = _load("kernels", "apply_rotary_pos_emb")
-_modes = _load("kernels", "RotaryPosEmbeddingMode")
+_rms_norm = layers.find_kernel("habana_frameworks.torch.hpex.normalization", "FusedRMSNorm")
+_rotate = layers.find_kernel("habana_frameworks.torch.hpex.kernels", "apply_rotary_pos_emb")
+_modes = layers.find_kernel("habana_frameworks.torch.hpex.kernels", "RotaryPosEmbeddingMode")
 
 
 # --- norms ---
@@ -45,7 +29,7 @@ def _add_norm(
     return _norm(added, weight, epsilon), added
 
 
-ir_norms.register(PROVIDER, _norm, _add_norm, available=_rms_norm is not None)
+layers.register_norms(PROVIDER, _norm, _add_norm, available=_rms_norm is not None)
 
 
 # --- rotary embeddings ---
@@ -58,5 +42,4 @@ def _turn(heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor,
 
 
 if _rotate is not None and _modes is not None:
-    for _base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
-        rotary_classes.register("Hpu", rotary_classes.turning(_turn), _base)
+    layers.register_rotary("Hpu", _turn)

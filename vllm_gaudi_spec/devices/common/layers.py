@@ -1,0 +1,134 @@
+"""Puts a device's kernels in place of vLLM's layers: norms through its IR, rotary embeddings by class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from vllm import ir
+from vllm.logger import init_logger
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+
+logger = init_logger(__name__)
+
+
+def find_kernel(module: str, name: str) -> Any:
+    """A kernel of the device's software; None, logged once, where this build has none."""
+    kernel = getattr(importlib.import_module(module), name, None)
+    if kernel is None:
+        logger.info("This build of %s has no %s; plain torch operations serve.", module.partition(".")[0], name)
+    return kernel
+
+
+# --- norms ---
+
+Norm = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+AddNorm = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, float],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+def register_norms(
+    provider: str,
+    norm: Norm,
+    add_norm: AddNorm,
+    *,
+    available: bool,
+    takes: Callable[[torch.Tensor], bool] = lambda x: True,
+    in_place: bool = False,
+) -> None:
+    """`takes`: which inputs the kernels take, besides those of the weight's dtype. `in_place`: `add_norm` writes its
+    results over its inputs."""
+
+    def supports(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> bool:
+        return variance_size is None and weight is not None and weight.dtype == x.dtype and takes(x)
+
+    def supports_add(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> bool:
+        return supports(x, weight, epsilon, variance_size) and takes(x_residual)
+
+    @ir.ops.rms_norm.register_impl(provider, supports_args=supports, supported=available)
+    def rms_norm(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> torch.Tensor:
+        return norm(x, weight, epsilon)
+
+    @ir.ops.fused_add_rms_norm.register_impl(
+        provider, supports_args=supports_add, supported=available, inplace=in_place
+    )
+    def fused_add_rms_norm(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_norm(x, x_residual, weight, epsilon)
+
+
+# --- rotary embeddings ---
+
+
+class Turn(Protocol):
+    """A device's kernel."""
+
+    def __call__(
+        self, heads_THR: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, *, halves: bool
+    ) -> torch.Tensor:
+        """Numbers that turn together stand half a head apart (`halves`), or side by side; the tables name each."""
+        ...
+
+
+def _turning(turn: Turn) -> type:
+    """To stand before a class of vLLM's that turns queries and keys as `RotaryEmbedding` does."""
+
+    class _Turning:
+        def forward_oot(
+            self: RotaryEmbeddingBase, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            table = self._match_cos_sin_cache_dtype(query)
+            cos, sin = table.index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+            if self.is_neox_style:
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+            else:
+                cos, sin = (part.unsqueeze(-1).expand(*part.shape, 2).flatten(-2) for part in (cos, sin))
+
+            def all_heads(heads: torch.Tensor) -> torch.Tensor:
+                split = heads.view(cos.shape[0], -1, self.head_size)
+                turned = turn(split[..., : self.rotary_dim], cos, sin, halves=self.is_neox_style)
+                if self.rotary_dim < self.head_size:
+                    turned = torch.cat((turned, split[..., self.rotary_dim :]), dim=-1)
+                return turned.reshape(heads.shape)
+
+            return all_heads(query), None if key is None else all_heads(key)
+
+    return _Turning
+
+
+def register_rotary(prefix: str, turn: Turn) -> None:
+    """For all of vLLM's classes that turn queries and keys alike."""
+    for base in (RotaryEmbedding, DeepseekScalingRotaryEmbedding):
+        register_rotary_class(prefix, _turning(turn), base)
+
+
+def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBase]) -> None:
+    """`mixin` stands before `base` and before each class below it that turns as `base` does, whatever its table
+    holds."""
+    for cls in _with_subclasses(base):
+        if cls.forward_native is base.forward_native:
+            cls.register_oot(type(f"{prefix}{cls.__name__}", (mixin, cls), {}))
+
+
+def _with_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
+    return [cls, *(found for own in cls.__subclasses__() for found in _with_subclasses(own))]
