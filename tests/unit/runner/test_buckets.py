@@ -18,7 +18,7 @@ from vllm_gaudi_spec.runner.shapes import Buckets, geometric, round_up
 def buckets(*, captures: bool = False, **given: Any) -> Buckets:
     """As a user writes them."""
     options = Options.from_vllm(SimpleNamespace(additional_config={"gaudi_spec": given}))  # type: ignore[arg-type]
-    return Buckets.choose(options, SimpleNamespace(captures=captures))  # type: ignore[arg-type]
+    return Buckets.choose(options, SimpleNamespace(traits=SimpleNamespace(captures=captures)))  # type: ignore[arg-type]
 
 
 def listed(folder: Path, content: object) -> str:
