@@ -296,7 +296,7 @@ class HPUGraph:
 
     def capture_end(self) -> None:
         capture = DEVICE.capture
-        if capture is None or capture.made is None:
+        if not isinstance(capture, GraphCapture) or capture.made is None:
             raise DeviceRefusal("capture_end without capture_begin")
         DEVICE.capture = None
         work, DEVICE.counters.step = DEVICE.counters.step, self._outside
