@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.records import DECODE
@@ -67,7 +68,7 @@ def test_the_strategy_reaches_contexts() -> None:
     chosen = shapes(max_len=8192, exact=False, bucket_strategy="linear")
     steps = {longer - shorter for shorter, longer in pairwise(chosen.contexts)}
     assert steps == {1024, 512}
-    assert chosen.of_length(4096, SimpleNamespace(exact_context_width=False)).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
+    assert chosen.of_length(4096, HostBackend()).contexts[:4] == (512, 1024, 1536, 2048)  # type: ignore[arg-type]
     assert shapes(max_len=8192, exact=False).contexts[:4] == (512, 1024, 2048, 4096)
 
 
@@ -158,8 +159,6 @@ def test_block_buckets_of_the_user_must_cover_the_configuration() -> None:
 
 
 def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
-    from tests.support.fakes import HostBackend
-
     backend = HostBackend()
     own = shapes(max_num_seqs=8, max_len=1024, exact=False, drafts=3, flat=True).of_length(2000, backend)  # type: ignore[arg-type]
     assert own.entries == ()
