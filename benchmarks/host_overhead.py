@@ -90,7 +90,7 @@ def free_of_models(runner: Any) -> None:
         longest_chunk=1,
         hidden_size=FreeModel.HIDDEN,
         dtype=torch.float32,
-        device=runner.backend.torch_device,
+        device=runner.backend.traits.torch_device,
     )
     if runner.drafter is None:
         runner.drafting.propose_behind = lambda step, most: None
@@ -141,13 +141,13 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
     """Median microseconds of a step, and of its phases. Lengths are put back each time, so all steps are alike."""
     names = [f"{batch}-{i}" for i in range(batch)]
     admit(runner, names)
-    rows = torch.tensor([runner.requests.by_id[name].row for name in names], device=runner.backend.torch_device)
+    rows = torch.tensor([runner.requests.by_id[name].row for name in names], device=runner.backend.traits.torch_device)
     cached = CachedRequestData(names, set(), [], {}, [None] * batch, [CONTEXT] * batch, [1] * batch)
     tokens, drafts = dict.fromkeys(names, 1 + NUM_DRAFTS), {name: [1] * NUM_DRAFTS for name in names}
     taken = []
     for _ in range(steps):
         runner.requests.computed_R[rows], runner.requests.num_drafts_R[rows] = CONTEXT, NUM_DRAFTS
-        runner.backend.synchronize()
+        runner.backend.memory.synchronize()
         phases.take()
         started = time.perf_counter()
         step(runner, tokens, cached, [], drafts)

@@ -57,12 +57,12 @@ class Phases:
             # What an object has of its class is put back by removing it.
             before.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, self.timed(getattr(owner, name), phase))
-        download = runner.backend.start_download
-        runner.backend.start_download = lambda tensor: self.timed(download(tensor), "wait")
+        download = runner.backend.memory.start_download
+        runner.backend.memory.start_download = lambda tensor: self.timed(download(tensor), "wait")
         try:
             yield self
         finally:
-            del runner.backend.start_download
+            del runner.backend.memory.start_download
             for owner, name, own in before:
                 if own is None:
                     delattr(owner, name)
@@ -82,7 +82,7 @@ def _places(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner, "_run_finish", "finish call"
     yield runner, "send", "report"
     yield report.Report, "get_output", "report"
-    yield runner.backend, "download", "wait"
+    yield runner.backend.memory, "download", "wait"
     if runner.drafting is not None:
         for name in ("follow", "propose", "propose_behind"):
             yield runner.drafting, name, "draft"

@@ -92,7 +92,7 @@ class Tape:
 
     def seconds(self, repeats: int) -> dict[str, float]:
         """Each program's own time at the state that the requests have now, which is left as it was."""
-        self._runner.backend.synchronize()
+        self._runner.backend.memory.synchronize()
         states = _states(self._runner)
         kept = [state.clone() for state in states]
 
@@ -105,7 +105,7 @@ class Tape:
             for part, call in self._newest:
                 found[part] = found.get(part, 0.0) + dummy.seconds_of(call, restore, repeats)
             restore()
-            self._runner.backend.synchronize()
+            self._runner.backend.memory.synchronize()
         return found
 
 

@@ -73,7 +73,7 @@ DEVICES = {
             emulated="hpu-emulated",
             packages=("habana-torch-plugin",),
             tool=("hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"),
-            is_available=devices.gaudi_is_available,
+            is_available=lambda: devices.has_card("hpu"),
         ),
         Device(
             name="ascend",
@@ -83,7 +83,7 @@ DEVICES = {
             emulated="ascend-emulated",
             packages=("torch-npu",),
             tool=("npu-smi", "-v"),
-            is_available=devices.ascend_is_available,
+            is_available=lambda: devices.has_card("ascend"),
         ),
     )
 }

@@ -59,7 +59,7 @@ class Worker(WorkerBase):
         parallel = self.parallel_config
         # vLLM says it again in each thread that waits for results.
         card = self.current_platform.card_of(self.local_rank, parallel.assigned_physical_gpu_ids)
-        self.device = torch.device(self.backend.torch_device.type, card)
+        self.device = torch.device(self.backend.traits.torch_device.type, card)
         self.current_platform.set_device(self.device)
         name_process_group(self.distributed_init_method)
         init_distributed_environment(
@@ -76,7 +76,9 @@ class Worker(WorkerBase):
             parallel.decode_context_parallel_size,
         )
         set_random_seed(self.model_config.seed)
-        logger.info("Device %s, mode %s, %s.", self.backend.name, self.backend.mode, self.model_config.dtype)
+        logger.info(
+            "Device %s, mode %s, %s.", self.backend.traits.name, self.backend.traits.mode, self.model_config.dtype
+        )
         self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -92,7 +94,7 @@ class Worker(WorkerBase):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             return explicit
-        size = self.backend.available_memory(
+        size = self.backend.memory.available_memory(
             self.cache_config.gpu_memory_utilization, self.parallel_config.local_world_size
         )
         for what, num_bytes in self.model_runner.drafting_bytes().items():
@@ -212,7 +214,7 @@ class Worker(WorkerBase):
         return self.model_runner.get_draft_model()
 
     def synchronize_device(self) -> None:
-        self.backend.synchronize()
+        self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""

@@ -70,7 +70,7 @@ def signatures(llm: LLM) -> list[Any]:
 
 def captured() -> Counter[str]:
     """Programs of this process so far, by the function that each was made of."""
-    counts = load_backend().counts()
+    counts = load_backend().graphs.counts()
     if "captured" in counts:
         return Counter(counts["captured"])
     return Counter(graph["name"] for graph in counts["emulator"]["graphs"])

@@ -34,7 +34,7 @@ def test_bfloat16_through_the_fused_attention(looping_llama: str) -> None:
 @pytest.mark.slow
 def test_float32_through_plain_torch(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = load_backend()
-    monkeypatch.setattr(backend, "fused_dtypes", backend.fused_dtypes - {torch.float32})
+    monkeypatch.setattr(backend.attention, "fused_dtypes", backend.attention.fused_dtypes - {torch.float32})
     with engine(looping_llama, **SIZES) as llm:
         expected = run_together(llm, REQUESTS)
     with speculating(looping_llama, drafting(looping_llama), **SIZES) as llm:

@@ -167,4 +167,4 @@ def test_what_is_refused(case: str, model: Callable[[str], str], looping_llama: 
 
 
 def test_as_many_drafts_as_the_backend_verifies() -> None:
-    assert load_backend().max_drafts == 15
+    assert load_backend().traits.max_drafts == 15

@@ -58,7 +58,7 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         from vllm_gaudi_spec.devices import load_backend
 
         backend = load_backend()
-        backend.allocate_kv = canaries.watching(backend.allocate_kv)
+        backend.memory.allocate_kv = canaries.watching(backend.memory.allocate_kv)
     llm = LLM(**engine_arguments(job, ours))
     if job["pooling"]:
         llm.encode([{"prompt_token_ids": ids} for ids in job["prompts"]], use_tqdm=False)

@@ -55,7 +55,7 @@ class RectangleAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return load_backend().block_size
+        return load_backend().traits.block_size
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -122,7 +122,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         """Choose the kernel for a layer and the KV cache that it was given, which have to agree: kernels take a cache
         for what the layer says, and one of another dtype or shape would be written past its end."""
         backend = load_backend()
-        found = backend.kv_shape(kv_cache)
+        found = backend.attention.kv_shape(kv_cache)
         row_size = self.head_size if self.value_size is not None else 2 * self.head_size
         needed = found._replace(num_kv_heads=self.num_kv_heads, row_size=row_size, dtype=self.kv_dtype or self.dtype)
         if found != needed:
@@ -140,7 +140,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             attention_chunk=getattr(layer, "attention_chunk_size", None),
             own_operations=self.own_operations,
         )
-        self._ops: Any = backend if backend.supports_attention(self.spec) else torch_ops
+        self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
 
     def do_kv_cache_update(
         self,

@@ -86,7 +86,7 @@ class DraftingContext:
 
     @property
     def device(self) -> torch.device:
-        return self.requests.backend.torch_device
+        return self.requests.backend.traits.torch_device
 
     @property
     def max_rows(self) -> int:

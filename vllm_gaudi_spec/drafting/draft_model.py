@@ -160,7 +160,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._longest = drafter_max_len
         self._num_drafts = num_drafts
         num_rows = requests.pad_row + 1
-        self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.torch_device)
+        self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
         """Positions up to here have the drafter's KV, as far as their drafts were accepted."""
         self._reach_np = np.zeros(num_rows, dtype=np.int32)
         """The host's lower bound."""
@@ -169,8 +169,8 @@ class DraftModelKVSync(DrafterKVSync):
         self._arrived: set[int] = set()
         """Rows whose first forward is still to come."""
         self._blocks = blocks
-        self._run_read = requests.backend.graph(self._read_rows)
-        self._set_reach = requests.backend.graph(self._put)
+        self._run_read = requests.backend.graphs.graph(self._read_rows)
+        self._set_reach = requests.backend.graphs.graph(self._put)
 
     # --- host ---
 
@@ -230,7 +230,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._upload_reach(rows_np)
 
     def _upload_reach(self, rows_np: np.ndarray) -> None:
-        upload = self._requests.backend.upload
+        upload = self._requests.backend.memory.upload
         self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
 
     def _note(self, requests: list[Request], reach: list[int]) -> None:
@@ -265,7 +265,7 @@ class DraftModelKVSync(DrafterKVSync):
     def _part(self, group: list[_Lag], shape: Shape) -> Read:
         rows_np = np.full(shape.rows, self._requests.pad_row, dtype=np.int64)
         rows_np[: len(group)] = [row.request.row for row in group]
-        upload = self._requests.backend.upload
+        upload = self._requests.backend.memory.upload
         begin_np = np.zeros((2, shape.rows), dtype=np.int32)
         blocks = self._requests.blocks(rows_np, [row.end for row in group], shape.context)
         return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)

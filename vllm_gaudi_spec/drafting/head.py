@@ -104,11 +104,11 @@ class HeadKVSync(DrafterKVSync):
         self._blocks = blocks
         self._longest = longest
         shape = (requests.pad_row + 1, head_size)
-        device, dtype = requests.backend.torch_device, hidden_states.dtype
+        device, dtype = requests.backend.traits.torch_device, hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         """Of each row, what the head said behind the last that it read."""
-        self._run_chunk = requests.backend.graph(self._read_chunk)
-        self._run_newest = requests.backend.graph(self._read_newest)
+        self._run_chunk = requests.backend.graphs.graph(self._read_chunk)
+        self._run_newest = requests.backend.graphs.graph(self._read_newest)
 
     # --- host ---
 

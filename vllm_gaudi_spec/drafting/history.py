@@ -36,7 +36,7 @@ class RequestHistory:
         self._num_drafts = num_drafts
         self._history_np = np.zeros(tuple(requests.history_RM.shape), dtype=np.int32)
         self._lengths_np = np.zeros(len(self._history_np), dtype=np.int32)
-        self._write = requests.backend.graph(self._put)
+        self._write = requests.backend.graphs.graph(self._put)
 
     def apply(self) -> None:
         self._split.pace(self._requests.paced_rows())
@@ -101,7 +101,7 @@ class RequestHistory:
         return rows_np, np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)
 
     def _upload(self, rows_np: np.ndarray, small_np: np.ndarray) -> None:
-        upload = self._requests.backend.upload
+        upload = self._requests.backend.memory.upload
         self._write(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(small_np)))
 
     def _put(self, rows_R: torch.Tensor, small_RN: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ class LengthSplit:
 
     def upload(self, rows_np: np.ndarray, most: int | np.ndarray) -> torch.Tensor:
         """int32 [B, 2]: what `wanted` takes, for lengths that only the device knows."""
-        return self._backend.upload(torch.from_numpy(self._limits(rows_np, most)))
+        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, most)))
 
     def _limits(self, rows_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
         limits_np = self._limits_np[rows_np]

@@ -93,7 +93,7 @@ class DrafterKVRegion:
             offset += page * num_blocks
         groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
         config = model.vllm_config
-        by_layer = self._backend.allocate_kv(
+        by_layer = self._backend.memory.allocate_kv(
             KVCacheConfig(num_blocks, tensors, groups), config.cache_config.get_resolved_kv_cache_layout()
         )
         model.bind_kv(by_layer, [list(specs)])
@@ -102,7 +102,7 @@ class DrafterKVRegion:
         """Wide enough for `context` tokens. The first rows end at `ends`."""
         table_np = self._table_np[rows_np, : -(-context // self._size)]
         lengths_B = host_lengths(self._backend, len(rows_np), ends, context)
-        return Blocks((self._backend.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
+        return Blocks((self._backend.memory.upload(torch.from_numpy(table_np)),), (self._size,), lengths_B=lengths_B)
 
 
 def block_of(specs: dict[str, KVCacheSpec]) -> KVBlock:

@@ -63,7 +63,7 @@ class DeviceDrafting(Drafting):
         self._laws = laws
         self._kv_sync = kv_sync
         self._coverage = coverage
-        self._draft_rows = requests.backend.graph(self._draft_on_device)
+        self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
 
     def apply(self, requests: Requests) -> None:
         for request in requests.admitted:
@@ -204,6 +204,6 @@ class DeviceDrafting(Drafting):
         self._draft(batch, no_lengths(self._requests, num_rows), inputs, self._num_drafts, blocks)
 
     def no_drafts(self, num_rows: int) -> Drafts | None:
-        upload = self._requests.backend.upload
+        upload = self._requests.backend.memory.upload
         tokens_BK = upload(torch.zeros(num_rows, self._num_drafts, dtype=torch.int32))
         return Drafts(tokens_BK, upload(torch.zeros(num_rows, dtype=torch.int32)))

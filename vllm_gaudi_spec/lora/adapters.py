@@ -30,11 +30,11 @@ class Adapters:
         """Wraps the layers of `model`, which is on the device already."""
         self._backend = backend
         with torch.inference_mode():  # as steps are
-            self.loader = AdapterLoader(vllm_config, model, backend.torch_device, backend.upload)
+            self.loader = AdapterLoader(vllm_config, model, backend.traits.torch_device, backend.memory.upload)
             num_rows = vllm_config.scheduler_config.max_num_seqs + 1
             self._slots_np = np.full(num_rows, NO_SLOT, dtype=np.int32)
-            self._slots_R = torch.full((num_rows,), NO_SLOT, dtype=torch.int32, device=backend.torch_device)
-        self._put = backend.graph(self._put_slots)
+            self._slots_R = torch.full((num_rows,), NO_SLOT, dtype=torch.int32, device=backend.traits.torch_device)
+        self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
         """Before a step's forwards. Rows that are not in it keep what they had, and get what they need before they are.
@@ -57,7 +57,7 @@ class Adapters:
 
     def _send(self) -> None:
         # A copy: the device may fetch it when the next step has changed this one.
-        self._put(self._backend.upload(torch.from_numpy(self._slots_np.copy())))
+        self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
     # --- what runs on the device ---
 
@@ -66,7 +66,7 @@ class Adapters:
 
     def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
         """int32 [B * Q]: the slots of rows' tokens. None where no row has an adapter, if shapes may follow values."""
-        if not self._backend.captures and (self._slots_np == NO_SLOT).all():
+        if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
         return self._slots_R.index_select(0, rows_B)[:, None].expand(-1, queries).flatten()
 

@@ -132,7 +132,7 @@ class SpecPlatform(Platform):
         if not isinstance(params, SamplingParams):
             return
         salt = processed_inputs.get("cache_salt")
-        if reason := unsupported_request(params, fixed_tables=load_backend().captures, cache_salt=salt):
+        if reason := unsupported_request(params, fixed_tables=load_backend().traits.captures, cache_salt=salt):
             raise VLLMValidationError(reason)
 
     @classmethod
@@ -167,7 +167,7 @@ class CapturingPlatform(SpecPlatform):
             vllm_config.load_config.device = "cpu"
         wishes = vllm_config.model_config, vllm_config.speculative_config
         if any(given is not None and given.enforce_eager for given in wishes):
-            device = load_backend().name
+            device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
         _keep_kv_of_each_kind_apart(vllm_config)
         # A process that was forked from one with an open card has none, or hangs when it ends.
@@ -202,7 +202,7 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return load_backend().name
+        return load_backend().traits.name
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
@@ -271,7 +271,7 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:
     """For Ray: a rank chooses its platform before it hears of the engine's environment."""
     given: dict[str, Any] = dict(runtime_env or {})
-    return {**given, "env_vars": {DEVICE.name: load_backend().name, **given.get("env_vars", {})}}
+    return {**given, "env_vars": {DEVICE.name: load_backend().traits.name, **given.get("env_vars", {})}}
 
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:

@@ -63,10 +63,10 @@ class Quantization:
             fp8_range=self._range_on(backend),
             apart=apart,
         )
-        return backend.quantize(model, self.given, place)
+        return backend.weights.quantize(model, self.given, place)
 
     def _range_on(self, backend: DeviceBackend) -> str | None:
-        own = backend.fp8_range
+        own = backend.weights.fp8_range
         if self.fp8_range is not None and own is not None and self.fp8_range != own:
             raise UnsupportedConfigError(
                 f"fp8_range {self.fp8_range} in additional_config.{ADDITIONAL_CONFIG_KEY} is not that of this {own}; "

@@ -71,7 +71,7 @@ def modules_of(model: nn.Module, given: QuantConfig, apart: Collection[nn.Module
 def apply(
     model: nn.Module, given: QuantConfig, place: Place, arithmetic: Callable[[float], Arithmetic]
 ) -> Measuring | None:
-    """As `DeviceBackend.quantize`. `arithmetic`: of numbers up to a largest."""
+    """As `Weights.quantize`. `arithmetic`: of numbers up to a largest."""
     try:
         if given.measures:
             return Measured(model, given, place)

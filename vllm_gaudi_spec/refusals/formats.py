@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
-        if model.quantization is not None and (reason := backend.missing_kernel(vllm_config, model)):
+        if model.quantization is not None and (reason := backend.weights.missing_kernel(vllm_config, model)):
             yield (
                 f"{model.model} has weights in a format of its own ({model.quantization}), {reason}; use a model in "
                 "bfloat16 or float16."
@@ -31,8 +31,8 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
     if wanted is None or model is not target_of(vllm_config):
         return  # a drafter's weights may have a format of their own
-    if backend.name != "cpu":
-        yield f"{name} is for device cpu, and this is {backend.name}; leave it out."
+    if not backend.traits.takes_cpu_weights:
+        yield f"{name} is for device cpu, and this is {backend.traits.name}; leave it out."
     if str(model.dtype) != "torch.float32":
         yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
     if model.quantization is not None:
@@ -60,7 +60,7 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
         if config.measures:
             continue  # what an earlier run has left is overwritten unread
-        if backend.name == "hpu":
+        if backend.traits.takes_quant_config and not backend.traits.simulates_quantization:
             yield from hostile_scales(config)
         else:
             parallel = vllm_config.parallel_config
@@ -70,9 +70,10 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
 
 
 def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: DeviceBackend) -> Iterator[str]:
-    if not backend.takes_quant_config:
-        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {backend.name}; unset it."
-    elif backend.name != "hpu":
+    if not backend.traits.takes_quant_config:
+        name = backend.traits.name
+        yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {name}; unset it."
+    elif backend.traits.simulates_quantization:
         yield from config.not_simulated()
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."

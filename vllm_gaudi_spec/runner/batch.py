@@ -76,7 +76,7 @@ def make_batch(requests: Requests, planned: Planned) -> Batch:
     else:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         blocks = requests.blocks(rows_np, ends, shape.context)
-    upload = requests.backend.upload
+    upload = requests.backend.memory.upload
     return Batch(
         shape=shape,
         requests=members,
@@ -91,7 +91,7 @@ def make_sample_batch(
 ) -> SampleBatch:
     rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    rows_B = requests.backend.upload(torch.from_numpy(rows_np))
+    rows_B = requests.backend.memory.upload(torch.from_numpy(rows_np))
     return SampleBatch(requests=members, num_queries=num_queries, rows_np=rows_np, rows_B=rows_B, ends=ends)
 
 
@@ -107,7 +107,7 @@ def make_padding(requests: Requests, num_rows: int, num_queries: int = 1) -> Sam
 
 def no_lengths(requests: Requests, num_rows: int) -> torch.Tensor:
     """int32 [B]: tokens of rows that are padding."""
-    return requests.backend.upload(torch.zeros(num_rows, dtype=torch.int32))
+    return requests.backend.memory.upload(torch.zeros(num_rows, dtype=torch.int32))
 
 
 def plan_batches(

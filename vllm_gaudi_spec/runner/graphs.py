@@ -74,8 +74,8 @@ class StepRecorder:
         """For the scheduler, with each step. `is_last`: for long, maybe."""
         if is_last or self.num_steps % _ASK_EVERY == 0:
             # A device that is set back, or does not answer, counts from 0: what it said before was so.
-            self._compiled = max(self._compiled, backend.compiled_after_warmup())
-        reads = backend.num_host_reads - self._reads_before
+            self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
+        reads = backend.memory.num_host_reads - self._reads_before
         return WorkerCounts(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
 
     def report(self, num_host_reads: int) -> dict[str, object]:

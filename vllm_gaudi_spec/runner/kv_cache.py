@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class KVCache:
     def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        self.by_layer = backend.allocate_kv(kv_cache_config, layout)
+        self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
         """What each layer keeps its KV in."""
-        self._copy_blocks = backend.block_copier(self.by_layer)
+        self._copy_blocks = backend.memory.block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]

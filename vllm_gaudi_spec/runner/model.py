@@ -71,7 +71,7 @@ class LoadedModel:
         that is not the target's tensor-parallel group."""
         self.vllm_config = vllm_config
         self.group = group or get_tp_group()
-        self._packs = not backend.captures
+        self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
         # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
         self._num_in_context = ranks_in_step(vllm_config)
@@ -82,7 +82,7 @@ class LoadedModel:
         compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         with compat.tensor_parallel_group(self.group):
-            with backend.loading(quantization.given) if quantization else nullcontext():
+            with backend.weights.loading(quantization.given) if quantization else nullcontext():
                 self.model = get_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
                 )
@@ -95,7 +95,7 @@ class LoadedModel:
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
         """Of each layer, the one whose KV it reads: another than itself where layers share KV."""
-        backend.prepare_model(self.model)
+        backend.weights.prepare_model(self.model)
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
 

@@ -125,7 +125,7 @@ class ModelRunner:
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         model = self.vllm_config.model_config
-        device = self.backend.torch_device
+        device = self.backend.traits.torch_device
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
         self.shapes = Shapes.from_config(
             self.vllm_config, self.options, self.backend, self.num_drafts, min(self.kv_cache.block_sizes)
@@ -184,13 +184,13 @@ class ModelRunner:
                     drafter=self.drafter,
                 )
             )
-        self._run_forward = self.backend.graph(self._forward)
+        self._run_forward = self.backend.graphs.graph(self._forward)
         # What users bring may do on the host what it likes.
-        self._run_finish = self._finish if self.custom is not None else self.backend.graph(self._finish)
+        self._run_finish = self._finish if self.custom is not None else self.backend.graphs.graph(self._finish)
 
     def warm_up(self) -> None:
         given = self.options.warmup_tokens
-        warm_up(self, self.backend.warmup_tokens if given is None else given)
+        warm_up(self, self.backend.traits.warmup_tokens if given is None else given)
 
     # --- a step, in the two halves that vLLM calls ---
 
@@ -218,7 +218,7 @@ class ModelRunner:
         """Take part in a step of other ranks, with nothing of one's own."""
         for planned in self.lockstep.fit([]) if self.lockstep else ():
             self.compute(make_batch(self.requests, planned))
-        self.backend.step_done()
+        self.backend.graphs.step_done()
 
     def sample_tokens(self, constraints: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Verify, advance, report, propose."""
@@ -229,7 +229,7 @@ class ModelRunner:
         max_drafts = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
         self.report = self.finish(pending, grammar.read(constraints, self.scheduled), max_drafts)
         self.report.worker_counts = self.recorder.worked(self.backend)
-        self.backend.step_done()
+        self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -363,7 +363,7 @@ class ModelRunner:
     def observed_drafting(self) -> AbstractContextManager[None]:
         return _NOT_OBSERVED if self.observer is None else self.observer.drafting()
 
-    # --- what runs on the device: see `DeviceBackend.graph` ---
+    # --- what runs on the device: see `Graphs.graph` ---
 
     def _forward(self, phase: str, queries: int, rows: Rows) -> None:
         located = locate(phase, rows, self.requests)
@@ -418,7 +418,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        return self.backend.torch_device
+        return self.backend.traits.torch_device
 
     def get_model(self) -> nn.Module:
         return self.target.model
@@ -433,7 +433,10 @@ class ModelRunner:
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
-        report = self.recorder.report(self.backend.num_host_reads) | {"device": self.backend.counts(), "in_use": in_use}
+        report = self.recorder.report(self.backend.memory.num_host_reads) | {
+            "device": self.backend.graphs.counts(),
+            "in_use": in_use,
+        }
         if self.drafting is not None:
             status = self.drafter_status
             report["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}

@@ -39,7 +39,7 @@ class PromptLogprobs:
         self._sampling = sampling
         self._backend = backend
         self._downloads = downloads
-        self._score = backend.graph(self._score_slice)
+        self._score = backend.graphs.graph(self._score_slice)
 
     def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
         """Score the prompt tokens that this chunk predicts, for the requests that asked."""
@@ -68,7 +68,7 @@ class PromptLogprobs:
         small[0] = np.minimum(place + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
         small[1, : len(tokens)] = tokens
         small[2] = row
-        packed = self._score(self._backend.upload(torch.from_numpy(small)), count)
+        packed = self._score(self._backend.memory.upload(torch.from_numpy(small)), count)
         return self._downloads.start(packed), len(tokens)
 
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class PromptLogprobs:
 
     def jobs(self, saw: Callable[[Hashable], None]) -> Iterator[Job]:
         # A device that captures compiles these for prompts of any length, so no bound on tokens leaves them out.
-        num_tokens = 0 if self._backend.captures else _SLICE
+        num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             run = partial(self._run_padding, count, saw)
             yield Job("prompt logprobs", run, (self._signature(count),), num_tokens)

@@ -44,7 +44,7 @@ class Reports:
 
     def __init__(self, backend: DeviceBackend, downloads: Downloads) -> None:
         self._downloads = downloads
-        self._pack = backend.graph(_pack)
+        self._pack = backend.graphs.graph(_pack)
 
     def send(self, step: StepResult) -> Report:
         parts: list[torch.Tensor] = []
@@ -180,6 +180,6 @@ class Downloads:
     def start(self, tensor: torch.Tensor) -> Wait:
         """What waits for the copy. The tensor may be overwritten as soon as this has returned."""
         if self._overlap:
-            return self._backend.start_download(tensor)
-        host = self._backend.download(tensor)
+            return self._backend.memory.start_download(tensor)
+        host = self._backend.memory.download(tensor)
         return lambda: host

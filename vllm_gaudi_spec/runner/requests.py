@@ -61,11 +61,11 @@ class Requests:
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
         # One line of memory: devices that capture steps change a tensor only as a whole, not through a view.
         self.max_len = max_len
-        self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.torch_device)
-        self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
-        self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.torch_device)
+        self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
+        self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
+        self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         """How many drafts stand behind a row's last token, waiting to be verified; or that they were `FAULTY`."""
-        self._write_row = backend.graph(self._start_row)
+        self._write_row = backend.graphs.graph(self._start_row)
 
     @property
     def history_RM(self) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Requests:
 
     def decode_blocks(self, rows_np: np.ndarray, ends: Sequence[int], context: int) -> Blocks:
         """The blocks of a decode whose first rows have `ends` tokens; `context` as `Shapes` counts it for decodes."""
-        if not self.backend.flat_decode:
+        if not self.backend.traits.flat_decode:
             return self.blocks(rows_np, ends, context)
         tables, flat = [], []
         ends_np = np.zeros(len(rows_np), dtype=np.int64)
@@ -260,7 +260,7 @@ class Requests:
         self.computed_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, computed_B).int())
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return self.backend.upload(torch.from_numpy(array))
+        return self.backend.memory.upload(torch.from_numpy(array))
 
 
 def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
@@ -281,7 +281,7 @@ def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size
 def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
     """For `Blocks.lengths_B`: the first rows have at most `ends` tokens of KV when the program ends, and none has more
     than `context`, for which there are blocks. The rest is padding, which looks at one key."""
-    if not backend.needs_host_lengths:
+    if not backend.traits.needs_host_lengths:
         return None
     lengths_np = np.ones(num_rows, dtype=np.int32)
     lengths_np[: len(ends)] = np.clip(ends, 1, context)

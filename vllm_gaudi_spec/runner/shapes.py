@@ -48,19 +48,21 @@ class Shapes:
     ) -> Shapes:
         """`block_size`: of the smallest blocks, once they are known."""
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-        if num_drafts > backend.max_drafts:
+        if num_drafts > backend.traits.max_drafts:
             raise UnsupportedConfigError(
-                f"Device {backend.name} verifies at most {backend.max_drafts} drafts a step; "
+                f"Device {backend.traits.name} verifies at most {backend.traits.max_drafts} drafts a step; "
                 "set num_speculative_tokens in --speculative-config to that or less."
             )
         longest_chunk = min(scheduler.max_num_batched_tokens, max_len)
         buckets = Buckets.choose(options, backend)
-        prefill = buckets.prefill or buckets.growing(backend.smallest_prefill, longest_chunk, backend.prefill_growth)
+        prefill = buckets.prefill or buckets.growing(
+            backend.traits.smallest_prefill, longest_chunk, backend.traits.prefill_growth
+        )
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
         _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
         # For ranks in step: a rectangle as wide as one rank's and as long as another's need not be a listed one.
-        default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.prefill_rows
+        default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.traits.prefill_rows
         rows = options.prefill_rows or default_rows
         if 1 not in rows:
             raise UnsupportedConfigError("additional_config.gaudi_spec.prefill_rows must contain 1.")
@@ -69,14 +71,14 @@ class Shapes:
                 "Data-parallel ranks that share experts run prompt chunks one by one; leave out "
                 "additional_config.gaudi_spec.prefill_rows."
             )
-        size = block_size or backend.block_size
+        size = block_size or backend.traits.block_size
         return cls(
             decode_rows=decode,
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
             prefill_rows=rows,
             prefill_queries=prefill,
             contexts=_contexts(buckets, max_len, max(prefill[-1], 1 + num_drafts), backend),
-            entries=_entries(buckets, decode[-1] * -(-max_len // size)) if backend.flat_decode else (),
+            entries=_entries(buckets, decode[-1] * -(-max_len // size)) if backend.traits.flat_decode else (),
             max_len=max_len,
             block_size=size,
             buckets=buckets,
@@ -165,7 +167,7 @@ class Shapes:
 def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
     # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
     reach = round_up(max_len + widest, 128)
-    return (reach,) if backend.exact_context_width else buckets.growing(512, reach, 2.0)
+    return (reach,) if backend.traits.exact_context_width else buckets.growing(512, reach, 2.0)
 
 
 def _entries(buckets: Buckets, most: int) -> tuple[int, ...]:
@@ -226,7 +228,7 @@ class Buckets:
             batch=listed.get("batch"),
             prefill=listed.get("prefill"),
             blocks=listed.get("blocks"),
-            coarse=backend.captures,
+            coarse=backend.traits.captures,
             linear=options.bucket_strategy == LINEAR,
         )
 

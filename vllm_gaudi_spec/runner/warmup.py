@@ -91,7 +91,7 @@ def is_run(job: Job, max_tokens: int) -> bool:
 def warm_up(runner: Runner, max_tokens: int) -> None:
     recorder, backend = runner.recorder, runner.backend
     recorder.expect(manifest(runner))
-    if backend.captures and runner.shows_progress:
+    if backend.traits.captures and runner.shows_progress:
         write_manifest(runner)
     if environment.skip_warmup():
         logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
@@ -109,14 +109,17 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
         _listed(shapes.prefill_queries),
         _listed(shapes.contexts),
     )
-    if estimate := backend.describe_warm_up(len(recorder.manifest)):
+    if estimate := backend.graphs.describe_warm_up(len(recorder.manifest)):
         logger.info("It may take %s.", estimate)
     started = time.perf_counter()
-    with backend.compiling_only(), tqdm(chosen, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar:
+    with (
+        backend.graphs.compiling_only(),
+        tqdm(chosen, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar,
+    ):
         for job in bar:
             bar.set_postfix_str(job.kind, refresh=False)
             job.run()
-    backend.synchronize()
+    backend.memory.synchronize()
     if kinds["decodes"]:
         for loaded in (runner.target, runner.drafter):
             if loaded is not None:
@@ -139,7 +142,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 def write_manifest(runner: Runner) -> None:
     """A JSON file, named after what is in it. A server runs without it."""
     model = runner.vllm_config.model_config
-    device = {"device": runner.backend.name, "mode": runner.backend.mode, "dtype": str(model.dtype)}
+    device = {"device": runner.backend.traits.name, "mode": runner.backend.traits.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
@@ -152,8 +155,8 @@ def write_manifest(runner: Runner) -> None:
 
 
 def _done(runner: Runner) -> None:
-    runner.recorder.warm_up_done(runner.backend.num_host_reads)
-    runner.backend.warmed_up()
+    runner.recorder.warm_up_done(runner.backend.memory.num_host_reads)
+    runner.backend.graphs.warmed_up()
 
 
 def _touch_states(runner: Runner) -> None:

@@ -39,14 +39,14 @@ class ModelWeights:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, weight) for name, weight in self._model.named_parameters() if weight.numel())
-        yield from self._backend.unpacked_weights(self._model)
+        yield from self._backend.weights.unpacked_weights(self._model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """On the host. A weight with two names has the first one in the alphabet, as the loader expects."""
         state = self._model.state_dict(keep_vars=True)
         names = {id(tensor): name for name, tensor in sorted(state.items(), reverse=True)}
         kept = {name: state[name].detach().cpu() for name in names.values()}
-        return kept | dict(self._backend.unpacked_weights(self._model))
+        return kept | dict(self._backend.weights.unpacked_weights(self._model))
 
     # --- what programs ask for ---
 
@@ -76,7 +76,7 @@ class ModelWeights:
                 "are in the model now: call reload_weights with weights that fit, or restart the engine."
             ) from error
         finally:
-            self._backend.weights_changed(self._model)
+            self._backend.weights.weights_changed(self._model)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """This rank's files for `--load-format sharded_state`."""

@@ -78,7 +78,7 @@ class LogitRules:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token, bias, until [B, N] and prefix [B, N, M] of a batch, on the device."""
         token, bias, until, prefix = (
-            backend.upload(torch.from_numpy(table[rows_np]))
+            backend.memory.upload(torch.from_numpy(table[rows_np]))
             for table in (self._token, self._bias, self._until, self._prefix)
         )
         return token, bias, until, prefix

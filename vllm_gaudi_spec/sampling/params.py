@@ -176,7 +176,7 @@ class Sampling:
         self._ints_np[:, 0] = vocab_size
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self._allowed_np: dict[int, np.ndarray] = {}
-        fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.captures else (NUM_RULES, RULE_PREFIX)
+        fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.traits.captures else (NUM_RULES, RULE_PREFIX)
         self.rules = LogitRules(max_rows, *fixed)
         self.words = -(-vocab_size // 32)
 
@@ -221,7 +221,7 @@ class Sampling:
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
         """How many of the likeliest tokens are reported for each token of a prompt, whatever was asked."""
-        return _coarse_counts(self.logprob_counts) if self.backend.captures else self.logprob_counts
+        return _coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
     def prompt_logprob_count(self, wanted: int) -> int:
         """Of those, the least that is enough."""
@@ -240,13 +240,13 @@ class Sampling:
         branch = branch._replace(constrained=bool(own))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
-        if self.backend.captures:
+        if self.backend.traits.captures:
             branch = branch.coarse(self.vocab_size, self.logprob_counts)
         return self.inputs_of(batch, branch, own)
 
     def inputs_of(self, batch: SampleBatch, branch: Branch, own: dict[int, Grammar]) -> SamplingInputs:
         """For a branch that has all that the batch's requests ask for. `own`: grammars by row."""
-        upload, constrained = self.backend.upload, branch.constrained
+        upload, constrained = self.backend.memory.upload, branch.constrained
         masks = {row: found.mask_NW for row, found in own.items()}
         return SamplingInputs(
             branch=branch,
@@ -267,7 +267,7 @@ class Sampling:
                 # Padding of a new request may bring more rows than this step has positions.
                 own = own[..., : self.words] if own.ndim == 1 else own[: batch.num_queries, : self.words]
                 mask[index, : len(own) if own.ndim > 1 else None] = own
-        return self.backend.upload(torch.from_numpy(mask))
+        return self.backend.memory.upload(torch.from_numpy(mask))
 
     def _bounds(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> torch.Tensor:
         """Drafts that each row's grammar allows, and which rows have none."""
@@ -276,21 +276,21 @@ class Sampling:
         for index, request in enumerate(batch.requests):
             if (own := grammars.get(request.row)) is not None:
                 most[:, index] = own.num_acceptable, 0
-        return self.backend.upload(torch.from_numpy(most))
+        return self.backend.memory.upload(torch.from_numpy(most))
 
     def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
         ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)
         for row, request in zip(ids, batch.requests, strict=False):
             wanted = request.params.logprob_token_ids or []
             row[: len(wanted)] = wanted
-        return self.backend.upload(torch.from_numpy(ids))
+        return self.backend.memory.upload(torch.from_numpy(ids))
 
     def signature(self, num_rows: int, num_queries: int, branch: Branch) -> Hashable:
         """What a captured finish depends on."""
         return (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
 
     def branches(self) -> Iterator[Branch]:
-        every = Branch.every_coarse if self.backend.captures else Branch.every
+        every = Branch.every_coarse if self.backend.traits.captures else Branch.every
         return every(self.vocab_size, self.logprob_counts)
 
 

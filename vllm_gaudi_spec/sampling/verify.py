@@ -52,7 +52,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
         return partial(_with_probs, rules, verify) if speculation.keeps_laws else strict
     if speculation.rule == SYNTHETIC:
         with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
-            rates_K = torch.tensor(speculation.synthetic_rates, device=backend.torch_device)
+            rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_without_probs, rules, verify)
 

@@ -126,7 +126,7 @@ class Rows:
         split: LengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
-        laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.torch_device)
+        laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
         split = split or self.split(speculation)
         guard = Guard(alone=True)
         return DeviceDrafting(

@@ -65,7 +65,7 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     of_steps = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.torch_device)
+    laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
     drafting = DeviceDrafting(
         proposer=proposer,
         split=split,

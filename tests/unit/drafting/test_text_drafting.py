@@ -285,7 +285,7 @@ def test_only_rewriting_reads_the_device() -> None:
         rows = Rows(num_drafts=3, match=match)
         rows.start(prompts(rows))
         rows.sample({"a": [7], "b": [8]})
-        assert rows.backend.num_host_reads == num_reads
+        assert rows.backend.memory.num_host_reads == num_reads
 
 
 def test_a_grammar_sees_the_drafts() -> None:

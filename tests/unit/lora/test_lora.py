@@ -152,14 +152,14 @@ def test_vllm_writes_where_the_layer_reads_on_a_host() -> None:
 def test_one_program_for_whatever_slots_hold() -> None:
     module, given = linear(), slots()
     backend = CapturingBackend()
-    layer = LinearAdapters(module, given, backend.upload)
+    layer = LinearAdapters(module, given, backend.memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
 
     def forward(x_TI: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
         with given.given(slots_T):
             return layer.add_lora_linear(y_TO, x_TI)
 
-    program = backend.graph(forward)
+    program = backend.graphs.graph(forward)
     assert torch.equal(program(x_TI, TOKENS), y_TO)
     fill(module)
     layer.send()

@@ -134,8 +134,8 @@ class TextDrafting(Drafting):
         self._drafts: dict[str, list[int]] = {}
         """Where the host knows them; else places for them, of which only the number counts."""
         self._unread_drafts: Drafts | None = None
-        self._read_rows = requests.backend.graph(self._read)
-        self._draft_rows = requests.backend.graph(self._draft_behind)
+        self._read_rows = requests.backend.graphs.graph(self._read)
+        self._draft_rows = requests.backend.graphs.graph(self._draft_behind)
 
     @property
     def _backend(self) -> DeviceBackend:
@@ -186,7 +186,7 @@ class TextDrafting(Drafting):
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
             # A grammar looks at the drafts before they are verified.
-            tokens = self._backend.download(self._unread_drafts.tokens_BK).tolist()
+            tokens = self._backend.memory.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
@@ -294,7 +294,7 @@ class TextDrafting(Drafting):
         drafts = self._draft_rows(
             batch.rows_B,
             lengths_B,
-            self._backend.upload(torch.from_numpy(wanted_np)),
+            self._backend.memory.upload(torch.from_numpy(wanted_np)),
             self._upload_unread(unread, num_rows, width),
             self._kv_region.blocks(batch.rows_np, ends, context),
             inputs.for_drafting(branch),
@@ -312,7 +312,7 @@ class TextDrafting(Drafting):
             begin = min(timeline.num_read, len(timeline) - count)
             small[place, :count] = timeline.tokens(begin, begin + count)
             small[place, width:] = begin, count
-        return self._backend.upload(torch.from_numpy(small))
+        return self._backend.memory.upload(torch.from_numpy(small))
 
     def _padded(self, rows: list[int], num_rows: int) -> np.ndarray:
         rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
@@ -356,7 +356,7 @@ class TextDrafting(Drafting):
 
     def _put_rewritten(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
-        said = self._backend.download(drafts.tokens_BK).tolist()
+        said = self._backend.memory.download(drafts.tokens_BK).tolist()
         faulty = [member.request.req_id for member in members if FAULTY in said[member.index]]
         self._guard.done(faulty, len(members))
         for member in members:

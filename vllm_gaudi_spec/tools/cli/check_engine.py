@@ -98,7 +98,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
         raise WrongOptions(f"vLLM does not load here: {in_one_line(error)}; run `make setup`") from error
     if not is_active():
         raise WrongOptions("vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec")
-    blocks = max(options.max_num_seqs, 4) * -(-options.max_model_len // load_backend().block_size)
+    blocks = max(options.max_num_seqs, 4) * -(-options.max_model_len // load_backend().traits.block_size)
     try:
         return LLM(
             model=options.model or demo_model_path(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_spec import versions
-from vllm_gaudi_spec.devices import missing_software
+from vllm_gaudi_spec.devices import DEVICES, missing_software
 from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, LAZY_MODE, SKIP_WARMUP
 from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
 from vllm_gaudi_spec.tools.io import output_files
@@ -22,7 +22,8 @@ measured.
 Exit status: 0 when no step compiles after warm-up and none reads the host more often than it may, 1 when one does or
 the model does not run, 2 for options that make no sense.
 """
-DEVICES = ("hpu-emulated", "hpu", "ascend-emulated", "ascend")
+# An emulated card before the card: it is everywhere.
+CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
 # The variables in which an answer would depend on what the shell happens to have.
 ENVIRONMENT = {
     LAZY_MODE.name: "1",
@@ -48,7 +49,7 @@ def add_to(commands: Any) -> None:
     add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you mean to serve (default: 512)")
     add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you mean to serve (default: 4)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
-    add("--device", default=DEVICES[0], choices=DEVICES, help=f"default: {DEVICES[0]}")
+    add("--device", default=CHECKED[0], choices=CHECKED, help=f"default: {CHECKED[0]}")
     add("--requests", type=positive, default=32, metavar="N", help="size of the workload (default: 32)")
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload (default: 0)")
     add(

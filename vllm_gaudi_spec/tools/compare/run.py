@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.compat.messages import in_one_line
-from vllm_gaudi_spec.devices import describe_device, refuse_unknown_device
+from vllm_gaudi_spec.devices import DEVICES, describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process
 from vllm_gaudi_spec.tools.compare import options as command_line
@@ -248,7 +248,7 @@ def other_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def computes_on_the_host(device: str) -> bool:
-    return device == "cpu" or device.endswith("-emulated")
+    return DEVICES[device].computes_on_host
 
 
 def check_the_platform() -> None:

@@ -13,7 +13,8 @@ from vllm_gaudi_spec.environment import requested_device
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 
 _SECONDS = 20
-_NAMES = {"hpu": "Gaudi", "ascend": "Ascend NPU"}
+# The devices whose drivers show cards.
+_CARDS = {name: device.title for name, device in devices.DEVICES.items() if device.nodes}
 
 
 class _Tool(NamedTuple):
@@ -51,11 +52,11 @@ def _requested_device(device: str) -> Iterator[Finding]:
             f"VGS_DEVICE={device} needs {software}, which is not installed",
             f"use the vendor's image, which has it, or VGS_DEVICE={device}-emulated without a card",
         )
-    elif device in _NAMES and not devices.cards(device):
+    elif device in _CARDS and not devices.cards(device):
         yield Finding(
             PROBLEM,
             "device",
-            f"VGS_DEVICE={device}, and no driver shows a {_NAMES[device]} here",
+            f"VGS_DEVICE={device}, and no driver shows a {_CARDS[device]} here",
             f"give the container its devices, load the driver, or use VGS_DEVICE={device}-emulated",
         )
     else:
@@ -65,16 +66,16 @@ def _requested_device(device: str) -> Iterator[Finding]:
 def _chosen_device() -> Iterator[Finding]:
     if others := devices.other_platform_plugins():
         yield Finding(NOTE, "device", f"left to the platform plugin {', '.join(others)}: VGS_DEVICE is not set")
-    elif devices.gaudi_is_available():
-        yield Finding(OK, "device", f"hpu: {_shown(devices.cards('hpu'))}, and habana_frameworks is installed")
-    elif devices.ascend_is_available():
-        yield Finding(OK, "device", f"ascend: {_shown(devices.cards('ascend'))}, and torch_npu is installed")
+    elif (device := devices.choose_device()) in _CARDS:
+        software = devices.DEVICES[device].software
+        yield Finding(OK, "device", f"{device}: {_shown(devices.cards(device))}, and {software} is installed")
     else:
-        yield Finding(OK, "device", "cpu: no Gaudi and no Ascend NPU can be used here, and VGS_DEVICE is not set")
+        no_cards = " and ".join(f"no {title}" for title in _CARDS.values())
+        yield Finding(OK, "device", f"cpu: {no_cards} can be used here, and VGS_DEVICE is not set")
 
 
 def _unused_cards() -> Iterator[Finding]:
-    for device, name in _NAMES.items():
+    for device, name in _CARDS.items():
         if (found := devices.cards(device)) and (software := devices.missing_software(device)):
             yield Finding(
                 WARNING,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec.compat.messages import in_one_line
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
-from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
@@ -160,7 +160,7 @@ _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     """Bytes on one rank, about; 0 where there are no files."""
     folder, width = folder_of(model.model), model.dtype.itemsize
-    if load_backend().name == "cpu" and width == 4:
+    if load_backend().traits.takes_cpu_weights and width == 4:
         width = _CPU_BYTES[Options.from_vllm(vllm_config).cpu_weights]
     read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
@@ -191,8 +191,7 @@ def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | 
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return int(cache.kv_cache_memory_bytes)
-    device = load_backend().name
-    if device != "cpu" and not device.endswith("-emulated"):
+    if not DEVICES[load_backend().traits.name].computes_on_host:
         return None
     ranks = vllm_config.parallel_config.local_world_size
     return host_memory.for_kv(cache.gpu_memory_utilization, less=ranks * weights) // ranks - drafting

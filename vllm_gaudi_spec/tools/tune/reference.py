@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from vllm_gaudi_spec.devices import gaudi_is_available
+from vllm_gaudi_spec.devices import has_card
 from vllm_gaudi_spec.tools.tune.child import serve
 
 
@@ -21,7 +21,7 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
     device, library = "cpu", f"transformers {transformers.__version__}"
     more: dict[str, Any] = {}
-    if gaudi_is_available():
+    if has_card("hpu"):
         library, more = _adapt_to_gaudi()
         device = "hpu"
     tokenizer = transformers.AutoTokenizer.from_pretrained(task["model"])

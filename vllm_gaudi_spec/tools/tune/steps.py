@@ -45,7 +45,7 @@ def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -
 def detect_device(folder: Folder, card: str | None = None) -> None:
     """Which card the scales are for: the one that is named, else the one that is there."""
     device = describe_device()
-    card = card or load_backend().fp8_range or GAUDI2
+    card = card or load_backend().weights.fp8_range or GAUDI2
     write_json(folder.device, device | {"card": card})
     print(f"{device['device']} ({device['mode']}); scales for {card}")
 
