@@ -200,7 +200,8 @@ class _Speculating(Scheduler):
         stats, news = super().make_stats(*args, **kwargs), self.step_metrics.take()
         if stats is None:  # with --disable-log-stats
             return None
-        return replace(stats, **{metrics.STATS_FIELD: news})
+        ours: dict[str, Any] = {metrics.STATS_FIELD: news}
+        return replace(stats, **ours)
 
     def make_spec_decoding_stats(
         self,

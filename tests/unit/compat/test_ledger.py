@@ -13,9 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig
 from vllm.config import speculative as upstream_speculative
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from tests.unit.compat.test_configuration import values_of
 from vllm_gaudi_spec import compat
@@ -40,13 +38,8 @@ def test_patches_are_put_on_once() -> None:
     compat.apply()
     compat.apply()
     wrapped = (
-        (Scheduler, "update_from_output"),
-        (Scheduler, "make_spec_decoding_stats"),
-        (Scheduler, "make_stats"),
-        (Scheduler, "_update_after_schedule"),
         (PrometheusStatLogger, "__init__"),
         (PrometheusStatLogger, "record"),
-        (RequestSpecDecodeMetrics, "observe"),
         (SamplingParams, "_validate_spec_decode"),
         (upstream_speculative, "has_arctic_inference"),
     )
