@@ -4,7 +4,7 @@ python benchmarks/gaudi_graphs.py --json .bench/gaudi_graphs.json
 python benchmarks/gaudi_graphs.py --checkout vllm-gaudi    # with the existing worker's own bucket lists beside
 
 The lists are those that warm-up goes through: no engine, no model, no device. Every size that an engine would be given
-is a flag or a constant below. Times of warm-up are estimates of vllm_gaudi_spec/emulator/cost.py from what Intel prints
+is a flag or a constant below. Times of warm-up are estimates of devices/hpu/compile_time.py from what Intel prints
 for Gaudi 2; nothing here ran on a Gaudi.
 """
 
@@ -31,11 +31,11 @@ import common  # noqa: E402
 
 from vllm_gaudi_spec.config import EXPONENTIAL, LINEAR, Options, Speculation  # noqa: E402
 from vllm_gaudi_spec.devices.hpu.backend import Backend  # noqa: E402
+from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds  # noqa: E402
 from vllm_gaudi_spec.drafting.draft_model import DraftModelKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.head import HeadKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
 from vllm_gaudi_spec.sampling.params import Sampling  # noqa: E402
@@ -227,7 +227,7 @@ def parse_options() -> argparse.Namespace:
 
 def warmup_minutes(num_graphs: int) -> dict[str, float]:
     kinds = (("cold", False), ("cached", True))
-    return {name: cost.warmup_seconds(num_graphs, recipe_cache=cached) / 60 for name, cached in kinds}
+    return {name: warmup_seconds(num_graphs, recipe_cache=cached) / 60 for name, cached in kinds}
 
 
 def as_row(graphs: Graphs) -> list[str]:
