@@ -242,10 +242,9 @@ def test_one_that_raises_still_answers_the_other_ranks() -> None:
 @pytest.mark.parametrize("broken", ["read", "propose"])
 def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
     rows = kind(3)
-    if broken == "propose":
-        rows.drafting._proposer = SimpleNamespace(propose=raises)  # type: ignore[assignment]
-    else:
-        (rows.head if isinstance(rows, HeadRows) else rows.model).forward = raises  # type: ignore[method-assign]
+    model: Any = rows.head if isinstance(rows, HeadRows) else rows.model
+    owner, name = (rows.drafting._proposer, "propose") if broken == "propose" else (model, "forward")
+    setattr(owner, name, lambda *given, **named: raises([]))
     with pytest.raises(ZeroDivisionError):
         run_jobs(rows.drafting.jobs(rows.sampling), rows.recorder)
     assert rows.drafting.take_rounds() == []
