@@ -55,7 +55,7 @@ def steps(text: np.ndarray, drafts: int) -> Iterator[list[Context]]:
     """The request grows to the whole text, two tokens a step."""
     for left in range(2 * STEPS, -1, -2):
         yield [
-            Context(req_id="request", tokens_np=text[: text.size - left], num_prompt=text.size // 2, num_wanted=drafts)
+            Context(req_id="request", tokens_np=text[: text.size - left], num_prompt=text.size // 2, max_drafts=drafts)
         ]
 
 
@@ -68,7 +68,7 @@ def measure_suffix(text: np.ndarray, options: argparse.Namespace) -> dict[str, f
     proposer = SuffixProposer(24, 10_000, 1.0, 0.1)
     for number in range(options.responses):
         response = np.roll(text, 37 * number)[:500]
-        proposer.propose([Context(req_id=str(number), tokens_np=response, num_prompt=1, num_wanted=1)])
+        proposer.propose([Context(req_id=str(number), tokens_np=response, num_prompt=1, max_drafts=1)])
         proposer.forget([str(number)])
     start, *rest = (microseconds(lambda c=c: proposer.propose(c)) for c in steps(text, options.drafts))
     return {"start_us": start, "step_us": median(rest)}

@@ -186,7 +186,7 @@ def by_reference(
     """The steps that the reference would have taken, out of those of a request that went on for k tokens more."""
     # The engine's account leaves out steps without drafts. There may be one at the end, with room for one token.
     if 1 + sum(accepted) + len(accepted) < len(token_ids) - 1:
-        raise RuntimeError("steps without drafts: they can not be placed, and so not be counted")
+        raise RuntimeError("steps without drafts: they cannot be placed, and so not be counted")
     length, counted = 1, 0
     while length < tokens and END_OF_TURN not in token_ids[:length]:
         if counted == len(drafted) or drafted[counted] != k:

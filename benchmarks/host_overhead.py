@@ -93,7 +93,7 @@ def free_of_models(runner: Any) -> None:
         device=runner.backend.traits.torch_device,
     )
     if runner.drafter is None:
-        runner.drafting.propose_behind = lambda step, most: None
+        runner.drafting.propose_on_host = lambda step, most: None
 
 
 # ---- steps ---------------------------------------------------------------------------------------------

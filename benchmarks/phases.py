@@ -84,5 +84,5 @@ def _places(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield report.Report, "get_output", "report"
     yield runner.backend.memory, "download", "wait"
     if runner.drafting is not None:
-        for name in ("follow", "propose", "propose_behind"):
+        for name in ("follow", "propose", "propose_on_host"):
             yield runner.drafting, name, "draft"

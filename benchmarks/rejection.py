@@ -103,8 +103,8 @@ def make_case(rule: str, batch: int, drafts: int, vocab: int, device: str, seed:
 
 
 def must_read(rule: str, batch: int, drafts: int, vocab: int, accepted: float) -> float:
-    by_law = {"standard": batch * (drafts + 2), "block": batch * (2 * drafts + 1)}
-    return 4 * vocab * by_law.get(rule, batch * (accepted + 1))
+    by_probs = {"standard": batch * (drafts + 2), "block": batch * (2 * drafts + 1)}
+    return 4 * vocab * by_probs.get(rule, batch * (accepted + 1))
 
 
 # ---- ours ----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Clock:
     def __init__(self, runner: Any) -> None:
         self.steps: list[dict[str, float]] = []
         self._draft = self._now = 0.0
-        for name in ("follow", "propose", "propose_behind"):
+        for name in ("follow", "propose", "propose_on_host"):
             setattr(runner.drafting, name, self._drafting(getattr(runner.drafting, name)))
         runner.execute_model, runner.sample_tokens = self._first(runner.execute_model), self._last(runner.sample_tokens)
 

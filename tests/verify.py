@@ -128,7 +128,7 @@ def earlier_outcome(job: Job, tree: str) -> Outcome | None:
 
 
 def python_for(job: Job) -> str | None:
-    """The Python that its tests run on; None if it can not be had, of which the reason was printed."""
+    """The Python that its tests run on; None if it cannot be had, of which the reason was printed."""
     what = job.other_release
     if what is None:
         return sys.executable

@@ -36,7 +36,7 @@ def pickled_weights(model: str, file: str | Path) -> str:
     )
 
 
-REFUSED_ADAPTER = "can not be served"
+REFUSED_ADAPTER = "cannot be served"
 """In every message about a LoRA adapter that is wrong in itself. Errors reach the server as texts."""
 
 
@@ -87,7 +87,7 @@ class Options:
     universal_match: str | None = None
     """How its drafts become the target's tokens: `tli`, only tokens of both are drafted, or `slem`, all of its own are,
     and their text is written anew."""
-    universal_slab: int | None = None
+    universal_kv_len: int | None = None
     """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
     adaptive: bool = False
     """Requests whose drafts are seldom accepted draft less."""
@@ -201,7 +201,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "buckets_file": _text,
     "universal_context": _one_of(MAP, RETOKENIZE),
     "universal_match": _one_of(TLI, SLEM),
-    "universal_slab": _positive,
+    "universal_kv_len": _positive,
     "adaptive": _switch,
     "goodput": _switch,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
@@ -257,7 +257,7 @@ class Speculation:
     """How it reads then: `map` or `retokenize`."""
     universal_match: str = TLI
     """How its drafts become the target's tokens: `tli` or `slem`."""
-    universal_slab: int = 0
+    universal_kv_len: int = 0
     """For `retokenize`: how many tokens it keeps of each request."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
@@ -300,7 +300,7 @@ class Speculation:
         return most if own is None else min(most, own)
 
     @property
-    def keeps_laws(self) -> bool:
+    def keeps_probs(self) -> bool:
         """Whether the rule looks at the laws that drafts were drawn from."""
         return self.drafting == "probabilistic" and RULES[self.rule].needs_probs
 
@@ -326,7 +326,7 @@ class Speculation:
             universal=universal,
             universal_context=context,
             universal_match=options.universal_match or TLI,
-            universal_slab=_slab(vllm_config, options) if universal and context == RETOKENIZE else 0,
+            universal_kv_len=_slab(vllm_config, options) if universal and context == RETOKENIZE else 0,
             synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
         )
 
@@ -337,4 +337,4 @@ def _slab(vllm_config: VllmConfig, options: Options) -> int:
     model = given.draft_model_config
     own = given.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
     default = min(_DEFAULT_SLAB, 2 * target_of(vllm_config).max_model_len)
-    return int(min(options.universal_slab or default, own))
+    return int(min(options.universal_kv_len or default, own))

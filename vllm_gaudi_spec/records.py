@@ -179,13 +179,13 @@ class Context:
     tokens_np: np.ndarray
     """int32 [n]: prompt and outputs. A view that is valid during the call only."""
     num_prompt: int
-    num_wanted: int
+    max_drafts: int
     """At least 1: the most drafts that this request has use for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """The rows of a step, for proposers on the device. Padding has the pad row and `num_wanted` 0."""
+    """The rows of a step, for proposers on the device. Padding has the pad row and `max_drafts` 0."""
 
     rows_B: torch.Tensor
     """int64: rows of the request state."""
@@ -193,7 +193,7 @@ class DraftRequest:
     """int32: prompt and outputs of every row; nothing after a row's length is to be read."""
     lengths_B: torch.Tensor
     """int32: tokens of each row, the newest included."""
-    num_wanted_B: torch.Tensor
+    max_drafts_B: torch.Tensor
     """int32: the most drafts that a row has use for, 0 to K."""
     num_drafts: int
     """K."""
@@ -218,7 +218,7 @@ class Drafts(NamedTuple):
     tokens_BK: torch.Tensor
     """int32; after a row's `num_drafts` any token."""
     num_drafts_B: torch.Tensor
-    """int32: at most `num_wanted_B`."""
+    """int32: at most `max_drafts_B`."""
     probs_BKV: torch.Tensor | None = None
     """float32: the distribution that each draft was drawn from, where drafting is probabilistic."""
     sound_BK: torch.Tensor | None = None

@@ -36,7 +36,7 @@ def vllm_mistake() -> str | None:
 
 
 def wrong_vllm() -> str | None:
-    """What to say of another release of vLLM than ours; None where it is ours, or can not be told."""
+    """What to say of another release of vLLM than ours; None where it is ours, or cannot be told."""
     found = installed_vllm()
     if found in (None, "unknown") or f"{found}.".startswith(f"{VLLM}."):
         return None

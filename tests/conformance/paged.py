@@ -83,7 +83,7 @@ class Layer:
             block_size=backend.attention.kv_shape(kv_cache).block_size,
             value_size=kind.value_size,
             attention_chunk=kind.chunk,
-            own_operations=operations is not None,
+            layer_operations=operations is not None,
         )
         self.ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         self.step = backend.graphs.graph(self._step)

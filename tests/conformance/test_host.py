@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def test_there_and_back(backend: DeviceBackend) -> None:
-    before = backend.memory.num_host_reads
+    before = backend.memory.num_host_syncs
     tensors = [
         torch.arange(1000, dtype=torch.int32),
         torch.arange(-5, 5),
@@ -29,20 +29,20 @@ def test_there_and_back(backend: DeviceBackend) -> None:
         assert back.device.type == "cpu"
         assert torch.equal(back, tensor)
         assert back.dtype == tensor.dtype
-    assert backend.memory.num_host_reads - before == len(tensors), "uploads are not reads"
+    assert backend.memory.num_host_syncs - before == len(tensors), "uploads are not reads"
 
 
 def test_results_are_on_their_way_before_the_next_step_overwrites_them(backend: DeviceBackend) -> None:
     """Several at a time; each is counted once."""
     program = backend.graphs.graph(lambda x: x + 1)
-    before = backend.memory.num_host_reads
+    before = backend.memory.num_host_syncs
     arrives = [
         backend.memory.start_download(program(backend.memory.upload(torch.tensor([10 * i, 20 * i])))) for i in range(4)
     ]
     backend.graphs.step_done()
     for i in (2, 0, 1, 3):
         assert arrives[i]().tolist() == [10 * i + 1, 20 * i + 1]
-    assert backend.memory.num_host_reads - before == 4
+    assert backend.memory.num_host_syncs - before == 4
 
 
 def test_memory(backend: DeviceBackend) -> None:

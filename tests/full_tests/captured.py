@@ -53,7 +53,7 @@ PROGRAMS = {
     "decode": "ModelRunner._forward",
     "sample": "ModelRunner._finish",
     "draft": "DeviceDrafting._draft_on_device",
-    "draft text": "TextDrafting._draft_behind",
+    "draft text": "TextDrafting._draft_chain",
     "follow": "DraftModelKVSync._read_rows",
     "read": "TextDrafting._read",
     "head": "HeadKVSync._read_newest",

@@ -40,7 +40,7 @@ def head(method: str, k: int, **options: Any) -> dict[str, Any]:
 
 
 def with_four_heads(folder: str, copy: Path) -> str:
-    """The tiny Llama, or a head for it, with a fourth attention head that says nothing: of three, two ranks can not
+    """The tiny Llama, or a head for it, with a fourth attention head that says nothing: of three, two ranks cannot
     have as many each."""
     shutil.copytree(folder, copy)
     described = json.loads((copy / "config.json").read_text())

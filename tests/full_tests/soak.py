@@ -89,7 +89,7 @@ METHODS = {
     ),
     "retokenize": Method(
         dict(method="universal_draft", **COUPLED, **BY_LOAD),
-        dict(universal_context="retokenize", universal_slab=1024),
+        dict(universal_context="retokenize", universal_kv_len=1024),
         tiny_models.save_renumbered,
     ),
     "ngram_gpu": Method(dict(method="ngram_gpu", **NGRAM, **BY_LOAD)),

@@ -94,10 +94,10 @@ MOST_OPEN = 48
 
 
 class Clients:
-    def __init__(self, url: str, known: list[dict[str, Any]], most_drafts: int, seed: int) -> None:
+    def __init__(self, url: str, known: list[dict[str, Any]], max_scheduled_drafts: int, seed: int) -> None:
         self._rng = random.Random(seed)
         self._known = known
-        self._most_drafts = most_drafts
+        self._most_drafts = max_scheduled_drafts
         limits = httpx.Limits(max_connections=2 * MOST_OPEN)
         self._http = httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
         self.attempts: list[Attempt] = []

@@ -1,6 +1,6 @@
 """Heads on the target's hidden states: texts are those without drafts, and drafts are the same in every company.
 
-A head can not make the target's states again. One that reads a wrong one, or skips one, drafts worse, and no text would
+A head cannot make the target's states again. One that reads a wrong one, or skips one, drafts worse, and no text would
 show it: so drafts are compared one by one, by the context behind which they were made.
 """
 

@@ -48,7 +48,7 @@ class Way:
         return dict(method=self.method, num_speculative_tokens=4, **model, **COUPLED)
 
 
-RETOKENIZE = {"gaudi_spec": dict(universal_context="retokenize", universal_slab=512)}
+RETOKENIZE = {"gaudi_spec": dict(universal_context="retokenize", universal_kv_len=512)}
 WAYS = [
     Way("plain"),
     Way("draft_model", "draft_model", "looping_llama"),

@@ -127,7 +127,7 @@ def test_long_rows_do_not_draft(drafts: Drafting) -> None:
     params = [greedy(40) for _ in CONTEXTS]
     together = run(drafts, CONTEXTS, params)
     assert together == [run(drafts, [prompt], params[:1])[0] for prompt in CONTEXTS]
-    # Random tokens are hardly text: what is no UTF-8 can not be written anew.
+    # Random tokens are hardly text: what is no UTF-8 cannot be written anew.
     assert sum(together[0].drafted) > (5 if setup.match else 20)
     assert sum(together[1].drafted) <= 3 + 2 + 1
     assert not any(together[2].drafted)

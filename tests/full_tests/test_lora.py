@@ -173,8 +173,8 @@ def _files(adapter: Adapter, folder: Path) -> dict[str, tuple[Adapter, str]]:
     (pickled.folder / "adapter_model.safetensors").unlink()
     found["pickle"] = (pickled, "is a pickle")
     for name, file, words in (
-        ("cut", "adapter_model.safetensors", "can not"),
-        ("no json", "adapter_config.json", "can not"),
+        ("cut", "adapter_model.safetensors", "cannot"),
+        ("no json", "adapter_config.json", "cannot"),
     ):
         broken = copy(name)
         content = (broken.folder / file).read_bytes()

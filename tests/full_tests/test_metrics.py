@@ -172,7 +172,7 @@ def test_whoever_wants_no_figures_gets_none(looping_llama: str, tmp_path: Path) 
 def test_a_drafters_own_length_is_in_its_own_tokens(
     match_as: str, looping_llama: str, twin: str, tmp_path: Path
 ) -> None:
-    own = dict(universal_context="retokenize", universal_match=match_as, universal_slab=64)
+    own = dict(universal_context="retokenize", universal_match=match_as, universal_kv_len=64)
     options = ["--additional-config", json.dumps({"gaudi_spec": own})]
     with serving(looping_llama, tmp_path / "log.txt", *options, method="universal_draft", model=twin) as server:
         ask(server, length=100, num_tokens=12)

@@ -72,7 +72,7 @@ def test_doctor_reckons_what_the_worker_takes(looping_llama: str, stranger: str)
     """Laws of drafts and the drafter's slab, of models that it does not load."""
     sampled = dict(draft_sample_method="probabilistic", rejection_sample_method="standard")
     with speculating(
-        looping_llama, drafting(stranger, 3, **sampled), **reading("retokenize", universal_slab=96)
+        looping_llama, drafting(stranger, 3, **sampled), **reading("retokenize", universal_kv_len=96)
     ) as llm:
         config = llm.llm_engine.vllm_config
         taken = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafting_bytes()

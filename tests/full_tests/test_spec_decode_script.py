@@ -1,4 +1,4 @@
-"""The script that users run: its report, its exit status, and what it says when it can not do what was asked."""
+"""The script that users run: its report, its exit status, and what it says when it cannot do what was asked."""
 
 import os
 import re

@@ -86,7 +86,7 @@ def test_endings(kind: str, looping_llama: str, record: Record) -> None:
 
 def check_run_was_cut(script: Script, outputs: list[Any]) -> None:
     """That some answers end before what their last step had for them. A runner that knows max_tokens may draft no more
-    than it needs; stops it can not foresee."""
+    than it needs; stops it cannot foresee."""
     cut = 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         calls = [(len(seen), len(drafts)) for seen, drafts in script.rows() if list(seen[: len(prompt)]) == prompt]

@@ -216,7 +216,7 @@ def test_full_graphs_are_refused_with_the_ways_out(folders: dict[str, str], mode
     """Without a mode: what vLLM takes by itself."""
     asked = {"compilation_config": {"cudagraph_mode": mode}} if mode else {}
     config = configuration(folders["target"], folders["drafter"], enforce_eager=False, **asked)
-    with pytest.raises(UnsupportedConfigError, match="can not run draft models in full graphs") as refused:
+    with pytest.raises(UnsupportedConfigError, match="cannot run draft models in full graphs") as refused:
         construct(config)
     for way, option in ((PIECEWISE, "compilation_config"), (GRAPHS_FOR_THE_TARGET, "speculative")):
         assert json.dumps(way[option]).strip("{}") in str(refused.value)

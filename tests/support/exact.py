@@ -45,35 +45,35 @@ class StepLaw:
 
 
 def step_law(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_places: int, num_drafts: np.ndarray
+    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
 ) -> StepLaw:
     """One step behind each of N contexts, with a number of drafts for each."""
     vocab, rows = target.vocab, len(contexts)
-    blocks = vocab**num_places
-    drafts = np.stack(np.unravel_index(np.arange(blocks), (vocab,) * num_places), 1)
+    blocks = vocab**num_positions
+    drafts = np.stack(np.unravel_index(np.arange(blocks), (vocab,) * num_positions), 1)
     now, at_place = np.repeat(contexts, blocks), []
     drafts_all = np.tile(drafts, (rows, 1))
-    for place in range(num_places + 1):
+    for place in range(num_positions + 1):
         at_place.append(now)
-        if place < num_places:
+        if place < num_positions:
             now = target.after(now, drafts_all[:, place])
     probs = torch.stack([target.logits_CV[c].softmax(-1) for c in at_place], 1)
-    draft_probs = torch.stack([drafter.logits_CV[c].softmax(-1) for c in at_place[:num_places]], 1)
+    draft_probs = torch.stack([drafter.logits_CV[c].softmax(-1) for c in at_place[:num_positions]], 1)
     num = torch.from_numpy(np.repeat(num_drafts, blocks)).int()
-    stop_law, weights = stops(probs[:, :num_places], draft_probs, torch.from_numpy(drafts_all).int(), num)
+    stop_law, weights = stops(probs[:, :num_positions], draft_probs, torch.from_numpy(drafts_all).int(), num)
     chance = np.ones(len(now))
-    for place in range(num_places):
+    for place in range(num_positions):
         chance = chance * drafter.probs_CV[at_place[place], drafts_all[:, place]]
     emitted = []
-    for place in range(num_places + 1):
+    for place in range(num_positions + 1):
         whole = num <= place
-        left = stop.residual(probs[:, place], draft_probs[:, min(place, num_places - 1)], weights[:, place].float())
+        left = stop.residual(probs[:, place], draft_probs[:, min(place, num_positions - 1)], weights[:, place].float())
         usable = (~whole & (left.amax(-1) > 0))[:, None]
         last = torch.where(usable, left, probs[:, place]).double()
         last = (last / last.sum(-1, keepdim=True)).numpy()
         joint = (chance * stop_law[:, place].numpy())[:, None] * last
         # The drafts behind the place are summed over.
-        shape = (rows, vocab**place, vocab ** (num_places - place), vocab)
+        shape = (rows, vocab**place, vocab ** (num_positions - place), vocab)
         emitted.append(joint.reshape(shape).sum(2).reshape(rows, -1))
     mean = sum(place * law.sum(1) for place, law in enumerate(emitted))
     return StepLaw(emitted, np.asarray(mean))
@@ -100,27 +100,27 @@ def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndar
 
 
 def one_step_text(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_places: int, num_drafts: np.ndarray
+    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
 ) -> np.ndarray:
-    law = step_law(stops, target, drafter, contexts, num_places, num_drafts)
+    law = step_law(stops, target, drafter, contexts, num_positions, num_drafts)
     parts = ((part, contexts_behind(target, contexts, n + 1)) for n, part in enumerate(law.emitted))
-    return completed(parts, target, num_places + 1)
+    return completed(parts, target, num_positions + 1)
 
 
 def two_step_text(
-    stops: StopLaw, target: Table, drafter: Table, num_places: int, num_drafts: Callable[[int], np.ndarray]
+    stops: StopLaw, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
 ) -> np.ndarray:
     """[V ** 2(K + 1)]: the joint law of what two steps write, followed by ordinary sampling to full length.
 
     `num_drafts(n)` gives the numbers of drafts for n rows: a number may depend on what was written before it.
     """
     start = np.zeros(1, dtype=np.int64)
-    length = 2 * (num_places + 1)
+    length = 2 * (num_positions + 1)
     total = np.zeros(target.vocab**length)
-    first = step_law(stops, target, drafter, start, num_places, num_drafts(1))
+    first = step_law(stops, target, drafter, start, num_positions, num_drafts(1))
     for n, law in enumerate(first.emitted):
         contexts = contexts_behind(target, start, n + 1)[0]
-        second = step_law(stops, target, drafter, contexts, num_places, num_drafts(len(contexts)))
+        second = step_law(stops, target, drafter, contexts, num_positions, num_drafts(len(contexts)))
         parts = ((part, contexts_behind(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
         total += (law[0][:, None] * completed(parts, target, length - n - 1)).reshape(-1)
     return total

@@ -39,7 +39,7 @@ class HostBackend:
 
 class CopyingMemory(Memory):
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
+        self.num_host_syncs += 1
         return tensor.clone()
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

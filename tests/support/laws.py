@@ -97,7 +97,7 @@ def step(
     drafter: Table,
     texts: Texts,
     keys_N2: torch.Tensor,
-    num_places: int,
+    num_positions: int,
     num_drafts_N: np.ndarray,
     draft_starts: bool = True,
 ) -> np.ndarray:
@@ -106,7 +106,7 @@ def step(
     starts_N = torch.from_numpy(texts.length_N + FIRST).int()
     temperature_N = torch.ones(rows)
     context, drafts, laws, logits = texts.context_N, [], [], []
-    for place in range(num_places):
+    for place in range(num_positions):
         positions_N = starts_N + place
         drafted = draft(
             TORCH,
@@ -129,10 +129,10 @@ def step(
         torch.from_numpy(num_drafts_N).int(),
         temperature_N,
         keys_N2,
-        starts_N[:, None] + torch.arange(num_places + 1, dtype=torch.int32),
+        starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
     )
     tokens, num = verification.tokens_BQ.numpy().astype(np.int64), verification.num_sampled_B.numpy()
-    for place in range(num_places + 1):
+    for place in range(num_positions + 1):
         texts.append(target, tokens[:, place], place < num)
     return num - 1
 
@@ -152,7 +152,7 @@ def write(
     target: Table,
     drafter: Table,
     *,
-    num_places: int,
+    num_positions: int,
     steps: int,
     length: int,
     rows: int,
@@ -171,8 +171,8 @@ def write(
         rng = np.random.default_rng((seed, first))
         texts, keys = Texts.empty(count, length), request_keys(seed * rows + first, count)
         for _ in range(steps):
-            num = rng.integers(0, num_places + 1, count) if ragged else np.full(count, num_places)
-            accepted += step(rule, target, drafter, texts, keys, num_places, num, draft_starts).sum()
+            num = rng.integers(0, num_positions + 1, count) if ragged else np.full(count, num_positions)
+            accepted += step(rule, target, drafter, texts, keys, num_positions, num, draft_starts).sum()
         written.append(finish(target, texts, rng))
     return np.concatenate(written), accepted / rows / steps
 

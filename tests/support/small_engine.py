@@ -386,7 +386,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
             speculative["model"] = str(folder / "drafter")
             engine_config(folder / "drafter", None)
             byte_tokenizer(300).save_pretrained(folder / "drafter")
-            options = dict(universal_context=RETOKENIZE, universal_slab=48)
+            options = dict(universal_context=RETOKENIZE, universal_kv_len=48)
     made = engine_config(
         folder,
         speculative,

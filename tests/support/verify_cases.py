@@ -32,17 +32,17 @@ class Case:
         return {name: value[row : row + 1].clone() for name, value in self.tensors().items()}
 
 
-def random_case(rows: int, num_places: int, vocab: int = 6, seed: int = 0, masked: float = 0.2) -> Case:
+def random_case(rows: int, num_positions: int, vocab: int = 6, seed: int = 0, masked: float = 0.2) -> Case:
     """Ragged rows with some tokens forbidden to either side; a tenth of the drafts is not from the drafter's law."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (rows, num_places, vocab)
+    shape = (rows, num_positions, vocab)
     draft_logits = torch.randn(shape, generator=generator) * 1.5
-    logits = torch.randn(rows, num_places + 1, vocab, generator=generator) * 1.5
-    logits[:, :num_places] += draft_logits
+    logits = torch.randn(rows, num_positions + 1, vocab, generator=generator) * 1.5
+    logits[:, :num_positions] += draft_logits
     for values in (draft_logits, logits):
         values[torch.rand(values.shape, generator=generator).lt(masked) & (values < values.amax(-1, True))] = -torch.inf
     probs = draft_logits.softmax(-1)
-    drafts = probs.flatten(0, 1).multinomial(1, generator=generator).view(rows, num_places)
+    drafts = probs.flatten(0, 1).multinomial(1, generator=generator).view(rows, num_positions)
     strange = torch.randint(-1, vocab + 2, drafts.shape, generator=generator)
     drafts = torch.where(torch.rand(drafts.shape, generator=generator) < 0.1, strange, drafts)
     starts = torch.randint(0, 1000, (rows, 1), generator=generator)
@@ -50,10 +50,10 @@ def random_case(rows: int, num_places: int, vocab: int = 6, seed: int = 0, maske
         logits_BQV=logits,
         draft_probs_BKV=probs,
         drafts_BK=drafts.int(),
-        num_drafts_B=torch.randint(0, num_places + 1, (rows,), generator=generator).int(),
+        num_drafts_B=torch.randint(0, num_positions + 1, (rows,), generator=generator).int(),
         temperature_B=torch.ones(rows),
         keys_B2=request_keys(seed * 100_000, rows),
-        positions_BQ=(starts + torch.arange(num_places + 1)).int(),
+        positions_BQ=(starts + torch.arange(num_positions + 1)).int(),
     )
 
 

@@ -53,7 +53,7 @@ def test_defaults_and_lists() -> None:
         ({"warmup_tokens": "all"}, "warmup_tokens must be an integer"),
         ({"universal_context": "text"}, "universal_context must be map or retokenize, got 'text'"),
         ({"universal_match": 1}, "universal_match must be tli or slem, got 1"),
-        ({"universal_slab": 0}, "universal_slab must be 1 or more, got 0"),
+        ({"universal_kv_len": 0}, "universal_kv_len must be 1 or more, got 0"),
         ({"cpu_weights": "int4"}, "cpu_weights must be float32 or float16 or int8, got 'int4'"),
         ("text", "gaudi_spec must be an object with options by name, got 'text'"),
         ([{"goodput": True}], "gaudi_spec must be an object"),
@@ -65,8 +65,8 @@ def test_defaults_and_lists() -> None:
         ({"batch_buckets": "8" * 10**6}, "batch_buckets must be a list of positive integers"),
         ({"universal_match": ["tli"]}, "universal_match must be tli or slem"),
         ({"universal_match": {"a": {"b": []}}}, "universal_match must be tli or slem"),
-        ({"universal_slab": -(10**4000)}, "universal_slab must be 1 or more"),
-        ({"universal_slab": float("nan")}, "universal_slab must be an integer"),
+        ({"universal_kv_len": -(10**4000)}, "universal_kv_len must be 1 or more"),
+        ({"universal_kv_len": float("nan")}, "universal_kv_len must be an integer"),
         ({"x\ny" * 10**5: 1}, "unknown option"),
         ({5: 1, "six": 2}, "unknown option"),
     ],
@@ -125,14 +125,14 @@ def index(folder: Path, kind: str) -> None:
 def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
     """--load-format dummy with a folder of which only the small files were copied."""
     index(tmp_path, "model")
-    with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which can not be had"):
+    with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which cannot be had"):
         engine_config(tmp_path, None)
     engine_config(tmp_path, None, load_format="dummy")
     draft = tmp_path / "draft"
     engine_config(draft, None)
     index(draft, "model")
     drafter = dict(method="draft_model", model=str(draft))
-    with pytest.raises(UnsupportedConfigError, match=r"draft.*can not be had"):
+    with pytest.raises(UnsupportedConfigError, match=r"draft.*cannot be had"):
         engine_config(tmp_path, drafter | dict(draft_load_config={"load_format": "hf"}), load_format="dummy")
     engine_config(tmp_path, drafter, load_format="dummy")
 
@@ -157,7 +157,7 @@ def test_only_the_index_that_is_used_has_to_be_right(
     if is_whole:
         engine_config(tmp_path, None, load_format=load_format)
     else:
-        with pytest.raises(UnsupportedConfigError, match="can not be had"):
+        with pytest.raises(UnsupportedConfigError, match="cannot be had"):
             engine_config(tmp_path, None, load_format=load_format)
 
 
@@ -400,7 +400,7 @@ RETOKENIZE = dict(universal_context="retokenize")
         (NGRAM, dict(universal_match="tli"), "universal_match has no effect with method ngram; leave it out"),
         (DRAFT, RETOKENIZE, "universal_context has no effect with method draft_model; leave it out"),
         (UNIVERSAL, dict(universal_match="slem"), "set universal_context in .*gaudi_spec to retokenize"),
-        (UNIVERSAL, dict(universal_slab=64), "universal_slab is for universal_context retokenize; leave it out"),
+        (UNIVERSAL, dict(universal_kv_len=64), "universal_kv_len is for universal_context retokenize; leave it out"),
         (
             UNIVERSAL | dict(draft_sample_method="coupled"),
             RETOKENIZE | dict(universal_match="slem"),
@@ -426,7 +426,7 @@ def test_universal_options_that_would_not_work_are_refused(
     ("more", "options", "slab"),
     [
         ({}, RETOKENIZE, 2 * TARGET_MAX_LEN),
-        ({}, RETOKENIZE | dict(universal_slab=100), 100),
+        ({}, RETOKENIZE | dict(universal_kv_len=100), 100),
         (dict(max_model_len=64), RETOKENIZE, 64),
         ({}, {}, 0),
     ],
@@ -435,7 +435,7 @@ def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], 
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
-    assert speculation.universal_slab == slab
+    assert speculation.universal_kv_len == slab
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -70,7 +70,7 @@ class RectangleAttentionBackend(AttentionBackend):
 class RectangleAttentionImpl(AttentionImpl, nn.Module):
     value_size: int | None = None
     """As in `AttentionLayerSpec`."""
-    own_operations = False
+    layer_operations = False
     kv_dtype: torch.dtype | None = None
     """What its caches hold, where that is not the model's dtype."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -110,13 +110,13 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
 
     def own(self) -> None:
         """Have matmuls, softmax and caches as modules of this layer, to be replaced by others."""
-        self.own_operations = True
+        self.layer_operations = True
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
         self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
 
     @property
     def _operations(self) -> Operations:
-        return self if self.own_operations else PLAIN
+        return self if self.layer_operations else PLAIN
 
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and the KV cache that it was given, which have to agree: kernels take a cache
@@ -138,7 +138,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             block_size=found.block_size,
             value_size=self.value_size,
             attention_chunk=getattr(layer, "attention_chunk_size", None),
-            own_operations=self.own_operations,
+            layer_operations=self.layer_operations,
         )
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
 

@@ -43,7 +43,7 @@ class AttentionLayerSpec:
     """Of a layer that keeps no values: how many of a key's first numbers are its value."""
     attention_chunk: int | None = None
     """Queries see keys of their own chunk only: positions are cut into chunks of so many."""
-    own_operations: bool = False
+    layer_operations: bool = False
     """Its matmuls, softmax and caches are modules of its own, which no fused kernel would call."""
 
     @property

@@ -37,6 +37,6 @@ def pack(inputs: Inputs, kept: Packed) -> Inputs:
     )
 
 
-def spread(states: torch.Tensor, kept: Packed, num_places: int) -> torch.Tensor:
+def spread(states: torch.Tensor, kept: Packed, num_positions: int) -> torch.Tensor:
     """States of real tokens at their places in the rectangle; zero where there is padding."""
-    return states.new_zeros(num_places, *states.shape[1:]).index_copy_(0, kept.places_T, states)
+    return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, kept.places_T, states)

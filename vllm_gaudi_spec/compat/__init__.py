@@ -18,8 +18,8 @@ from vllm_gaudi_spec.compat.loading import (
     refuse_pickled_weights,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
-from vllm_gaudi_spec.compat.own_series import carry_own_series
-from vllm_gaudi_spec.compat.ranks import ray_workers, tell_cpu_experts_which_are_theirs, tensor_parallel_group
+from vllm_gaudi_spec.compat.metrics import carry_metrics
+from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
     end_engines_with_their_server,
@@ -32,12 +32,12 @@ __all__ = [
     "answer_accelerator_calls",
     "answer_bad_adapters",
     "apply",
+    "assign_cpu_experts",
     "choose_cpu_linears",
     "end_errors_with_their_message",
     "fail_with_the_engine",
     "make_mla_layers",
     "ray_workers",
-    "tell_cpu_experts_which_are_theirs",
     "tensor_parallel_group",
 ]
 
@@ -54,4 +54,4 @@ def apply() -> None:
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     leave_overlap_to_the_platform()
-    carry_own_series()
+    carry_metrics()

@@ -27,7 +27,7 @@ def tensor_parallel_group(group: Any) -> Iterator[None]:
         parallel_state._TP = kept
 
 
-def tell_cpu_experts_which_are_theirs() -> None:
+def assign_cpu_experts() -> None:
     """Let vLLM's experts for the CPU skip those that another rank has.
 
     Reason: under `--enable-expert-parallel` a rank has weights of some experts, and tokens that chose others as well;

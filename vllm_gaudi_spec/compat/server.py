@@ -101,7 +101,7 @@ async def _fail_behind(ending: Any) -> None:
 
 
 def answer_bad_adapters() -> None:
-    """In a server: status 400 for a request to load a LoRA adapter that can not be served, with the reason.
+    """In a server: status 400 for a request to load a LoRA adapter that cannot be served, with the reason.
 
     Reason: upstream answers 404 where there is no adapter and 500 whatever else is wrong with one.
     Remove when: `OpenAIServingModels.load_lora_adapter` tells mistakes in an adapter from the server's own.

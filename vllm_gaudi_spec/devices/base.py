@@ -109,7 +109,7 @@ class Graphs:
 class Memory:
     """Copies to and from the device, and its KV cache. Copies are the host's own by default."""
 
-    num_host_reads = 0
+    num_host_syncs = 0
     """How often `download` and `start_download` were called."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Memory:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy to the host and wait. Every call is counted as a host read."""
-        self.num_host_reads += 1
+        self.num_host_syncs += 1
         return tensor
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 class HostProposer(Protocol):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        """At most `num_wanted` drafts for each context, fewer or none where there is nothing to say."""
+        """At most `max_drafts` drafts for each context, fewer or none where there is nothing to say."""
         ...
 
     def forget(self, req_ids: Iterable[str]) -> None:
@@ -116,7 +116,7 @@ class Drafting(ABC):
         """Requests came and went, in `requests.admitted` and `requests.ended`."""
 
     @abstractmethod
-    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         """The scheduler's decision about faults, as `Word` has it. With `is_off` it asks for no drafts any more, which
         is all that drafters on the host need. On the device, steps in flight and reads without drafts have to stop as
         well."""
@@ -159,7 +159,7 @@ class Drafting(ABC):
         None, drafts follow when the host has read the step."""
         return None
 
-    def propose_behind(self, step: StepResult, most: int) -> None:  # noqa: B027
+    def propose_on_host(self, step: StepResult, most: int) -> None:  # noqa: B027
         """Drafts on the host, after the read of a step. Default: no-op."""
 
     # --- warm-up ---

@@ -28,7 +28,7 @@ class DraftChoice:
     def __init__(self, speculation: Speculation, rules: Rules) -> None:
         self._rules = rules
         self._mode = cast(Mode, speculation.drafting)
-        self._keeps_laws = speculation.keeps_laws
+        self._keeps_probs = speculation.keeps_probs
         self._num_drafts = speculation.num_drafts
 
     def branch(self, inputs: SamplingInputs) -> Branch:
@@ -50,7 +50,7 @@ class DraftChoice:
                 restrict(logits_BV[:, None], inputs, branch)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
             drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
-            return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_laws else None, sound_B=sound_B)
+            return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_probs else None, sound_B=sound_B)
 
         return choose
 
@@ -69,7 +69,7 @@ class DraftChoice:
             rows_B=rows_B,
             history_RM=requests.history_RM,
             lengths_B=lengths_B,
-            num_wanted_B=wanted_B,
+            max_drafts_B=wanted_B,
             num_drafts=self._num_drafts,
             blocks=blocks,
             choose=self._behind(lengths_B, inputs),
@@ -77,7 +77,7 @@ class DraftChoice:
         )
 
 
-class DraftLaws:
+class DraftProbs:
     """The law of each draft that waits to be verified, by row; nothing where no rule looks at laws."""
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:

@@ -58,11 +58,11 @@ class AutoregressiveProposer:
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
-        return draft_behind(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
+        return draft_chain(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
 
     def _read_newest(self, request: DraftRequest) -> Hidden:
         """Behind each row's newest token."""
-        drafts_B = request.num_wanted_B > 0
+        drafts_B = request.max_drafts_B > 0
         first_B = torch.where(drafts_B, request.lengths_B - NUM_NEWEST, 0)
         place = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
         index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + place
@@ -72,12 +72,12 @@ class AutoregressiveProposer:
         return Hidden(hidden.last.view(*index.shape, -1).select(1, NUM_NEWEST - 1))
 
 
-def draft_behind(
+def draft_chain(
     model: Model, translation: Translation, request: DraftRequest, hidden: Hidden, starts_B: torch.Tensor
 ) -> Drafts:
     """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: where that
     draft stands in the drafter's own count, which need not be the target's."""
-    wanted_B = request.num_wanted_B
+    wanted_B = request.max_drafts_B
     drafted: list[Drafted] = []
     for place in range(request.num_drafts):
         if place:
@@ -305,9 +305,9 @@ class DraftModelKVSync(DrafterKVSync):
         rejected."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
-    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, num_wanted_B: torch.Tensor) -> torch.Tensor:
+    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
         """Of rows of which the drafter has read all but the newest tokens."""
-        return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, num_wanted_B, 0)
+        return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """KV of the newest tokens and of all drafts but the last."""

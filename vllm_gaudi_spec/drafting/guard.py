@@ -98,7 +98,7 @@ def agreement(vllm_config: VllmConfig) -> Agree:
 
 
 def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-    """The drafts with those rows marked that can not be used, and nothing in them that is no token. `vocab_size`: None
+    """The drafts with those rows marked that cannot be used, and nothing in them that is no token. `vocab_size`: None
     where they are tokens of the drafter's own, which the host looks at."""
     rows, most = request.rows_B.shape[0], request.num_drafts
     if drafts.tokens_BK.shape != (rows, most) or drafts.num_drafts_B.shape != (rows,):
@@ -115,7 +115,7 @@ def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Dra
     if drafts.sound_BK is not None:
         wrong_BK = wrong_BK | ~drafts.sound_BK
     num_B = drafts.num_drafts_B
-    wrong_B = (wrong_BK & (place_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.num_wanted_B)
+    wrong_B = (wrong_BK & (place_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.max_drafts_B)
     return Drafts(tokens_BK, torch.where(wrong_B, FAULTY, num_B).int(), drafts.probs_BKV)
 
 
@@ -129,8 +129,8 @@ def alike(drafts: Drafts, group: GroupCoordinator) -> Drafts:
     is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
     parts = [num_B[:, None], torch.where(is_draft_BK, drafts.tokens_BK, 0)]
     if drafts.probs_BKV is not None:
-        law_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
-        parts.append(torch.where(is_draft_BK, law_BK.view(torch.int32), 0))
+        prob_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
+        parts.append(torch.where(is_draft_BK, prob_BK.view(torch.int32), 0))
     own_BN = torch.cat([part.int() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None

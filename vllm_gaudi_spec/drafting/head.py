@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
-from vllm_gaudi_spec.drafting.draft_model import draft_behind
+from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import PREFILL, Hidden, Rows
@@ -56,7 +56,7 @@ class HeadProposer:
         assert request.hidden is not None
         # The newest token stands beside the state before it, so a head is one position behind the target.
         starts_B = request.lengths_B - 1
-        return draft_behind(self._model, self._translation, request, request.hidden, starts_B)
+        return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 
 
 def translation_of(head: Model, vocab_size: int) -> Translation:

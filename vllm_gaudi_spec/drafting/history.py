@@ -25,7 +25,7 @@ class DraftingRow:
     request: Request
     index: int
     """In the step's batch."""
-    num_wanted: int
+    max_drafts: int
     """At least 1."""
 
 

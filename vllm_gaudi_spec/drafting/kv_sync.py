@@ -71,9 +71,9 @@ class DrafterKVSync:
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         """Rows have so many tokens now."""
 
-    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, num_wanted_B: torch.Tensor) -> torch.Tensor:
+    def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
         """int32 [B]: of the drafts that are wanted, those that can be made of what was read."""
-        return num_wanted_B
+        return max_drafts_B
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
         """The states that the first draft of each row follows from, for drafters that read hidden states."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_spec.config import SLEM, TLI
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.custom import CustomProposer
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard, agreement
@@ -107,9 +107,9 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     speculation, requests, drafter = context.speculation, context.requests, context.drafter
     assert drafter is not None
     texts, rewrites = Texts.load(pair), speculation.universal_match == SLEM
-    shapes = context.shapes.of_length(speculation.universal_slab, requests.backend)
+    shapes = context.shapes.of_length(speculation.universal_kv_len, requests.backend)
     translation = texts.own(context.device) if rewrites else pair.mapped(context.device)
-    length, max_context = speculation.universal_slab, shapes.max_context
+    length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(
         proposer=RetokenizedProposer(drafter, translation),
         reader=texts.reader(),
@@ -141,8 +141,8 @@ def _limits(context: DraftingContext) -> LengthSplit:
     return LengthSplit(context.requests.backend, context.max_rows, context.speculation, context.max_model_len)
 
 
-def _draft_probs(context: DraftingContext) -> DraftLaws:
-    return DraftLaws(context.speculation, context.max_rows, context.vocab_size, context.device)
+def _draft_probs(context: DraftingContext) -> DraftProbs:
+    return DraftProbs(context.speculation, context.max_rows, context.vocab_size, context.device)
 
 
 def _coverage(context: DraftingContext, pair: Pair | None) -> Coverage | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Heads(Protocol):
-    def logits_of_heads(self, hidden_BH: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """float32 [B, U], head after head; rows that want no drafts are padding."""
         ...
 
@@ -34,9 +34,9 @@ class MedusaProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        said = self._heads.logits_of_heads(request.hidden.last, request.num_wanted_B)
+        said = self._heads.logits_of_heads(request.hidden.last, request.max_drafts_B)
         drafted = [
             request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + place)
             for place, logits_BU in zip(range(request.num_drafts), said, strict=False)
         ]
-        return gathered(drafted, request.num_wanted_B)
+        return gathered(drafted, request.max_drafts_B)

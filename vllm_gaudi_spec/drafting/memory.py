@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 NO_ROOM_FOR_KV = (
     "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
-    "--speculative-config or universal_slab in additional_config.gaudi_spec."
+    "--speculative-config or universal_kv_len in additional_config.gaudi_spec."
 )
 _FLOAT32_BYTES = 4
 
 
 def probs_shape(speculation: Speculation, max_rows: int, vocab_size: int) -> tuple[int, int, int]:
     """Of the distributions of drafts, in float32; zero rows where none is kept."""
-    return (max_rows + 1 if speculation.keeps_laws else 0), speculation.num_drafts, vocab_size
+    return (max_rows + 1 if speculation.keeps_probs else 0), speculation.num_drafts, vocab_size
 
 
 def region_blocks(max_rows: int, length: int, block_size: int) -> int:
@@ -49,12 +49,12 @@ def drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
     """How much, by what for. `region_block`: None for a drafter without a KV region."""
-    length = speculation.universal_slab
+    length = speculation.universal_kv_len
     parts = {
         "the float32 laws of drafts: sequences x drafts x vocabulary": (
             _FLOAT32_BYTES * math.prod(probs_shape(speculation, max_rows, vocab_size))
         ),
-        f"the drafter's KV: sequences x {length} tokens (universal_slab)": (
+        f"the drafter's KV: sequences x {length} tokens (universal_kv_len)": (
             0
             if region_block is None
             else region_blocks(max_rows, length, region_block.num_tokens) * region_block.num_bytes

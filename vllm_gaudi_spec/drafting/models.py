@@ -50,7 +50,7 @@ def load_drafter(
         assert given is not None
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedConfigError(
-            f"The drafter {given.draft_model_config.model} can not be loaded: {reason}. Is its checkpoint whole, and "
+            f"The drafter {given.draft_model_config.model} cannot be loaded: {reason}. Is its checkpoint whole, and "
             "for this target? Give another model in --speculative-config."
         ) from error
 
@@ -98,7 +98,7 @@ def load_head(
         group=group,
     )
     if group is not target.group:
-        target.tell_states()
+        target.return_hidden_states()
     if method == MEDUSA:
         return LoadedMedusa(vllm_config, backend, **configs)
     head = LoadedHead(vllm_config, backend, **configs, target=target)
@@ -135,9 +135,9 @@ class LoadedMedusa(LoadedModel):
         super().__init__(*args, **named)
         self.said = self.model.token_map
 
-    def logits_of_heads(self, hidden: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """float32 [rows, U], head after head."""
-        with nullcontext() if self.measuring is None else self.measuring.counting(num_wanted_B > 0):
+        with nullcontext() if self.measuring is None else self.measuring.counting(max_drafts_B > 0):
             for states, lm_head in zip(self.model(hidden), self.model.lm_heads, strict=True):
                 with compat.tensor_parallel_group(self.group):
                     logits = self.model.logits_processor(lm_head, states)

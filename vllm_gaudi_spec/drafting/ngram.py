@@ -32,19 +32,19 @@ class NgramProposer:
         return cls(context.spec_config.prompt_lookup_min, context.spec_config.prompt_lookup_max)
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        return [self._drafts(context.tokens_np, context.num_wanted) for context in contexts]
+        return [self._drafts(context.tokens_np, context.max_drafts) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """No-op: nothing is remembered."""
 
     num_remembered = 0
 
-    def _drafts(self, tokens_np: np.ndarray, num_wanted: int) -> list[int]:
+    def _drafts(self, tokens_np: np.ndarray, max_drafts: int) -> list[int]:
         distance = self._distance(tokens_np)
         if distance == 0:
             return []
-        drafts = tokens_np[tokens_np.size - distance :][:num_wanted].tolist()
-        return (drafts * -(-num_wanted // distance))[:num_wanted]
+        drafts = tokens_np[tokens_np.size - distance :][:max_drafts].tolist()
+        return (drafts * -(-max_drafts // distance))[:max_drafts]
 
     def _distance(self, tokens_np: np.ndarray) -> int:
         """How far before the end the chosen match ends; 0 if there is none."""
@@ -84,7 +84,7 @@ class DeviceNgramProposer:
         # A row without a match reads its first token and drops it.
         index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + place_K % distance_B1.clamp(min=1), 0)
         drafts_BK = tokens_BM.gather(1, index_BK.long())
-        num_drafts_B = request.num_wanted_B * found_B1[:, 0]
+        num_drafts_B = request.max_drafts_B * found_B1[:, 0]
         # Of a row of length 0 not even the first token is known.
         return Drafts(torch.where(place_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.drafting.base import DeviceProposer
-    from vllm_gaudi_spec.drafting.choice import DraftLaws
+    from vllm_gaudi_spec.drafting.choice import DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
     from vllm_gaudi_spec.drafting.limits import LengthSplit
@@ -46,7 +46,7 @@ class DeviceDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         speculation: Speculation,
-        laws: DraftLaws,
+        laws: DraftProbs,
         guard: Guard,
         kv_sync: DrafterKVSync,
         coverage: Coverage | None,
@@ -73,7 +73,7 @@ class DeviceDrafting(Drafting):
         self._split.pace(requests.paced_rows())
         self._kv_sync.on_admitted()
 
-    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         self._is_off = is_off
         if again:
             self._kv_sync.on_faulty(again)

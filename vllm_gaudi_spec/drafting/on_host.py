@@ -39,14 +39,14 @@ class HostDrafting(Drafting):
         if requests.ended:
             self._proposer.forget(requests.ended)
 
-    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         for request in never:
             self._history.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def propose_behind(self, step: StepResult, most: int) -> None:
+    def propose_on_host(self, step: StepResult, most: int) -> None:
         self._drafts = {}
         new = self._history.append(step)
         members = self._history.drafting_rows(step, new, most) if new else []
@@ -70,13 +70,13 @@ class HostDrafting(Drafting):
             self._history.put(step, self._drafts)
 
     def _ask(self, members: list[DraftingRow]) -> tuple[dict[str, list[int]], list[str]]:
-        """Drafts of requests that have some, and requests whose drafts can not be used."""
+        """Drafts of requests that have some, and requests whose drafts cannot be used."""
         contexts = [
             Context(
                 req_id=member.request.req_id,
                 tokens_np=self._history.tokens_np(member.request.row),
                 num_prompt=member.request.num_prompt,
-                num_wanted=member.num_wanted,
+                max_drafts=member.max_drafts,
             )
             for member in members
         ]
@@ -84,17 +84,17 @@ class HostDrafting(Drafting):
         drafts: dict[str, list[int]] = {}
         faulty: list[str] = []
         for context, answer in zip(contexts, answers, strict=True):
-            tokens = self._tokens(answer, context.num_wanted)
+            tokens = self._tokens(answer, context.max_drafts)
             if tokens is None:
                 faulty.append(context.req_id)
             elif tokens:
                 drafts[context.req_id] = tokens
         return drafts, faulty
 
-    def _tokens(self, answer: Sequence[Any], num_wanted: int) -> list[int] | None:
+    def _tokens(self, answer: Sequence[Any], max_drafts: int) -> list[int] | None:
         """As many as were wanted; whatever stands behind them is nobody's concern. None if they are no tokens."""
         try:
-            tokens = [index(token) for token in islice(answer, num_wanted)]
+            tokens = [index(token) for token in islice(answer, max_drafts)]
         except (TypeError, ValueError):
             return None
         return tokens if all(0 <= token < self._vocab_size for token in tokens) else None

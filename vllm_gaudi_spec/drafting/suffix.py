@@ -74,7 +74,7 @@ class SuffixProposer:
         draft = self._cache.speculate(
             context.req_id,
             _owned(context.tokens_np[-self.max_tree_depth :]),
-            max_spec_tokens=context.num_wanted,
+            max_spec_tokens=context.max_drafts,
             max_spec_factor=self.max_spec_factor,
             min_token_prob=self.min_token_prob,
         )
@@ -287,7 +287,7 @@ class Text:
         bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
-                paths = [(match.num_places, match.follow) for match in matches if match.size >= high]
+                paths = [(match.num_positions, match.follow) for match in matches if match.size >= high]
                 best = max(best, _follow(paths, limit, min_prob), key=_score)
         return best
 
@@ -295,7 +295,7 @@ class Text:
 class Match(NamedTuple):
     size: int
     """How many of the pattern's last tokens."""
-    num_places: int
+    num_positions: int
     """How often this very window was met."""
     follow: list[int]
     """The tokens behind it, then NOTHING."""

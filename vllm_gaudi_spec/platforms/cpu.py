@@ -65,7 +65,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
 
         compat.choose_cpu_linears(cpu_linear.pack)
-        compat.tell_cpu_experts_which_are_theirs()
+        compat.assign_cpu_experts()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:

@@ -79,7 +79,7 @@ class QuantConfig:
         try:
             given = json.loads(read_named_file(path))
         except OSError as error:
-            raise UnsupportedConfigError(f"{option}: {path} can not be read: {error.strerror}.") from None
+            raise UnsupportedConfigError(f"{option}: {path} cannot be read: {error.strerror}.") from None
         except (ValueError, RecursionError) as error:
             raise UnsupportedConfigError(f"{option}: {path} is no JSON file: {error}.") from None
         if not isinstance(given, dict):
@@ -159,7 +159,7 @@ def drafter_config(options: Options) -> QuantConfig | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Why a model can not be quantised by its files, as far as they tell without the model."""
+    """Why a model cannot be quantised by its files, as far as they tell without the model."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:

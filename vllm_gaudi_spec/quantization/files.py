@@ -39,7 +39,7 @@ _ARCHIVES = (b"PK\3\4", b"PK\5\6")
 
 
 class QuantFilesError(ValueError):
-    """Measurement or scale files can not be used; the message says which, and why, in one line."""
+    """Measurement or scale files cannot be used; the message says which, and why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def read(path: Path) -> Record:
     except FileNotFoundError:
         raise QuantFilesError(f"{written} is missing") from None
     except OSError as error:
-        raise QuantFilesError(f"{written} can not be read: {error.strerror}") from None
+        raise QuantFilesError(f"{written} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, QuantFilesError):
             raise
@@ -312,4 +312,4 @@ def replace(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)
     except OSError as error:
-        raise QuantFilesError(f"{path} can not be written: {error.strerror}") from None
+        raise QuantFilesError(f"{path} cannot be written: {error.strerror}") from None

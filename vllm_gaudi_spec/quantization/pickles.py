@@ -41,7 +41,7 @@ def foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def called(pickled: bytes) -> Iterator[str]:
-    """Dotted names, as far as they can be told; something that is none where they can not."""
+    """Dotted names, as far as they can be told; something that is none where they cannot."""
     texts: list[object] = []  # what lies on top of the stack, as far down as it is text
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

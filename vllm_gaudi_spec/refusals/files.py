@@ -64,7 +64,7 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
         if index.is_file() and (missing := _missing_parts(index)):
-            yield f"{index} names {missing}, which can not be had; copy the model again or name another."
+            yield f"{index} names {missing}, which cannot be had; copy the model again or name another."
 
 
 def _missing_parts(index: Path) -> str | None:

@@ -46,7 +46,7 @@ def _not_sent(given: Mapping[str, object]) -> str | None:
 
 
 def unsupported_request(params: SamplingParams, *, fixed_tables: bool, cache_salt: str | None = None) -> str | None:
-    """Why a request can not be served, or None. `fixed_tables`: the device's programs have room for so many rules."""
+    """Why a request cannot be served, or None. `fixed_tables`: the device's programs have room for so many rules."""
     given = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
     if reason := _not_sent(given | {"cache_salt": cache_salt}):
         return reason

@@ -96,13 +96,13 @@ def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
             f"universal_match {SLEM} verifies drafts as greedy ones; leave draft_sample_method and "
             f"rejection_sample_method out of --speculative-config, or use universal_match {TLI}."
         )
-    if options.universal_slab is not None and not speculation.retokenizes:
-        yield f"universal_slab is for universal_context {RETOKENIZE}; leave it out."
+    if options.universal_kv_len is not None and not speculation.retokenizes:
+        yield f"universal_kv_len is for universal_context {RETOKENIZE}; leave it out."
 
 
 def _useless_universal_options(vllm_config: VllmConfig, used: str) -> Iterator[str]:
     options = Options.from_vllm(vllm_config)
-    for name in ("universal_context", "universal_match", "universal_slab"):
+    for name in ("universal_context", "universal_match", "universal_kv_len"):
         if getattr(options, name) is not None:
             yield (
                 f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} has no effect with {used}; leave it out, or use "

@@ -49,7 +49,7 @@ def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Reque
     return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks)
 
 
-def sampled_places(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
+def sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
     """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens, a
     prompt chunk's last."""
     rows, device = located.starts_B.shape[0], located.starts_B.device

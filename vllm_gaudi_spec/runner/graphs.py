@@ -53,10 +53,10 @@ class StepRecorder:
         """Signatures that the configuration can reach: warm-up runs some and lists the others."""
         self.manifest.update(signatures)
 
-    def warm_up_done(self, num_host_reads: int) -> None:
-        """`num_host_reads`: those so far, which no step will have made."""
+    def warm_up_done(self, num_host_syncs: int) -> None:
+        """`num_host_syncs`: those so far, which no step will have made."""
         self.warmed, self._seen = self._seen, set()
-        self._reads_before = num_host_reads
+        self._reads_before = num_host_syncs
         # Warm-up's own steps were told of programs that are none of theirs.
         self._compiled = 0
 
@@ -75,10 +75,10 @@ class StepRecorder:
         if is_last or self.num_steps % _ASK_EVERY == 0:
             # A device that is set back, or does not answer, counts from 0: what it said before was so.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
-        reads = backend.memory.num_host_reads - self._reads_before
+        reads = backend.memory.num_host_syncs - self._reads_before
         return WorkerCounts(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
 
-    def report(self, num_host_reads: int) -> dict[str, object]:
+    def report(self, num_host_syncs: int) -> dict[str, object]:
         return {
             "graphs": {
                 "warmup": len(self.warmed),
@@ -87,5 +87,5 @@ class StepRecorder:
                 "unexpected": [str(signature) for signature in self.unexpected],
             },
             "steps": self.num_steps,
-            "host_syncs_per_step": (num_host_reads - self._reads_before) / max(self.num_steps, 1),
+            "host_syncs_per_step": (num_host_syncs - self._reads_before) / max(self.num_steps, 1),
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm_gaudi_spec.records import DECODE, PREFILL
-from vllm_gaudi_spec.runner.batch import Located, sampled_places
+from vllm_gaudi_spec.runner.batch import Located, sampled_positions
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Hidden
@@ -54,7 +54,7 @@ class HiddenStateBuffer:
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
         """`hidden`: of all T tokens."""
-        places_BQ, positions_BQ = sampled_places(phase, queries, located)
+        places_BQ, positions_BQ = sampled_positions(phase, queries, located)
         chosen_N, index_N = places_BQ.flatten(), self._index(rows_B, places_BQ.shape[1])
         for states_TH, rows_NH, chunk_TH in self._kept(hidden):
             rows_NH.index_copy_(0, index_N, states_TH.index_select(0, chosen_N))

@@ -75,7 +75,7 @@ class LoadedModel:
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
         # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
         self._num_in_context = ranks_in_step(vllm_config)
-        self._tells_states = False
+        self._returns_hidden_states = False
         self.said: torch.Tensor | None = None
         """int64: the target's ids of what it can say; None where that is everything."""
         self.hand_out(_logits_only)
@@ -105,10 +105,10 @@ class LoadedModel:
         self._hidden_of = hidden_of
         self.carried_size = carried_size
 
-    def tell_states(self) -> None:
+    def return_hidden_states(self) -> None:
         """Hand out one rank's states on all ranks of the model: of those that each has added up itself, nobody promises
         that they are the same bits everywhere, and what is drafted of them has to be the same."""
-        self._tells_states = True
+        self._returns_hidden_states = True
 
     def _told(self, hidden: Hidden) -> Hidden:
         communicator = self.group.device_communicator
@@ -194,7 +194,7 @@ class LoadedModel:
             carried = () if carried_TH is None else (carried_TH,)
             with self.counting(inputs), self._adapting(inputs.adapters_T):
                 hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
-            if self._tells_states:
+            if self._returns_hidden_states:
                 hidden = self._told(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
                 self._measure_logits(self.measuring, hidden.last, inputs.real_T())
@@ -218,13 +218,13 @@ class LoadedModel:
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are looked at."""
-        num_places = hidden_NH.shape[0]
-        kept = packing.packed(num_real_B, num_places // len(num_real_B)) if self._packs else None
+        num_positions = hidden_NH.shape[0]
+        kept = packing.packed(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if kept is None:
             return self.logits(hidden_NH, adapters_N)
         if adapters_N is not None:
             adapters_N = adapters_N.index_select(0, kept.places_T)
-        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T), adapters_N), kept, num_places)
+        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T), adapters_N), kept, num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""

@@ -107,19 +107,19 @@ class ModelRunner:
         given = self.speculation
         if self.drafter is None or given is None:
             return {}
-        slab_block = block_of(self.drafter.kv_cache_spec()) if given.retokenizes else None
-        return drafting_bytes(given, self.max_rows, self.vllm_config.model_config.get_vocab_size(), slab_block)
+        kv_region_block = block_of(self.drafter.kv_cache_spec()) if given.retokenizes else None
+        return drafting_bytes(given, self.max_rows, self.vllm_config.model_config.get_vocab_size(), kv_region_block)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()
-        if self.drafter is None or self.speculation is None or self._drafts_in_slab:
+        if self.drafter is None or self.speculation is None or self._has_kv_region:
             return specs
         # A head never catches up: what vLLM freed it has no more use for.
         own = self.drafter.kv_cache_spec() if self.speculation.is_head else self.drafter.kv_cache_spec_of_drafter()
         return specs | own
 
     @property
-    def _drafts_in_slab(self) -> bool:
+    def _has_kv_region(self) -> bool:
         """Whether the drafter's KV stands apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
         return self.speculation is not None and self.speculation.retokenizes
 
@@ -131,7 +131,7 @@ class ModelRunner:
             self.vllm_config, self.options, self.backend, self.num_drafts, min(self.kv_cache.block_sizes)
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        if self.drafter is not None and not self._drafts_in_slab:
+        if self.drafter is not None and not self._has_kv_region:
             self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(
             self.backend,
@@ -203,7 +203,7 @@ class ModelRunner:
             # vLLM's last step of requests that ended, with none after it: the next one may be a day away.
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
-        self.pending = plan_batches(scheduled, self.requests, self.shapes, self.most_drafts(scheduled))
+        self.pending = plan_batches(scheduled, self.requests, self.shapes, self.max_scheduled_drafts(scheduled))
         if self.observer is not None:
             self.observer.step_planned(scheduled, self.pending)
         planned = self.lockstep.fit(self.pending) if self.lockstep else self.pending
@@ -260,9 +260,9 @@ class ModelRunner:
             return
         self.drafter_status = status
         again, never = ([found for name in names if (found := self.requests.running(name))] for names in status[:2])
-        drafting.hear(again, never, is_off=status.is_off)
+        drafting.on_drafter_status(again, never, is_off=status.is_off)
 
-    def most_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
+    def max_scheduled_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """The most drafts of each request that this step may verify, from what the scheduler knows.
 
         Asynchronously it schedules places (-1) for drafts that only the device knows; otherwise -1 is mere padding.
@@ -354,7 +354,7 @@ class ModelRunner:
         if self.drafting is not None:
             outgrown = self.drafting.outgrown()
             with self.observed_drafting():
-                self.drafting.propose_behind(step, max_drafts)
+                self.drafting.propose_on_host(step, max_drafts)
             if isinstance(output, SpeculativeOutput):
                 output.why.update(dict.fromkeys(outgrown, metrics.LENGTH))
                 output.draft_rounds += self.drafting.take_rounds()
@@ -433,7 +433,7 @@ class ModelRunner:
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
-        report = self.recorder.report(self.backend.memory.num_host_reads) | {
+        report = self.recorder.report(self.backend.memory.num_host_syncs) | {
             "device": self.backend.graphs.counts(),
             "in_use": in_use,
         }

@@ -250,7 +250,7 @@ def _read(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         given = json.loads(read_named_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedConfigError(f"{where} can not be read: {error}.") from error
+        raise UnsupportedConfigError(f"{where} cannot be read: {error}.") from error
     if not isinstance(given, dict) or not set(given) <= set(_LISTS):
         raise UnsupportedConfigError(f"{where} must hold lists by name, out of {', '.join(_LISTS)}.")
     return {name: bucket_list(f"buckets_file: {name}", sizes) for name, sizes in given.items()}

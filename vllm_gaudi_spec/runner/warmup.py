@@ -155,7 +155,7 @@ def write_manifest(runner: Runner) -> None:
 
 
 def _done(runner: Runner) -> None:
-    runner.recorder.warm_up_done(runner.backend.memory.num_host_reads)
+    runner.recorder.warm_up_done(runner.backend.memory.num_host_syncs)
     runner.backend.graphs.warmed_up()
 
 

@@ -41,5 +41,5 @@ def draft(
     tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()
     # Where nothing may be drafted there is no law, and whatever was chosen is what is proposed.
-    has_law_B1 = (temperature_B > 0)[:, None] & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
-    return Drafted(tokens_B, torch.where(has_law_B1, logits_BV.softmax(-1), one_hot_BV))
+    has_probs_B1 = (temperature_B > 0)[:, None] & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
+    return Drafted(tokens_B, torch.where(has_probs_B1, logits_BV.softmax(-1), one_hot_BV))

@@ -132,7 +132,7 @@ def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torc
     high = key.amax(-1, keepdim=True)
     # Each round halves the interval, rounding up: 32 bits need one round more than they have bits.
     for _ in range(33):
-        middle = (low & high) + ((low ^ high) >> 1)  # average that can not overflow, rounded down
+        middle = (low & high) + ((low ^ high) >> 1)  # average that cannot overflow, rounded down
         middle = torch.where(middle == low, high, middle)
         kept = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)
         reaches = kept >= target

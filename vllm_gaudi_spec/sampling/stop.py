@@ -26,7 +26,7 @@ def real_drafts(drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor, vocab: int)
 def ratios(
     probs_BKV: torch.Tensor, draft_probs_BKV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor
 ) -> torch.Tensor:
-    """p / q of each draft, finite; 0 for drafts that are not real or that the drafter says it can not have drawn."""
+    """p / q of each draft, finite; 0 for drafts that are not real or that the drafter says it cannot have drawn."""
     vocab = probs_BKV.shape[2]
     index = drafts_BK.clamp(0, vocab - 1).long()[..., None]
     p = probs_BKV.gather(2, index).squeeze(2)

@@ -49,7 +49,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
         return strict
     verify = rules.verify[speculation.rule]
     if RULES[speculation.rule].needs_probs:
-        return partial(_with_probs, rules, verify) if speculation.keeps_laws else strict
+        return partial(_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
         with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)

@@ -1,7 +1,7 @@
 """Figures that vLLM has none of: what they are called for Prometheus, and how they get there.
 
 A scheduler counts, from what it decides or from what a worker reports; vLLM's `SchedulerStats` carries the figures to
-the front end, and its Prometheus logger shows them (`compat.carry_own_series`). Another one is another entry of
+the front end, and its Prometheus logger shows them (`compat.carry_metrics`). Another one is another entry of
 `SERIES`, a call of `StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
 """
 
@@ -42,7 +42,7 @@ class Series(NamedTuple):
 
 
 STEPS = "vllm:gaudi_spec_steps"
-HOST_READS = "vllm:gaudi_spec_host_reads"
+HOST_SYNCS = "vllm:gaudi_spec_host_reads"
 COMPILED = "vllm:gaudi_spec_compiled_after_warmup"
 ROWS = "vllm:gaudi_spec_rows"
 ROWS_BY_CHOICE = "vllm:gaudi_spec_rows_by_choice"
@@ -54,7 +54,7 @@ DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
 
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
-    HOST_READS: Series(
+    HOST_SYNCS: Series(
         "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number "
         "of reads per step: 1 at most, but for universal_match slem, which needs a second, as does a grammar with "
         "universal_context retokenize, and for prompt log-probabilities, which need one for every 64 tokens.",

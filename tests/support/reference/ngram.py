@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def ngram_drafts(tokens: list[int], min_ngram: int, max_ngram: int, num_wanted: int) -> list[int]:
+def ngram_drafts(tokens: list[int], min_ngram: int, max_ngram: int, max_drafts: int) -> list[int]:
     for size in range(max_ngram, min_ngram - 1, -1):
         for begin in range(len(tokens) - size - 1, -1, -1):
             if tokens[begin : begin + size] == tokens[len(tokens) - size :]:
                 text = list(tokens)
                 distance = len(tokens) - (begin + size)
-                while len(text) < len(tokens) + num_wanted:
+                while len(text) < len(tokens) + max_drafts:
                     text.append(text[-distance])
                 return text[len(tokens) :]
     return []

@@ -18,7 +18,7 @@ def next_token(texts: list[list[int]], pattern: list[int]) -> tuple[int, float] 
 
 
 def suffix_drafts(
-    texts: list[list[int]], context: list[int], depth: int, num_wanted: int, factor: float, min_prob: float
+    texts: list[list[int]], context: list[int], depth: int, max_drafts: int, factor: float, min_prob: float
 ) -> list[tuple[list[int], float]]:
     """The draft, and its score, behind each suffix of the context."""
     found = []
@@ -26,7 +26,7 @@ def suffix_drafts(
         pattern = context[-size:]
         draft: list[int] = []
         prob, score = 1.0, 0.0
-        while len(draft) < min(num_wanted, int(factor * size + 1e-6), depth - size):
+        while len(draft) < min(max_drafts, int(factor * size + 1e-6), depth - size):
             best = next_token(texts, pattern + draft)
             if best is None or prob * best[1] < min_prob:
                 break

@@ -51,7 +51,7 @@ def test_cpu_experts_of_other_ranks_count_nothing(monkeypatch: pytest.MonkeyPatc
     original(experts, **given)
     assert seen.pop()[1] == [[3, 0], [1, 2]], "upstream reads experts that are not there"
     monkeypatch.setattr(cpu_moe.CPUUnquantizedExperts, "apply", original)
-    compat.tell_cpu_experts_which_are_theirs()
+    compat.assign_cpu_experts()
     cpu_moe.CPUUnquantizedExperts.apply(experts, **given)
     assert seen.pop() == ([[0.75, 0.0], [0.0, 0.5]], [[1, 0], [0, 0]])
     cpu_moe.CPUUnquantizedExperts.apply(experts, **(given | dict(expert_map=None)))

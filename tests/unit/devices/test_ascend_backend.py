@@ -174,7 +174,7 @@ def layer(**changes: Any) -> AttentionLayerSpec:
         (dict(head_size=40), False),
         (dict(head_size=576), False),
         (dict(value_size=32), False),
-        (dict(own_operations=True), False),
+        (dict(layer_operations=True), False),
         (dict(num_heads=130), False),
         (dict(num_heads=320, num_kv_heads=64), False),
         (dict(num_heads=512, num_kv_heads=512, head_size=128), False),

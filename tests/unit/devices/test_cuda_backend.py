@@ -30,7 +30,7 @@ def test_captured_programs_are_named(backend: Any) -> None:
 
 
 def test_uploads_and_downloads(backend: Any) -> None:
-    read = backend.memory.num_host_reads
+    read = backend.memory.num_host_syncs
     torch.cuda.set_sync_debug_mode("error")
     try:
         for dtype in (torch.int32, torch.int64, torch.float32):
@@ -43,4 +43,4 @@ def test_uploads_and_downloads(backend: Any) -> None:
             assert torch.equal(backend.memory.download(there), torch.zeros(1000, dtype=dtype))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert backend.memory.num_host_reads - read == 6
+    assert backend.memory.num_host_syncs - read == 6

@@ -18,7 +18,7 @@ from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
-from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.choice import DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
@@ -126,7 +126,7 @@ class Rows:
         split: LengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
-        laws = DraftLaws(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
+        laws = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
         split = split or self.split(speculation)
         guard = Guard(alone=True)
         return DeviceDrafting(

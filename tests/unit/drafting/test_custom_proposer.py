@@ -40,9 +40,9 @@ def build(name: str = "Scripted", width: int = 16) -> tuple[CustomProposer, Any]
     return proposer, proposer._proposer
 
 
-def context(req_id: str, tokens: list[int], num_prompt: int, num_wanted: int = 4) -> Context:
+def context(req_id: str, tokens: list[int], num_prompt: int, max_drafts: int = 4) -> Context:
     return Context(
-        req_id=req_id, tokens_np=np.array(tokens, dtype=np.int32), num_prompt=num_prompt, num_wanted=num_wanted
+        req_id=req_id, tokens_np=np.array(tokens, dtype=np.int32), num_prompt=num_prompt, max_drafts=max_drafts
     )
 
 

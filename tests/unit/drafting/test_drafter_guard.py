@@ -14,7 +14,7 @@ from tests.support.warm_up import run_jobs
 from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, following
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import guard_of
@@ -24,7 +24,7 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 
 def request(wanted: list[int]) -> Any:
-    return SimpleNamespace(rows_B=torch.arange(len(wanted)), num_drafts=K, num_wanted_B=torch.tensor(wanted))
+    return SimpleNamespace(rows_B=torch.arange(len(wanted)), num_drafts=K, max_drafts_B=torch.tensor(wanted))
 
 
 def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] | None = None) -> Drafts:
@@ -64,7 +64,7 @@ def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
     [(float("nan"), False), (float("inf"), False), (float("-inf"), True), (-1e30, True), (0.0, True)],
 )
 def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, sound: bool) -> None:
-    choice = DraftChoice(cast(Any, SimpleNamespace(drafting="greedy", keeps_laws=False, num_drafts=K)), TORCH)
+    choice = DraftChoice(cast(Any, SimpleNamespace(drafting="greedy", keeps_probs=False, num_drafts=K)), TORCH)
     inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
@@ -74,8 +74,8 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
 
 
 def test_a_law_that_is_none_never_reaches_a_rule() -> None:
-    speculation = cast(Any, SimpleNamespace(keeps_laws=True, num_drafts=1))
-    laws = DraftLaws(speculation, 2, 4, torch.device("cpu"))
+    speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
+    laws = DraftProbs(speculation, 2, 4, torch.device("cpu"))
     rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
     laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
     laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan)))
@@ -144,7 +144,7 @@ def behind(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
     drafting = HostDrafting(Odd(ask), RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_behind(done, K)
+    drafting.propose_on_host(done, K)
     return drafting, requests, drafting.drafts_of(done).draft_token_ids
 
 
@@ -189,8 +189,8 @@ def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
-    drafting.hear([], [requests.by_id["a"]], is_off=False)
-    drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
+    drafting.on_drafter_status([], [requests.by_id["a"]], is_off=False)
+    drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
     assert [[name for name, _, _ in call] for call in proposer.calls] == [["b"]]
 
 
@@ -201,7 +201,7 @@ def test_answers_of_any_kind_of_integer_are_tokens() -> None:
 
 def test_what_stands_behind_the_drafts_that_were_wanted_is_no_fault() -> None:
     """As of a class that fills its rows up to one length."""
-    drafting, _, told = behind(lambda contexts: [[14] * context.num_wanted + [VOCAB, -3] for context in contexts])
+    drafting, _, told = behind(lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts])
     assert [set(row) for row in told] == [{14}, {14}, set()]
     assert drafting.take_rounds() == [DraftRound((), worked=True)]
 
@@ -217,7 +217,7 @@ def test_ranks_that_differ_have_no_drafts() -> None:
     drafting = HostDrafting(Counts(), RequestHistory(split, requests, K), VOCAB, differ)
     drafting.apply(requests)
     done, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_behind(done, K)
+    drafting.propose_on_host(done, K)
     assert asked == [{"a": [14, 15, 16], "b": [27, 28, 29]}]
     assert drafting.drafts_of(done).draft_token_ids == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
@@ -231,7 +231,7 @@ def test_one_that_raises_still_answers_the_other_ranks() -> None:
         Odd(raises), RequestHistory(split, requests, K), VOCAB, lambda drafts: bool(asked.append(drafts))
     )
     drafting.apply(requests)
-    drafting.propose_behind(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
+    drafting.propose_on_host(sampled(requests, names, [[12, 13], [26], [33]])[0], K)
     assert asked == [None]
 
 
@@ -324,7 +324,7 @@ def test_blocks_of_a_row_that_a_head_failed_for_are_not_shared() -> None:
     rows.start(PROMPTS)
     drafts = rows.sample({name: [2] for name in PROMPTS})
     assert drafts == {name: rows.expected(name) for name in PROMPTS}
-    rows.drafting.hear([], [rows.requests.by_id["b"]], is_off=False)
+    rows.drafting.on_drafter_status([], [rows.requests.by_id["b"]], is_off=False)
     assert rows.sample({name: [3] for name in PROMPTS})["b"] == []
     check_nobody_shares(rows)
 
@@ -343,10 +343,10 @@ def check_nobody_shares(rows: HeadRows) -> None:
 def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
     rows = started_rows(Rows)
     by_id = rows.requests.by_id
-    rows.drafting.hear([by_id["a"]], [by_id["b"]], is_off=False)
+    rows.drafting.on_drafter_status([by_id["a"]], [by_id["b"]], is_off=False)
     drafts = rows.sample({name: [3] for name in PROMPTS})
     assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
-    rows.drafting.hear([], [], is_off=True)
+    rows.drafting.on_drafter_status([], [], is_off=True)
     assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
     assert rows.drafting.most([by_id["a"]], [3]).tolist() == [0]
 

@@ -11,7 +11,7 @@ from tests.support.fakes import HostBackend, new_request, step
 from tests.support.warm_up import listed
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.choice import DraftLaws
+from vllm_gaudi_spec.drafting.choice import DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
@@ -40,8 +40,8 @@ class Counts:
         self.forgotten: list[str] = []
 
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        self.calls.append([(c.req_id, c.tokens_np.tolist(), c.num_wanted) for c in contexts])
-        return [[int(c.tokens_np[-1]) + 1 + i for i in range(c.num_wanted)] for c in contexts]
+        self.calls.append([(c.req_id, c.tokens_np.tolist(), c.max_drafts) for c in contexts])
+        return [[int(c.tokens_np[-1]) + 1 + i for i in range(c.max_drafts)] for c in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         self.forgotten += req_ids
@@ -55,7 +55,7 @@ class CountsOnDevice:
         self.num_calls += 1
         last_B = request.history_RM.view(-1)[request.rows_B * request.history_RM.shape[1] + request.lengths_B - 1]
         tokens_BK = last_B[:, None] + 1 + torch.arange(request.num_drafts)
-        return Drafts(tokens_BK.int(), request.num_wanted_B)
+        return Drafts(tokens_BK.int(), request.max_drafts_B)
 
 
 def speculation(drafter_max_len: int | None = None) -> Speculation:
@@ -65,7 +65,7 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     of_steps = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    laws = DraftLaws(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
+    laws = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
     drafting = DeviceDrafting(
         proposer=proposer,
         split=split,
@@ -126,7 +126,7 @@ def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting,
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_behind(step_, K)
+    drafting.propose_on_host(step_, K)
     return requests, proposer, drafting, step_
 
 
@@ -141,8 +141,8 @@ def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
 
 def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
     requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=3)
-    drafting.propose_behind(sampled(requests, ["a"], [[1]])[0], 0)
-    drafting.propose_behind(StepResult([]), K)  # nobody sampled: prompts go on
+    drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
+    drafting.propose_on_host(StepResult([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []
     assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
 
@@ -159,7 +159,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
     step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
-    drafting.propose_behind(step_, K)
+    drafting.propose_on_host(step_, K)
     assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
 
 

@@ -242,7 +242,7 @@ def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> No
 class SaysMultiples:
     """Head i says (i + 1) times the state."""
 
-    def logits_of_heads(self, hidden_BH: torch.Tensor, num_wanted_B: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         said_B = hidden_BH[:, 0].long()
         return (torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
 

@@ -20,9 +20,9 @@ def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
     raise AssertionError("n-grams have no logits")
 
 
-def on_host(tokens: list[int], sizes: tuple[int, int], num_wanted: int) -> list[int]:
+def on_host(tokens: list[int], sizes: tuple[int, int], max_drafts: int) -> list[int]:
     context = Context(
-        req_id="a", tokens_np=np.array(tokens, dtype=np.int32), num_prompt=len(tokens), num_wanted=num_wanted
+        req_id="a", tokens_np=np.array(tokens, dtype=np.int32), num_prompt=len(tokens), max_drafts=max_drafts
     )
     return list(NgramProposer(*sizes).propose([context])[0])
 
@@ -43,9 +43,9 @@ def random_texts(seed: int, count: int, longest: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_host_equals_the_loop(sizes: tuple[int, int]) -> None:
-    for num_wanted in (1, 4, 11):
-        for text in random_texts(num_wanted, 200, 40):
-            assert on_host(text, sizes, num_wanted) == ngram_drafts(text, *sizes, num_wanted), text
+    for max_drafts in (1, 4, 11):
+        for text in random_texts(max_drafts, 200, 40):
+            assert on_host(text, sizes, max_drafts) == ngram_drafts(text, *sizes, max_drafts), text
 
 
 def test_a_loop_is_drafted_in_full_length() -> None:
@@ -73,7 +73,7 @@ def test_a_text_too_short_to_repeat(tokens: list[int]) -> None:
 def test_host_reads_inside_the_view_only() -> None:
     """The array behind the view goes on."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
-    context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, num_wanted=4)
+    context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, max_drafts=4)
     assert list(NgramProposer(1, 3).propose([context])[0]) == [5, 1, 2, 5]
 
 
@@ -95,7 +95,7 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
                 rows_B=torch.tensor(rows),
                 history_RM=history,
                 lengths_B=torch.tensor(lengths, dtype=torch.int32),
-                num_wanted_B=torch.tensor(wanted, dtype=torch.int32),
+                max_drafts_B=torch.tensor(wanted, dtype=torch.int32),
                 num_drafts=num_drafts,
                 blocks=Blocks((), ()),
                 choose=no_model,
@@ -113,12 +113,12 @@ def test_device_program_depends_on_shapes_alone() -> None:
     """It exports as one graph: no read of a value, no shape that depends on one."""
 
     class Program(torch.nn.Module):
-        def forward(self, rows_B, history_RM, lengths_B, num_wanted_B):
+        def forward(self, rows_B, history_RM, lengths_B, max_drafts_B):
             request = DraftRequest(
                 rows_B=rows_B,
                 history_RM=history_RM,
                 lengths_B=lengths_B,
-                num_wanted_B=num_wanted_B,
+                max_drafts_B=max_drafts_B,
                 num_drafts=4,
                 blocks=Blocks((), ()),
                 choose=no_model,

@@ -43,7 +43,7 @@ def test_drafts_equal_the_count_over_all_substrings(
     options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suffix, "MAX_PLACES", 10_000)
-    depth, num_wanted, factor, min_prob = options
+    depth, max_drafts, factor, min_prob = options
     rng = np.random.default_rng(depth)
     for _ in range(60):
         cache = SuffixCache(depth, 4)
@@ -58,8 +58,8 @@ def test_drafts_equal_the_count_over_all_substrings(
         cache.start_request("a", np.array(text[:10], dtype=np.int32))
         cache.add_active_response("a", text[10:])
         assert list(cache.active_requests) == ["a"]
-        draft = cache.speculate("a", text, num_wanted, factor, min_prob)
-        ways = (suffix_drafts(texts, text, depth, num_wanted, factor, min_prob) for texts in ([text], past[2:]))
+        draft = cache.speculate("a", text, max_drafts, factor, min_prob)
+        ways = (suffix_drafts(texts, text, depth, max_drafts, factor, min_prob) for texts in ([text], past[2:]))
         assert_best(draft, [way for each in ways for way in each])
 
 
@@ -147,7 +147,7 @@ def proposer(monkeypatch: pytest.MonkeyPatch) -> SuffixProposer:
 
 def ask(proposer: SuffixProposer, tokens: list[int], num_prompt: int, req_id: str = "a", wanted: int = 4) -> list[int]:
     array = np.array(tokens, dtype=np.int32)
-    (drafts,) = proposer.propose([Context(req_id=req_id, tokens_np=array, num_prompt=num_prompt, num_wanted=wanted)])
+    (drafts,) = proposer.propose([Context(req_id=req_id, tokens_np=array, num_prompt=num_prompt, max_drafts=wanted)])
     array[:] = 77  # the view is valid during the call only
     return list(drafts)
 

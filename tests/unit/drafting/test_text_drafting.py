@@ -18,7 +18,7 @@ from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.limits import LengthSplit
@@ -114,7 +114,7 @@ class Rows:
             recorder=self.recorder,
             shapes=self.shapes,
             choice=DraftChoice(self.speculation, TORCH),
-            laws=DraftLaws(self.speculation, NUM_ROWS, vocab, device),
+            laws=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
             num_drafts=num_drafts,
             guard=Guard(alone=True),
             coverage=None,
@@ -144,7 +144,7 @@ class Rows:
         inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verification.num_sampled_B
         assert self.drafting.propose(batch, lengths, inputs, 0) is None
         done = StepResult(members, verification)
-        self.drafting.propose_behind(done, self.num_drafts if most is None else most)
+        self.drafting.propose_on_host(done, self.num_drafts if most is None else most)
         waiting = {name: self.waiting(name) for name in answers}
         told = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
         assert {name: len(drafts) for name, drafts in waiting.items()} == {name: len(told[name]) for name in told}
@@ -285,7 +285,7 @@ def test_only_rewriting_reads_the_device() -> None:
         rows = Rows(num_drafts=3, match=match)
         rows.start(prompts(rows))
         rows.sample({"a": [7], "b": [8]})
-        assert rows.backend.memory.num_host_reads == num_reads
+        assert rows.backend.memory.num_host_syncs == num_reads
 
 
 def test_a_grammar_sees_the_drafts() -> None:

@@ -91,16 +91,16 @@ def test_the_drafters_law_is_its_own_among_the_common_tokens(share: float) -> No
 
 @every_rule
 @every_share
-@pytest.mark.parametrize("num_places", [1, 2])
-def test_law_of_one_step(rule: str, share: float, num_places: int) -> None:
+@pytest.mark.parametrize("num_positions", [1, 2])
+def test_law_of_one_step(rule: str, share: float, num_positions: int) -> None:
     for seed in range(2):
         made = pair(VOCAB, share, seed=seed)
         # Contexts that the drafter reads as they are, and one that it reads as the stand-in where there is any.
         contexts = np.array([0, int(made.matched_V.argmax()), int(made.matched_V.argmin())])
-        for num in range(1, num_places + 1):
+        for num in range(1, num_positions + 1):
             numbers = np.full(len(contexts), num)
-            law = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_places, numbers)
-            wrong = np.abs(law - text_law(made.target, num_places + 1, contexts)).sum(1).max() / 2
+            law = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_positions, numbers)
+            wrong = np.abs(law - text_law(made.target, num_positions + 1, contexts)).sum(1).max() / 2
             assert wrong < ROUNDING, (seed, num)
 
 
@@ -110,16 +110,16 @@ def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callab
 
 @every_rule
 @pytest.mark.parametrize("num_matched", [1, 2, 4])
-@pytest.mark.parametrize("num_places", [1, 2])
-def test_joint_law_of_two_steps(rule: str, num_matched: int, num_places: int) -> None:
+@pytest.mark.parametrize("num_positions", [1, 2])
+def test_joint_law_of_two_steps(rule: str, num_matched: int, num_positions: int) -> None:
     """A vocabulary small enough to enumerate everything that two steps can write, for numbers of drafts that vary."""
     vocab = 4
     for seed in range(3):
         made, rng = pair(vocab, num_matched / vocab, order=2, seed=seed), np.random.default_rng(seed)
         for ragged in (False, True):
-            numbers = numbers_of_drafts(rng, 0 if ragged else num_places, num_places)
-            law = exact.two_step_text(STOPS[rule], made.target, made.seen, num_places, numbers)
-            assert np.abs(law - text_law(made.target, 2 * (num_places + 1))[0]).sum() / 2 < ROUNDING, (seed, ragged)
+            numbers = numbers_of_drafts(rng, 0 if ragged else num_positions, num_positions)
+            law = exact.two_step_text(STOPS[rule], made.target, made.seen, num_positions, numbers)
+            assert np.abs(law - text_law(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (seed, ragged)
 
 
 @every_rule
@@ -128,11 +128,11 @@ def test_two_sampled_steps(rule: str, share: float) -> None:
     """Drawn, drafted and judged as in the engine. Of one draft a step the overlap of the two laws is accepted."""
     made = pair(VOCAB, share)
     texts, _ = write(
-        RULES[rule].verify, made.target, made.seen, num_places=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
+        RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
     )
     p_values = laws.p_values(texts[:, :2], made.target, BINS)
     assert min(p_values) > ALPHA, p_values
-    _, accepted = write(RULES[rule].verify, made.target, made.seen, num_places=1, steps=1, length=1, rows=DRAWS)
+    _, accepted = write(RULES[rule].verify, made.target, made.seen, num_positions=1, steps=1, length=1, rows=DRAWS)
     overlap = np.minimum(made.target.probs_CV, made.seen.probs_CV)[0].sum()
     assert abs(accepted - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / DRAWS), (accepted, overlap)
 
@@ -156,10 +156,10 @@ def forbid(made: Pair, contexts: slice) -> Pair:
     ids=["standard-all", "block-all", "standard-half", "block-half"],
 )
 def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) -> None:
-    """It then drafts what can not be accepted; behind all contexts, or with sound drafts before and behind."""
+    """It then drafts what cannot be accepted; behind all contexts, or with sound drafts before and behind."""
     made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
-    texts, _ = write(RULES[rule].verify, made.target, made.seen, num_places=2, steps=2, length=2, rows=DRAWS, seed=5)
+    texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
     p_values = laws.p_values(texts, made.target, BINS)
     assert min(p_values) > ALPHA, p_values
 
@@ -167,15 +167,15 @@ def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) ->
 # ---- strict --------------------------------------------------------------------------------------------
 
 
-def write_coupled(made: Pair, num_places: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
+def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tuple[Texts, list[np.ndarray]]:
     """Texts with coupled drafts under the strict rule; and per step how many drafts of each row were accepted."""
     texts, keys_N2, steps = Texts.empty(rows, length), request_keys(0, rows), []
     temperature_N = torch.ones(rows)
     while (texts.length_N < length).any():
         starts_N = torch.from_numpy(texts.length_N + FIRST).int()
-        positions_NQ = starts_N[:, None] + torch.arange(num_places + 1, dtype=torch.int32)
+        positions_NQ = starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32)
         context, drafts, logits = texts.context_N, torch.zeros(rows, 0, dtype=torch.int32), []
-        for place in range(num_places):
+        for place in range(num_positions):
             logits.append(made.target.logits_CV[context])
             positions_N = positions_NQ[:, place]
             drafted = draft(
@@ -185,25 +185,25 @@ def write_coupled(made: Pair, num_places: int, length: int, rows: int) -> tuple[
             context = made.target.after(context, drafted.tokens_B.numpy())
         logits.append(made.target.logits_CV[context])
         own_NQ = strict.sample_random(torch.stack(logits, 1), temperature_N, keys_N2, positions_NQ)
-        verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_places, dtype=torch.int32))
+        verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_positions, dtype=torch.int32))
         steps.append(verification.num_sampled_B.numpy() - 1)
         tokens_NQ = verification.tokens_BQ.numpy().astype(np.int64)
-        for place in range(num_places + 1):
+        for place in range(num_positions + 1):
             texts.append(made.target, tokens_NQ[:, place], place <= steps[-1])
     return texts, steps
 
 
 @every_share
-@pytest.mark.parametrize("num_places", [1, 3])
-def test_coupled_drafts_leave_the_targets_own_tokens(share: float, num_places: int) -> None:
+@pytest.mark.parametrize("num_positions", [1, 3])
+def test_coupled_drafts_leave_the_targets_own_tokens(share: float, num_positions: int) -> None:
     """And a drafter that is the target in other ids is right exactly where the target's token is one of its own: both
     are drawn with the noise of the target's ids."""
     for drafter_is_target in (False, True):
         made = pair(VOCAB, share, drafter_is_target=drafter_is_target)
-        texts, steps = write_coupled(made, num_places, length=12, rows=500)
+        texts, steps = write_coupled(made, num_positions, length=12, rows=500)
         plain, _ = write_coupled(made, 0, length=12, rows=500)
         assert (texts.tokens_NL == plain.tokens_NL).all()
         if drafter_is_target:
-            in_common = made.matched_V[plain.tokens_NL[:, :num_places]]
+            in_common = made.matched_V[plain.tokens_NL[:, :num_positions]]
             assert (steps[0] == in_common.cumprod(1).sum(1)).all()
             assert sum(accepted_N.sum() for accepted_N in steps) > 0

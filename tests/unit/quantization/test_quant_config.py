@@ -82,7 +82,7 @@ def test_what_only_a_gaudi_can_do(fields: dict[str, Any], reason: str, tmp_path:
         ('{"mode": "LOAD", "dump_stats_path": "x"}', "got LOAD"),
         ('{"dump_stats_path": "x"}', "got none"),
         ('{"mode": "MEASURE"}', "dump_stats_path"),
-        (None, "can not be read"),
+        (None, "cannot be read"),
     ],
     ids=str,
 )

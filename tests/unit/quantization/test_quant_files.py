@@ -129,11 +129,11 @@ def test_a_write_that_fails_leaves_what_was_there(prefix: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuse)
-        with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
+        with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     with monkeypatch.context() as patched:
         patched.setattr("vllm_gaudi_spec.tools.io.output_files.os.replace", refuse)
-        with pytest.raises(QuantFilesError, match="can not be written: Permission denied"):
+        with pytest.raises(QuantFilesError, match="cannot be written: Permission denied"):
             files.write(prefix, expand(measured(1), 2)[0])
     assert {path: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
@@ -156,7 +156,7 @@ def test_a_link_in_the_place_of_a_file_makes_room(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "stats").write_text("")
-    with pytest.raises(QuantFilesError, match=r"stats/.* can not be written: "):
+    with pytest.raises(QuantFilesError, match=r"stats/.* cannot be written: "):
         files.write(tmp_path / "stats" / "inc", measured())
 
 

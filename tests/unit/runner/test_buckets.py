@@ -106,8 +106,8 @@ def test_an_option_is_worth_more_than_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"buckets_file .*buckets.json can not be read"),
-        ("\xff", r"buckets_file .*buckets.json can not be read"),
+        ("{", r"buckets_file .*buckets.json cannot be read"),
+        ("\xff", r"buckets_file .*buckets.json cannot be read"),
         ([1, 2], r"buckets_file .*must hold lists by name, out of batch, prefill, blocks"),
         ({"batches": [1]}, r"buckets_file .*must hold lists by name, out of batch, prefill, blocks"),
         ({"batch": 4}, r"buckets_file: batch must be a list of positive integers, got 4"),
@@ -125,13 +125,13 @@ def test_what_a_file_must_not_hold(tmp_path: Path, content: object, message: str
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "buckets.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(UnsupportedConfigError, match=r"buckets_file .* can not be read"):
+    with pytest.raises(UnsupportedConfigError, match=r"buckets_file .* cannot be read"):
         buckets(buckets_file=str(tmp_path / "buckets.json"))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedConfigError, match=r"additional_config.gaudi_spec.buckets_file .*gone.json can not be"
+        UnsupportedConfigError, match=r"additional_config.gaudi_spec.buckets_file .*gone.json cannot be"
     ):
         buckets(buckets_file=str(tmp_path / "gone.json"))
 

@@ -30,11 +30,11 @@ def test_counts_are_those_since_warm_up() -> None:
     backend: Any = CountingBackend()
     recorder = StepRecorder()
     recorder.expect(["known"])
-    backend.memory.num_host_reads = 7
-    recorder.warm_up_done(backend.memory.num_host_reads)
+    backend.memory.num_host_syncs = 7
+    recorder.warm_up_done(backend.memory.num_host_syncs)
     recorder.saw("known")
     recorder.step_done()
-    backend.memory.num_host_reads += 2
+    backend.memory.num_host_syncs += 2
     assert recorder.worked(backend) == (1, 2, 0, {})
     recorder.saw("new")
     recorder.saw("new")
@@ -78,7 +78,7 @@ def test_what_warm_up_compiled_is_not_counted() -> None:
     backend.graphs.num_compiled = 186
     recorder.worked(backend)
     backend.graphs.num_compiled = 0
-    recorder.warm_up_done(backend.memory.num_host_reads)
+    recorder.warm_up_done(backend.memory.num_host_syncs)
     told = []
     for _ in range(17):
         recorder.step_done()

@@ -215,7 +215,7 @@ def test_a_decode_lists_each_rows_blocks_once_and_in_order() -> None:
 
 
 def test_blocks_behind_a_rows_end_are_not_listed() -> None:
-    """The scheduler may have given more than this step reads; and what was not given can not be listed."""
+    """The scheduler may have given more than this step reads; and what was not given cannot be listed."""
     requests = flat_requests([16])
     rows_np = admitted(requests, {"a": ([4, 9, 5],), "b": ([7],)})
     (flat,) = requests.decode_blocks(rows_np, [200, 16], 4).flat

@@ -41,7 +41,7 @@ def test_ragged_tokens_in_one_read() -> None:
         torch.tensor([[5, 6, 7], [8, 9, 10], [0, 0, 0]], dtype=torch.int32), torch.tensor([2, 3, 1]).int()
     )
     output = send(StepResult([a, b], verification, unfinished=[c]), backend).get_output()
-    assert backend.memory.num_host_reads == 1
+    assert backend.memory.num_host_syncs == 1
     assert output.req_ids == ["a", "b", "c"]
     assert output.req_id_to_index == {"a": 0, "b": 1, "c": 2}
     assert output.sampled_token_ids == [[5, 6], [8, 9, 10], []], "an unfinished prompt answers with nothing"
@@ -52,7 +52,7 @@ def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
     backend = HostBackend()
     output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
     assert output.sampled_token_ids == [[]]
-    assert backend.memory.num_host_reads == 0
+    assert backend.memory.num_host_syncs == 0
 
 
 def test_each_request_gets_the_logprobs_it_asked_for() -> None:
@@ -65,7 +65,7 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
         Verification(tokens, torch.tensor([2, 2, 1]).int(), logprobs=logprobs(6, 4, 0), scores=logprobs(6, 3, 100)),
     )
     output = send(step, backend).get_output()
-    assert backend.memory.num_host_reads == 1
+    assert backend.memory.num_host_syncs == 1
     assert output.logprobs is not None
     first = output.logprobs.slice_request(0, 2)
     assert first.logprobs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -136,9 +136,9 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
         done = StepResult(finishing, prompt_logprobs=take(finishing))
         done.unfinished = [member for batch in pending for member in batch.continuing()]
         done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
-        before = backend.memory.num_host_reads
+        before = backend.memory.num_host_syncs
         output = send(done, backend).get_output()
-        assert backend.memory.num_host_reads == before + 1
+        assert backend.memory.num_host_syncs == before + 1
         for name in output.prompt_logprobs_dict:
             assert name not in steps_of
             assert counts[name] + going[name].num_computed == length[name], "not before its last chunk"
@@ -163,7 +163,7 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     (batch,) = batches_of(step({"a": 5}), requests, listed, {})
     scoring.collect(batch, lambda signature: None)
     assert take(batch.requests) == []
-    assert backend.memory.num_host_reads == 0
+    assert backend.memory.num_host_syncs == 0
 
 
 def test_drafts_and_their_number_travel_in_the_same_read() -> None:
@@ -177,7 +177,7 @@ def test_drafts_and_their_number_travel_in_the_same_read() -> None:
     drafts = Drafts(torch.tensor([[7], [9], [0]]).int(), torch.tensor([1, 0, 0]).int())
     report = send(StepResult([a, b], verification, drafts=drafts), backend)
     output = report.get_output()
-    assert backend.memory.num_host_reads == 1
+    assert backend.memory.num_host_syncs == 1
     assert isinstance(output, SpeculativeOutput)
     assert output.num_real_drafts == {"a": 1, "b": 1}
     assert report.step is not None

@@ -59,7 +59,7 @@ def test_noise_of_the_position_alone_is_too_little(forgotten: str, monkeypatch: 
     module = drafting if forgotten == "drafting" else block
     monkeypatch.setattr(module, "keys_of_block", lambda keys_B2, starts_B: keys_B2)
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
-    texts, _ = write(block.verify, target, drafter, num_places=2, steps=2, length=6, rows=200_000)
+    texts, _ = write(block.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000)
     first, *joint = laws.p_values(texts, target)
     assert first > ALPHA
     assert min(joint) < ALPHA, joint

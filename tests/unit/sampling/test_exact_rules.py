@@ -40,15 +40,15 @@ every_rule = pytest.mark.parametrize("rule", list(RULES))
 
 
 @every_rule
-@pytest.mark.parametrize("num_places", [1, 2, 3, 5])
-def test_equals_the_loop(rule: str, num_places: int) -> None:
-    case = random_case(400, num_places, seed=num_places)
+@pytest.mark.parametrize("num_positions", [1, 2, 3, 5])
+def test_equals_the_loop(rule: str, num_positions: int) -> None:
+    case = random_case(400, num_positions, seed=num_positions)
     verification = RULES[rule].verify(**case.tensors())
     assert verification.tokens_BQ.dtype == verification.num_sampled_B.dtype == torch.int32
     for row in range(400):
         assert counted(verification, row) == loop_tokens(LOOPS[rule], case, row, keyed_by_start=rule == "block"), row
     lengths = set(verification.num_sampled_B.tolist())
-    assert lengths == set(range(1, num_places + 2)), "the case does not show every number of accepted drafts"
+    assert lengths == set(range(1, num_positions + 2)), "the case does not show every number of accepted drafts"
 
 
 @every_rule
@@ -92,10 +92,10 @@ def test_what_stands_behind_the_drafts_never_matters(rule: str, garbage: int) ->
 
 
 @every_rule
-@pytest.mark.parametrize(("rows", "num_places", "vocab"), [(60, 3, 500), (5, 1, 40_000), (5, 2, 40_000)])
-def test_rows_do_not_depend_on_their_batch(rule: str, rows: int, num_places: int, vocab: int) -> None:
+@pytest.mark.parametrize(("rows", "num_positions", "vocab"), [(60, 3, 500), (5, 1, 40_000), (5, 2, 40_000)])
+def test_rows_do_not_depend_on_their_batch(rule: str, rows: int, num_positions: int, vocab: int) -> None:
     """Nor, with a large vocabulary, on how many threads share the work of a row."""
-    case = random_case(rows, num_places, vocab)
+    case = random_case(rows, num_positions, vocab)
     case.temperature_B[::4] = 0
     together = RULES[rule].verify(**case.tensors())
     for row in range(rows):
@@ -165,7 +165,7 @@ def test_nothing_left_falls_back_to_the_target() -> None:
 
 @every_rule
 @pytest.mark.parametrize(
-    ("vocab", "num_places"),
+    ("vocab", "num_positions"),
     [
         pytest.param(vocab, places, marks=[] if (vocab, places) in QUICK_SHAPES else pytest.mark.slow)
         for vocab in range(2, 7)
@@ -173,7 +173,7 @@ def test_nothing_left_falls_back_to_the_target() -> None:
     ],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_joint_law_of_two_steps(rule: str, vocab: int, num_places: int, ragged: bool) -> None:
+def test_joint_law_of_two_steps(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
     for seed in range(3):
         target, drafter = random_table(vocab, 2, seed), random_table(vocab, 2, 100 + seed)
         if seed == 1:  # each side forbids tokens
@@ -182,9 +182,13 @@ def test_joint_law_of_two_steps(rule: str, vocab: int, num_places: int, ragged: 
         if seed == 2:
             drafter.logits_CV.copy_(target.logits_CV + 0.1 * drafter.logits_CV)
         rng = np.random.default_rng(seed)
-        pick = (lambda n, rng=rng: rng.integers(0, num_places + 1, n)) if ragged else (lambda n: np.full(n, num_places))
-        law = exact.two_step_text(STOPS[rule], target, drafter, num_places, pick)
-        assert np.abs(law - text_law(target, 2 * (num_places + 1))[0]).sum() / 2 < ROUNDING
+        pick = (
+            (lambda n, rng=rng: rng.integers(0, num_positions + 1, n))
+            if ragged
+            else (lambda n: np.full(n, num_positions))
+        )
+        law = exact.two_step_text(STOPS[rule], target, drafter, num_positions, pick)
+        assert np.abs(law - text_law(target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING
 
 
 @every_rule
@@ -203,18 +207,18 @@ def test_law_of_one_step_over_many_models(rule: str, vocab: int) -> None:
 
 @every_rule
 @pytest.mark.parametrize(
-    ("vocab", "num_places"),
+    ("vocab", "num_positions"),
     [(3, 2), *(pytest.param(v, k, marks=pytest.mark.slow) for v, k in ((2, 1), (2, 3), (3, 3), (5, 2), (6, 3)))],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
-def test_two_sampled_steps(rule: str, vocab: int, num_places: int, ragged: bool) -> None:
+def test_two_sampled_steps(rule: str, vocab: int, num_positions: int, ragged: bool) -> None:
     target, drafter = random_table(vocab, 2, seed=1), random_table(vocab, 2, seed=2)
-    length = min(2 * (num_places + 1), 6)
+    length = min(2 * (num_positions + 1), 6)
     texts, _ = write(
         RULES[rule].verify,
         target,
         drafter,
-        num_places=num_places,
+        num_positions=num_positions,
         steps=2,
         length=length,
         rows=DRAWS,
@@ -328,7 +332,7 @@ def test_adversaries(rule: str, adversary: str, vocab: int) -> None:
     """Rows of several lengths, two steps; the joint law of the first three tokens."""
     target, drafter = ADVERSARIES[adversary](random_table(vocab, 1, seed=3), random_table(vocab, 1, seed=4))
     texts, _ = write(
-        RULES[rule].verify, target, drafter, num_places=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
+        RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
     )
     p_values = laws.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
@@ -341,7 +345,9 @@ def test_large_vocabulary(rule: str) -> None:
     """V = 50k in at most 200 bins: the first token, and the second, which is a bonus where a draft was accepted."""
     target = random_table(50_000, 0, seed=5, scale=2.5)
     drafter = Table(target.logits_CV + random_table(50_000, 0, seed=6).logits_CV)
-    texts, accepted = write(RULES[rule].verify, target, drafter, num_places=1, steps=1, length=2, rows=DRAWS, chunk=32)
+    texts, accepted = write(
+        RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=2, rows=DRAWS, chunk=32
+    )
     law = text_law(target, 1)[0]
     p_values = [laws.p_value(texts[:, place], law, most=200) for place in (0, 1)]
     assert min(p_values) > ALPHA, p_values
@@ -357,7 +363,7 @@ def test_one_draft_is_accepted_with_the_overlap(rule: str) -> None:
     """sum of min(p, q): no rule can accept more."""
     target, drafter = random_table(8, 0, seed=7), random_table(8, 0, seed=8)
     overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
-    _, accepted = write(RULES[rule].verify, target, drafter, num_places=1, steps=1, length=1, rows=DRAWS)
+    _, accepted = write(RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=1, rows=DRAWS)
     assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS), (accepted, overlap)
 
 
@@ -375,15 +381,15 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
     assert max(gains) > 0.02
 
 
-def expected_standard(target: Table, drafter: Table, num_places: int) -> np.ndarray:
+def expected_standard(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
     """A_k(c) = sum over x of min(p, q)(x | c) * (1 + A_{k-1}(c x)), by context of order 1."""
     expected = np.zeros(target.vocab)
-    for _ in range(num_places):
+    for _ in range(num_positions):
         expected = np.minimum(target.probs_CV, drafter.probs_CV) @ (1 + expected)
     return expected
 
 
-def expected_block(target: Table, drafter: Table, num_places: int) -> np.ndarray:
+def expected_block(target: Table, drafter: Table, num_positions: int) -> np.ndarray:
     """The sum over i of E[p_i], where p_i = min(p_{i-1} p / q, 1) and drafts come from q."""
     p, q = target.probs_CV, drafter.probs_CV
 
@@ -393,7 +399,7 @@ def expected_block(target: Table, drafter: Table, num_places: int) -> np.ndarray
         after = [min(weight * p[context, x] / q[context, x], 1.0) for x in range(target.vocab)]
         return sum(q[context, x] * (w + below(x, w, places - 1)) for x, w in enumerate(after))
 
-    return np.array([below(context, 1.0, num_places) for context in range(target.vocab)])
+    return np.array([below(context, 1.0, num_positions) for context in range(target.vocab)])
 
 
 @pytest.mark.slow
@@ -401,7 +407,7 @@ def test_sampled_lengths_meet_the_closed_forms() -> None:
     target, drafter = random_table(8, 1, seed=1), random_table(8, 1, seed=2)
     expected = {"standard": expected_standard, "block": expected_block}
     for rule in RULES:
-        _, accepted = write(RULES[rule].verify, target, drafter, num_places=3, steps=1, length=1, rows=DRAWS)
+        _, accepted = write(RULES[rule].verify, target, drafter, num_positions=3, steps=1, length=1, rows=DRAWS)
         assert abs(accepted - expected[rule](target, drafter, 3)[0]) < 5 * 1.5 / math.sqrt(DRAWS)
 
 
@@ -437,7 +443,9 @@ def test_a_small_bias_is_rejected(rule: str, repetitions: int) -> None:
     wrong = off_by(target, 0.01)
     assert laws.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
     for seed in range(repetitions):
-        texts, _ = write(RULES[rule].verify, wrong, drafter, num_places=1, steps=1, length=1, rows=DRAWS, seed=1 + seed)
+        texts, _ = write(
+            RULES[rule].verify, wrong, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
+        )
         assert min(laws.p_values(texts, target)) < ALPHA, seed
 
 
@@ -474,7 +482,7 @@ def test_a_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypa
     assert laws.power(law, target.probs_CV[0], DRAWS) > 0.99
     for seed in range(repetitions):
         texts, _ = write(
-            RULES[rule].verify, target, drafter, num_places=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
+            RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
         )
         assert laws.p_value(texts[:, 0], law) > ALPHA, "the control is not what its analysis says"
         assert min(laws.p_values(texts, target)) < ALPHA, seed

@@ -30,7 +30,7 @@ def test_noise_of_the_position_alone_is_enough() -> None:
     """Drafts that are rejected unseen may be drawn from noise that the next step uses again."""
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
     texts, _ = write(
-        standard.verify, target, drafter, num_places=2, steps=2, length=6, rows=200_000, draft_starts=False
+        standard.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000, draft_starts=False
     )
     p_values = laws.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values

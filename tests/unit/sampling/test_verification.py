@@ -75,7 +75,7 @@ def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(n
     inputs.free_B = torch.arange(ROWS) % 3 > 0
     found = texts(rule(name, "probabilistic")(logits, positions, drafted, inputs))
     strict_texts = strictly(logits, positions, drafted, inputs)
-    by_law = texts(
+    by_probs = texts(
         module.verify(
             logits,
             drafted.probs_BKV,
@@ -86,9 +86,11 @@ def test_a_grammar_takes_back_drafts_so_its_rows_are_judged_by_the_strict_rule(n
             positions,
         )
     )
-    assert strict_texts != by_law
+    assert strict_texts != by_probs
     free = inputs.free_B.tolist()
-    assert found == [own if is_free else other for own, other, is_free in zip(by_law, strict_texts, free, strict=True)]
+    assert found == [
+        own if is_free else other for own, other, is_free in zip(by_probs, strict_texts, free, strict=True)
+    ]
 
 
 def test_a_step_of_one_place_is_ordinary_sampling_under_every_rule() -> None:

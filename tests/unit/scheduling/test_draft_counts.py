@@ -19,7 +19,7 @@ from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.metrics import (
     COMPILED,
     COVERAGE,
-    HOST_READS,
+    HOST_SYNCS,
     REASONS,
     ROWS,
     ROWS_BY_CHOICE,
@@ -46,7 +46,7 @@ class Play:
 
     def step(self, num_real: dict[str, int] | None = None, **more: Any) -> dict[str, float]:
         """Returns the reasons that it added. `more`: what the worker says besides."""
-        return self.hear(*self.send(num_real, **more))
+        return self.on_drafter_status(*self.send(num_real, **more))
 
     def send(self, num_real: dict[str, int] | None = None, **more: Any) -> tuple[Any, Any]:
         """Schedules a step; returns it with what the worker will say."""
@@ -60,7 +60,7 @@ class Play:
         vars(said).update(dict(started=started) | more)
         return scheduled, said
 
-    def hear(self, scheduled: Any, said: Any) -> dict[str, float]:
+    def on_drafter_status(self, scheduled: Any, said: Any) -> dict[str, float]:
         for outputs in self.scheduler.update_from_output(scheduled, said).values():
             if (stats := outputs.scheduler_stats) is None:
                 continue
@@ -192,10 +192,10 @@ def ahead(play: Play, script: list[Step]) -> list[dict[str, float]]:
         step.happens(play)
         sent = play.send(step.real)
         if in_flight is not None:
-            told.append(play.hear(*in_flight))
+            told.append(play.on_drafter_status(*in_flight))
         in_flight = sent
     assert in_flight is not None
-    return [*told, play.hear(*in_flight)]
+    return [*told, play.on_drafter_status(*in_flight)]
 
 
 class Step(NamedTuple):
@@ -344,8 +344,8 @@ def test_rows_whose_output_is_dropped_do_not_count(tmp_path: Path) -> None:
     lost = play.send({"a": 3})
     assert play.scheduler.reset_prefix_cache(reset_running_requests=True)
     again = play.send()
-    assert play.hear(*lost) == {}
-    assert play.hear(*again) == {}, "a prompt's end"
+    assert play.on_drafter_status(*lost) == {}
+    assert play.on_drafter_status(*again) == {}, "a prompt's end"
     assert play.counted == before
     assert play.step({"a": 3}) == {"nothing": 1}
     assert play.counted[ROWS] == {"0": 1, "1": 1, "2": 1, "3": 1}
@@ -372,9 +372,9 @@ def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
     play.step(worked=WorkerCounts(4, 3, 0, coverage))
-    assert play.counted == {STEPS: {"": 4}, HOST_READS: {"": 3}, COVERAGE: coverage}
+    assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, COVERAGE: coverage}
     play.step(worked=WorkerCounts(5, 4, 2, coverage))
-    assert [play.counted[name][""] for name in (STEPS, HOST_READS, COMPILED)] == [5, 4, 2]
+    assert [play.counted[name][""] for name in (STEPS, HOST_SYNCS, COMPILED)] == [5, 4, 2]
     assert play.counted[COVERAGE] == coverage
 
 

@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_READS, ROWS, SERIES, STEPS
+from vllm_gaudi_spec.scheduling.metrics import COMPILED, COVERAGE, DRAFTER_FAULTS, HOST_SYNCS, ROWS, SERIES, STEPS
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +85,10 @@ def test_offline_they_are_there_too(tmp_path: Path) -> None:
 
 def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> None:
     logger = logger_of(tmp_path, None, [0])
-    record(logger, 0, {STEPS: {"": 2}, HOST_READS: {"": 1}})
+    record(logger, 0, {STEPS: {"": 2}, HOST_SYNCS: {"": 1}})
     ours = {f.name for f in REGISTRY.collect() if f.name.startswith("vllm:gaudi_spec")}
-    assert ours == {STEPS, HOST_READS, COMPILED}
-    assert (shown(f"{STEPS}_total"), shown(f"{HOST_READS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
+    assert ours == {STEPS, HOST_SYNCS, COMPILED}
+    assert (shown(f"{STEPS}_total"), shown(f"{HOST_SYNCS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
 
 
 def test_only_news_travels() -> None:

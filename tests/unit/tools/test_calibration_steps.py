@@ -228,7 +228,7 @@ def test_a_folder_that_can_not_be_written(run: Run, folder: Folder, script: str)
     before = tree(root.parent)
     status, _, err = run(script, "--out", root)
     assert (status, err.count("\n")) == (1, 1)
-    assert "can not be written: " in err
+    assert "cannot be written: " in err
     assert tree(root.parent) == before
 
 
@@ -277,7 +277,7 @@ def test_prompts(run: Run, tmp_path: Path) -> None:
         ('"one"\n{"answer": "two"}\n', "line 2 of .*: a string, or an object with one of prompt, text"),
         ('"one"\n{"prompt"\n', "line 2 of .*: Expecting"),
         ("\n", "has no prompts"),
-        (None, "can not be read: No such file or directory"),
+        (None, "cannot be read: No such file or directory"),
     ],
 )
 def test_prompts_that_are_none(run: Run, tmp_path: Path, content: str | None, message: str) -> None:

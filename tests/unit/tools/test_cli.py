@@ -143,7 +143,7 @@ def test_a_file_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("vllm_gaudi_spec.tools.doctor.examine.probe", lambda pair: [])
     assert cli.main(["doctor", "--json", "/dev/full"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "gaudi-spec doctor: error: --json /dev/full can not be written: No space left on device"
+    assert line == "gaudi-spec doctor: error: --json /dev/full cannot be written: No space left on device"
 
 
 # ---- demo ------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_demo_where_its_folder_can_not_be_made(
 ) -> None:
     (tmp_path / ".demo").touch()
     assert cli.main(["demo"]) == 2
-    assert "the folder .demo can not be made here: File exists; give --json FILE" in capsys.readouterr().err
+    assert "the folder .demo cannot be made here: File exists; give --json FILE" in capsys.readouterr().err
     assert not started
     assert cli.main(["demo", "--json", "run.json", "--report", "page.html"]) == 0
 

@@ -92,7 +92,7 @@ TARGET, DRAFTER = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab"
 PAIR = (
     *("--model", TARGET, "--draft", DRAFTER, "--method", "universal_draft", "--num-speculative-tokens", "4"),
     *("--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--additional-config"),
-    json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 256}}),
+    json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 256}}),
 )
 
 
@@ -119,7 +119,7 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     assert "tokens in common" in of(found, "vocabulary")[0][1]
     (memory,) = of(found, "memory")
     assert "GiB for weights" in memory[1]
-    assert "GiB for the drafter's KV: sequences x 256 tokens (universal_slab)" in memory[1]
+    assert "GiB for the drafter's KV: sequences x 256 tokens (universal_kv_len)" in memory[1]
     assert "requests of 512 at a time" in memory[1]
 
 
@@ -172,7 +172,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As the worker reckons: the cache may have 4 GiB of 16, and the slab takes more than these."""
     monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_slab": 8192}})
+    slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 8192}})
     status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", slab)
     assert status == 1
     problem = only_problem(found)

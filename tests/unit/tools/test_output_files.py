@@ -1,4 +1,4 @@
-"""What users asked to be written appears whole or not at all, and what can not be is said before the work."""
+"""What users asked to be written appears whole or not at all, and what cannot be is said before the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vllm_gaudi_spec.tools.io.output_files.os.fsync", full)
-    with pytest.raises(output_files.NotWritten, match=r"--json .*run.json can not be written: No space left on device"):
+    with pytest.raises(output_files.NotWritten, match=r"--json .*run.json cannot be written: No space left on device"):
         output_files.write_json({"a": 2}, str(file))
     assert json.loads(file.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [file], "nothing of the attempt is left"
@@ -132,7 +132,7 @@ def test_a_shells_process_substitution(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["/dev/fd/9", "/dev/fd/0", "/proc/self/fd/none"])
 def test_a_descriptor_that_can_not_be_written(where: str, tmp_path: Path) -> None:
     done = in_a_shell(f"writing {where} stderr < /dev/null", tmp_path)
-    assert (done.returncode, done.stderr) == (1, f"--json {where} can not be written; name another file\n")
+    assert (done.returncode, done.stderr) == (1, f"--json {where} cannot be written; name another file\n")
 
 
 def test_rights_are_asked_of_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_rights_are_asked_of_a_file_that_is_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda path, mode: path == file)  # root may write everywhere
     assert output_files.mistake("--json", file) is None
     monkeypatch.setattr(os, "access", lambda path, mode: path != file)
-    assert output_files.mistake("--json", file) == f"--json {file} can not be written; name another file"
-    with pytest.raises(output_files.NotWritten, match="can not be written: Permission denied"):
+    assert output_files.mistake("--json", file) == f"--json {file} cannot be written; name another file"
+    with pytest.raises(output_files.NotWritten, match="cannot be written: Permission denied"):
         output_files.write("--json", file, b"new")
     assert file.read_text() == "old"
 
@@ -181,4 +181,4 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_files.mistake("--report", "some/page").endswith("make it first")  # type: ignore[union-attr]
     assert output_files.mistake("--json", tmp_path) == f"--json {tmp_path} is a folder; name a file"
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
-    assert output_files.mistake("--json", "run.json") == "--json run.json can not be written; name another file"
+    assert output_files.mistake("--json", "run.json") == "--json run.json cannot be written; name another file"

@@ -46,7 +46,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
     return (
         spec.dtype in dtypes
         and spec.value_size is None
-        and not spec.own_operations
+        and not spec.layer_operations
         and not spec.logits_soft_cap
         and takes_blocks(spec.block_size)
         and spec.num_heads <= _MOST_HEADS

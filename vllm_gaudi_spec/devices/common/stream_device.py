@@ -70,7 +70,7 @@ class StreamMemory(PairMemory):
         return self.start_download(tensor)()
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self.num_host_reads += 1
+        self.num_host_syncs += 1
         # Between two graphs: the next one overwrites the tensor after this. A stream beside them would want a copy
         # of it, which takes the device as long, and costs the host more.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

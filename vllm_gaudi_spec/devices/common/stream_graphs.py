@@ -52,7 +52,7 @@ class Captures:
         self._stream: Any = None
         self._pool: Any = None
         self._keeper: Any = None
-        """A graph of nothing: a pool that lost its last one, as between two engines, can not be used again."""
+        """A graph of nothing: a pool that lost its last one, as between two engines, cannot be used again."""
 
     def buffer(self, place: int, form: Form) -> torch.Tensor:
         """Where the argument at `place` of any program goes: filled right before a program runs, in stream order; what
@@ -81,7 +81,7 @@ class Captures:
         return recorded
 
     def _give_back_what_is_kept(self) -> None:
-        """Programs can not use what torch keeps of the memory that the same work took uncaptured."""
+        """Programs cannot use what torch keeps of the memory that the same work took uncaptured."""
         kept = self._runtime.memory_reserved() - self._runtime.memory_allocated()
         if kept > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()

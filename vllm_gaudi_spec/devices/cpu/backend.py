@@ -81,7 +81,7 @@ class CpuAttention(Attention):
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
             return False  # the kernel for latent KV takes one query a row
-        if spec.own_operations or spec.attention_chunk is not None:
+        if spec.layer_operations or spec.attention_chunk is not None:
             return False
         supported = self._has_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:

@@ -50,7 +50,7 @@ def _is_last(arrivals, expected):
 
 
 # One program for every number of requests and drafts.
-@triton.jit(do_not_specialize=["num_requests", "num_places", "num_programs"])
+@triton.jit(do_not_specialize=["num_requests", "num_positions", "num_programs"])
 def strict_kernel(
     logits,
     stride_b,
@@ -70,7 +70,7 @@ def strict_kernel(
     num_out,
     vocab,
     num_requests,
-    num_places,
+    num_positions,
     num_programs,
     STREAM: tl.constexpr,
     RANDOM: tl.constexpr,
@@ -146,17 +146,17 @@ def strict_kernel(
                 SPAN // bounds_each,
                 PADDED_BOUNDS,
             )
-        tl.store(tokens_out + b * num_places + q, token)
+        tl.store(tokens_out + b * num_positions + q, token)
         if JUDGE:
-            drafted = tl.load(drafts + b * draft_stride + q, mask=q < num_places - 1, other=-1)
+            drafted = tl.load(drafts + b * draft_stride + q, mask=q < num_positions - 1, other=-1)
             ends = is_read & ((q >= num) | (token != drafted))
             done = 1 + (ends.to(tl.int32) * _END << q)
             done += tl.atomic_add(arrivals + b, done, sem="relaxed")
-            if done % _END == num_places:
+            if done % _END == num_positions:
                 tl.store(arrivals + b, 0)
                 places = tl.arange(0, 32)
                 is_end = (done // _END >> places) % 2 > 0
-                tl.store(num_out + b, tl.min(tl.where(is_end, places, num_places), axis=0) + 1)
+                tl.store(num_out + b, tl.min(tl.where(is_end, places, num_positions), axis=0) + 1)
 
 
 # --- standard and block ---

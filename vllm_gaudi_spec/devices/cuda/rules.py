@@ -161,7 +161,7 @@ def strict_random(
     return Verification(*_strict(logits_BQV, drafts_BK, num_drafts_B, temperature_B, keys_B2, positions_BQ))
 
 
-def _by_law(
+def _by_probs(
     is_block: bool,
     logits_BQV: torch.Tensor,
     draft_probs_BKV: torch.Tensor,
@@ -249,11 +249,11 @@ def _by_law(
 
 
 def standard(*inputs: torch.Tensor) -> Verification:
-    return _by_law(False, *inputs)
+    return _by_probs(False, *inputs)
 
 
 def block(*inputs: torch.Tensor) -> Verification:
-    return _by_law(True, *inputs)
+    return _by_probs(True, *inputs)
 
 
 RULES = TORCH._replace(

@@ -170,11 +170,11 @@ class HpuMemory(PairMemory):
         return torch.hpu.Stream()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_host_reads += 1
+        self.num_host_syncs += 1
         return tensor.cpu()
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self.num_host_reads += 1
+        self.num_host_syncs += 1
         # A captured graph puts its results in the same place again, maybe before they have left: so they leave from
         # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
         # of the published bridge it cannot be read.
@@ -210,7 +210,7 @@ class HpuAttention(PairAttention):
         keys, values = kv_cache.blocks()
         if call.flat is not None:
             flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax, operations)
-        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.own_operations:
+        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
             # No size of a latent key is among those that the fused kernel is documented for.
             padded.attend(query_THD, keys, values, call, spec, out_THD, operations)
         else:

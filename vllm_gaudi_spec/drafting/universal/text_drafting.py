@@ -23,7 +23,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
-from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_behind, forward
+from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
 from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Model
-    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftLaws
+    from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.history import DraftingRow, RequestHistory
     from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
@@ -79,7 +79,7 @@ class RetokenizedProposer:
         row_B = torch.arange(rows, dtype=torch.int32, device=unread.starts_B.device)
         last_BH = hidden.last.index_select(0, row_B * width + (unread.num_real_B - 1).clamp(min=0))
         ends_B = unread.starts_B + unread.num_real_B
-        return draft_behind(self._model, self._translation, request, Hidden(last_BH), ends_B)
+        return draft_chain(self._model, self._translation, request, Hidden(last_BH), ends_B)
 
 
 class _Sampled(NamedTuple):
@@ -103,7 +103,7 @@ class TextDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         choice: DraftChoice,
-        laws: DraftLaws,
+        laws: DraftProbs,
         num_drafts: int,
         guard: Guard,
         coverage: Coverage | None,
@@ -135,7 +135,7 @@ class TextDrafting(Drafting):
         """Where the host knows them; else places for them, of which only the number counts."""
         self._unread_drafts: Drafts | None = None
         self._read_rows = requests.backend.graphs.graph(self._read)
-        self._draft_rows = requests.backend.graphs.graph(self._draft_behind)
+        self._draft_rows = requests.backend.graphs.graph(self._draft_chain)
 
     @property
     def _backend(self) -> DeviceBackend:
@@ -156,7 +156,7 @@ class TextDrafting(Drafting):
             if self._coverage is not None:
                 self._coverage.saw(request.prompt)
 
-    def hear(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
+    def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
         self._start_anew(again)
         for request in never:
             self._history.exclude(request.row)
@@ -193,7 +193,7 @@ class TextDrafting(Drafting):
 
     # --- behind a step ---
 
-    def propose_behind(self, step: StepResult, most: int) -> None:
+    def propose_on_host(self, step: StepResult, most: int) -> None:
         self._drafts, self._unread_drafts = {}, None
         for request in step.requests:
             self._outgrown.pop(request.row, None)
@@ -247,11 +247,11 @@ class TextDrafting(Drafting):
             return None
         if self._rewriter is not None and timeline.open_text is None:
             return None
-        num_wanted = min(member.num_wanted, self._kv_region.length - len(timeline))
-        if num_wanted <= 0:
+        max_drafts = min(member.max_drafts, self._kv_region.length - len(timeline))
+        if max_drafts <= 0:
             self._outgrown[row] = member.request.req_id
             return None
-        return replace(member, num_wanted=num_wanted)
+        return replace(member, max_drafts=max_drafts)
 
     def _num_unread(self, row: int) -> int:
         """The last token is read in any case: what stands behind it is wanted."""
@@ -288,8 +288,8 @@ class TextDrafting(Drafting):
         wanted_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
         for member in members:
             row = member.request.row
-            wanted_np[member.index] = member.num_wanted
-            ends[member.index] = len(self._timelines[row]) + member.num_wanted
+            wanted_np[member.index] = member.max_drafts
+            ends[member.index] = len(self._timelines[row]) + member.max_drafts
             unread.append((member.index, row, self._num_unread(row)))
         drafts = self._draft_rows(
             batch.rows_B,
@@ -325,7 +325,7 @@ class TextDrafting(Drafting):
         cut = _unread(unread)
         self._proposer.read(rectangle(cut.tokens_BN, cut.starts_B, cut.num_real_B, blocks))
 
-    def _draft_behind(
+    def _draft_chain(
         self,
         rows_B: torch.Tensor,
         lengths_B: torch.Tensor,
@@ -351,8 +351,8 @@ class TextDrafting(Drafting):
     def _put(self, members: list[DraftingRow], drafts: Drafts) -> None:
         self._unread_drafts = drafts
         for member in members:
-            self._timelines[member.request.row].drafted(member.num_wanted)
-            self._drafts[member.request.req_id] = [0] * member.num_wanted
+            self._timelines[member.request.row].drafted(member.max_drafts)
+            self._drafts[member.request.req_id] = [0] * member.max_drafts
 
     def _put_rewritten(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
@@ -363,11 +363,11 @@ class TextDrafting(Drafting):
             if member.request.req_id in faulty:
                 continue
             timeline = self._timelines[member.request.row]
-            own = said[member.index][: member.num_wanted]
+            own = said[member.index][: member.max_drafts]
             known = timeline.open_text
             assert known is not None
             timeline.drafted(len(own), own)
-            if rewritten := self._rewriter.rewrite(own, known)[: member.num_wanted]:
+            if rewritten := self._rewriter.rewrite(own, known)[: member.max_drafts]:
                 self._drafts[member.request.req_id] = rewritten
         self._history.put(step, self._drafts)
 

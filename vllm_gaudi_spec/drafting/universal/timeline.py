@@ -43,7 +43,7 @@ class Timeline:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._settled = list(reader.encoder.opening)
-        """Tokens before the open stretch of text, which can not change any more."""
+        """Tokens before the open stretch of text, which cannot change any more."""
         self._open = Encoded()
         self._text = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -81,7 +81,7 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
     except Exception as error:  # what is raised depends on which file is missing or odd, and on remote code
         reason = " ".join(str(error).split())
         raise UnsupportedConfigError(
-            f"A draft model needs a tokenizer of its own, and that of {path} can not be loaded: {reason}. "
+            f"A draft model needs a tokenizer of its own, and that of {path} cannot be loaded: {reason}. "
             f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json)."
         ) from error
     ends: list[int] = []
@@ -444,6 +444,6 @@ def _as_ids(value: Any) -> list[int]:
 def _unreadable(tokenizer: Any, reason: str) -> UnsupportedConfigError:
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     return UnsupportedConfigError(
-        f"Universal drafting can not tell which bytes the tokens of {name} stand for: {reason}. Give a model with a "
+        f"Universal drafting cannot tell which bytes the tokens of {name} stand for: {reason}. Give a model with a "
         f"fast tokenizer (tokenizer.json) of a known family: byte-level BPE, SentencePiece or WordPiece."
     )

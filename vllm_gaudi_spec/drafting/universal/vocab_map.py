@@ -52,7 +52,7 @@ class VocabMap:
 
     @classmethod
     def of_pairs(cls, pairs: np.ndarray, draftable: np.ndarray, target_size: int, draft_size: int) -> VocabMap:
-        """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they can not be that."""
+        """From int32 [n, 2], a target's and a drafter's id each, and bool [n]. ValueError if they cannot be that."""
         target_ids, draft_ids = pairs.T
         for ids, size in ((target_ids, target_size), (draft_ids, draft_size)):
             if ids.size and (ids.min() < 0 or ids.max() >= size or np.bincount(ids).max() > 1):
@@ -86,7 +86,7 @@ def vocab_map(
     try:
         _write(path, key, made)
     except OSError as error:
-        logger.warning("The vocabulary map can not be kept in %s and is made anew at each start: %s", cache, error)
+        logger.warning("The vocabulary map cannot be kept in %s and is made anew at each start: %s", cache, error)
     return made
 
 

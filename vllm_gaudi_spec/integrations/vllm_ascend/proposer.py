@@ -26,7 +26,7 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         if self.use_cuda_graph and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             # It makes the stream that updates them where DraftModelProposer, which comes first, does nothing.
             raise UnsupportedConfigError(
-                f"vllm-ascend {VLLM_ASCEND} can not run draft models in full graphs. For method {UNIVERSAL_DRAFT} "
+                f"vllm-ascend {VLLM_ASCEND} cannot run draft models in full graphs. For method {UNIVERSAL_DRAFT} "
                 """start with --compilation-config '{"cudagraph_mode": "PIECEWISE"}', or keep full graphs for the """
                 """target alone with "enforce_eager": true in --speculative-config."""
             )

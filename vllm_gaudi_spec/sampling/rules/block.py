@@ -21,19 +21,19 @@ def accept_probs(
     And the weight of the target at each place, [B, Q]: the paper's p_0 to p_K.
     """
     ratio_BK = stop.ratios(probs_BKV, draft_probs_BKV, drafts_BK, num_drafts_B)
-    num_places = drafts_BK.shape[1]
+    num_positions = drafts_BK.shape[1]
     weights = [torch.ones_like(ratio_BK[:, 0])]
-    for place in range(num_places):
+    for place in range(num_positions):
         weights.append((weights[place] * ratio_BK[:, place]).clamp_(max=1))
     weights_BQ = torch.stack(weights, dim=1)
     # sum of max(w p - q, 0) at the places 0 to K - 1. The one at place 0 is not needed, but without it there would
     # be no place at all for K = 1.
-    surplus_BK = (weights_BQ[:, :num_places, None] * probs_BKV - draft_probs_BKV).clamp_(min=0).sum(-1)
-    missing_BK = 1 - weights_BQ[:, :num_places]
+    surplus_BK = (weights_BQ[:, :num_positions, None] * probs_BKV - draft_probs_BKV).clamp_(min=0).sum(-1)
+    missing_BK = 1 - weights_BQ[:, :num_positions]
     # 0 / 0 where p = q after a prefix with all its weight: a longer prefix is accepted there for certain.
     inner_BK = torch.where(surplus_BK > 0, surplus_BK / (surplus_BK + missing_BK), 0.0)
     # h_i belongs to the prefix of i drafts and looks at place i, the one behind it.
-    lengths_K = torch.arange(1, num_places + 1, device=drafts_BK.device)
+    lengths_K = torch.arange(1, num_positions + 1, device=drafts_BK.device)
     whole_BK = lengths_K == num_drafts_B[:, None]
     shorter_BK = lengths_K < num_drafts_B[:, None]
     inner_BK = torch.cat((inner_BK[:, 1:], torch.zeros_like(inner_BK[:, :1])), dim=1)
@@ -54,16 +54,16 @@ def verify(
 
     Takes what `standard.verify` takes.
     """
-    num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
-    logits_BKV = logits_BQV[:, :num_places]
+    num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
+    logits_BKV = logits_BQV[:, :num_positions]
     accept_BK, weights_BQ = accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B)
     matches_BK = stop.matches(logits_BKV, drafts_BK, num_drafts_B)
     accept_BK = torch.where((temperature_B > 0)[:, None], accept_BK, matches_BK)
     # Whether a row stops at a place depends on drafts and draws of later places. Under keys of the position alone the
     # next step would meet that noise again, and its tokens would depend on where this step stopped.
     block_keys_B2 = keys_of_block(keys_B2, positions_BQ[:, 0])
-    accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_BK
-    lengths_K = torch.arange(1, num_places + 1, dtype=torch.int32, device=drafts_BK.device)
+    accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
+    lengths_K = torch.arange(1, num_positions + 1, dtype=torch.int32, device=drafts_BK.device)
     num_accepted_B = (accepted_BK * lengths_K).amax(-1)
     token_B = stop.sample_behind(
         logits_BQV,

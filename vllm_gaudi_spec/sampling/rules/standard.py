@@ -33,8 +33,8 @@ def verify(
     The logits are those of the target after temperature and filters, the probabilities those that the drafts were
     drawn from. Rows with temperature 0 accept while a draft is the argmax.
     """
-    num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
-    logits_BKV = logits_BQV[:, :num_places]
+    num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
+    logits_BKV = logits_BQV[:, :num_positions]
     accept_BK = torch.where(
         (temperature_B > 0)[:, None],
         accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B),
@@ -42,7 +42,7 @@ def verify(
     )
     # Keyed by position alone: whether a row stops at a place, and with which token, depends on noise of this and
     # earlier places only. The next step starts behind it, where nothing that was emitted has used any noise.
-    accepted_BK = uniform(keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_BK
+    accepted_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
     token_B = stop.sample_behind(
         logits_BQV,

@@ -31,9 +31,9 @@ def sample_random(
 
 def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
     """Accept drafts up to the first that differs from the target's own token; that token comes behind them."""
-    num_places = drafts_BK.shape[1]
-    place = torch.arange(num_places, device=sampled_BQ.device)
-    equal = (drafts_BK == sampled_BQ[:, :num_places]) & (place < num_drafts_B[:, None])
+    num_positions = drafts_BK.shape[1]
+    place = torch.arange(num_positions, device=sampled_BQ.device)
+    equal = (drafts_BK == sampled_BQ[:, :num_positions]) & (place < num_drafts_B[:, None])
     num_accepted = equal.int().cumprod(-1).sum(-1).int()
     return Verification(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)
 

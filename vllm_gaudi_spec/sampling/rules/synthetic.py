@@ -34,8 +34,8 @@ def verify(
     positions_BQ: torch.Tensor,
 ) -> Verification:
     """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes behind them."""
-    num_places, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
-    drawn_BK = uniform(keys_B2, positions_BQ[:, :num_places], Stream.ACCEPT) < accept_probs(rates_K)
+    num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
+    drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
     accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
     logits_BV = stop.at_place(logits_BQV, num_accepted_B)

@@ -16,7 +16,7 @@ Write one page of what runs recorded (`gaudi-spec demo --json RUN.json`): speeds
 were accepted, the texts with accepted tokens marked, graphs and host reads, and the command to run it again. Several
 records are compared. The page is one file that loads nothing, and has no script.
 
-Exit status: 0 when the page is written, 2 when a record can not be read or the options make no sense.
+Exit status: 0 when the page is written, 2 when a record cannot be read or the options make no sense.
 """
 
 

@@ -31,7 +31,7 @@ _GIB = 2**30
 def examine(task: dict[str, Any]) -> Iterator[Finding]:
     try:
         vllm_config = _configure(task)
-    except Exception as error:  # whatever vLLM, transformers or we refuse, or can not find
+    except Exception as error:  # whatever vLLM, transformers or we refuse, or cannot find
         yield Finding.refusal(_MODELS, in_one_line(error))
         return
     speculation = Speculation.from_vllm(vllm_config)
@@ -99,7 +99,7 @@ def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterat
     longest = vllm_config.model_config.max_model_len
     own = speculation.drafter_max_len if speculation is not None else None
     if speculation is not None and speculation.retokenizes:
-        own = speculation.universal_slab
+        own = speculation.universal_kv_len
     if own is None or own >= longest:
         yield Finding(OK, "lengths", f"requests of up to {longest} tokens" + (", drafted to their end" if own else ""))
         return
@@ -174,8 +174,8 @@ def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter:
         return {}
     rows, vocabulary = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_vocab_size()
     size = vllm_config.cache_config.block_size
-    slab_block = KVBlock(size, size * _kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
-    return drafting_bytes(speculation, rows, vocabulary, slab_block)
+    kv_region_block = KVBlock(size, size * _kv_bytes(drafter, vllm_config)) if speculation.retokenizes else None
+    return drafting_bytes(speculation, rows, vocabulary, kv_region_block)
 
 
 def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:

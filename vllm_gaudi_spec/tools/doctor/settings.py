@@ -40,7 +40,7 @@ def setting_findings() -> Iterator[Finding]:
     if path is not None and not Path(path).is_file():
         name = QUANT_CONFIG.name
         yield Finding(PROBLEM, "setting", f"{name}={path} is no file", f"correct its path, or unset {name}")
-    # OpenMP passes over what it can not read; vLLM and this platform do not start.
+    # OpenMP passes over what it cannot read; vLLM and this platform do not start.
     for variable, severity in ((NUM_THREADS, WARNING), (BLOCKTIME, WARNING), (KV_CACHE_SPACE, PROBLEM)):
         name, value = variable.name, variable.value
         if value and not value.split(",")[0].isdigit() and (variable, value) != (BLOCKTIME, "infinite"):

@@ -44,7 +44,7 @@ def mistake(option: str, where: str | Path | None) -> str | None:
     can_be = os.access(path.parent if is_new else path, os.W_OK)
     if path.is_symlink():  # the link of a descriptor has the rights that it was opened with
         can_be = can_be and bool(path.lstat().st_mode & stat.S_IWUSR)
-    return None if can_be else f"{option} {where} can not be written; name another file"
+    return None if can_be else f"{option} {where} cannot be written; name another file"
 
 
 def write(option: str, where: str | Path, content: bytes) -> None:
@@ -61,7 +61,7 @@ def write(option: str, where: str | Path, content: bytes) -> None:
         else:
             replace(path, content)
     except OSError as error:
-        raise NotWritten(f"{option} {where} can not be written: {error.strerror or error}") from None
+        raise NotWritten(f"{option} {where} cannot be written: {error.strerror or error}") from None
 
 
 def write_json(value: Any, where: str | None) -> None:

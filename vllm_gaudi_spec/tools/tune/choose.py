@@ -36,7 +36,7 @@ def candidates(options: argparse.Namespace, say: Say) -> list[Candidate]:
     prompts = load_prompts(options.prompts, options.limit)
     drafters = [*options.draft, *(drafter for drafter in [Drafter.parse("ngram")] if drafter not in options.draft)]
     if options.device:
-        for drafter in drafters:  # what can not be estimated is refused before acceptance is measured
+        for drafter in drafters:  # what cannot be estimated is refused before acceptance is measured
             estimate(drafter, 1, 1, options.context or 1, options)
         with counting("engines", len(drafters)) as more:
             cases = Cases(options.out, say, more)
@@ -48,7 +48,7 @@ def candidates(options: argparse.Namespace, say: Say) -> list[Candidate]:
 
 
 def times_plain_engine() -> bool:
-    """Where a device works behind the host's back, a host's clock can not tell what a drafter takes of a plain step: so
+    """Where a device works behind the host's back, a host's clock cannot tell what a drafter takes of a plain step: so
     plain steps are timed in an engine without one."""
     return choose_device() != "cpu"
 

@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise QuantFilesError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
-        raise QuantFilesError(f"{path} can not be read: {error}") from None
+        raise QuantFilesError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise QuantFilesError(f"{path} is no JSON object")
     return content

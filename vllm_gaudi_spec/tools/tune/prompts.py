@@ -42,7 +42,7 @@ def _from_file(path: Path) -> Iterator[str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts: {path} can not be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"prompts: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, 1):
         if path.suffix == ".txt":
             yield line

@@ -63,7 +63,7 @@ def expand(whole: Record, world: int) -> list[Record]:
 
 
 def _check_shapes(record: Record, world: int) -> None:
-    """Channels of a weight can not be told apart from those of other ranks without it being said how it is cut."""
+    """Channels of a weight cannot be told apart from those of other ranks without it being said how it is cut."""
     for name, node in record.nodes.items() if world > 1 else ():
         if name not in record.linears and any(values.size > 1 for values in node.arrays()):
             raise QuantFilesError(

@@ -118,7 +118,7 @@ class _Maker:
         by_channel = _tensor(node.params["weight"]).flatten()
         shape = measured.linears.get(name)
         if shape is None or by_channel.numel() == 1:
-            raise QuantFilesError(f"{name} was measured per tensor: scales per channel can not be made of that")
+            raise QuantFilesError(f"{name} was measured per tensor: scales per channel cannot be made of that")
         # A channel of zeros gets a scale that can be divided by.
         channels = torch.clamp(by_channel / (self.card.largest * _WEIGHT_SHARE), min=_TINY)
         weight = self.method.weight(channels, self.card)

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.tools.tune.scales import CARDS, SCALE_METHODS, make_scales
 
 
 def exit_status(name: str, step: Callable[[], None], *, verbose: bool = False) -> int:
-    """Runs a step: 0 when it is done, 1 with one line when it can not be, 130 when it was interrupted."""
+    """Runs a step: 0 when it is done, 1 with one line when it cannot be, 130 when it was interrupted."""
     try:
         step()
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from vllm_gaudi_spec import compat
 
 
 def test_upstream_still_has_no_place_for_our_series() -> None:
-    """Fails when upstream's record has other fields: then `carry_own_series` may go, or has to know of them."""
+    """Fails when upstream's record has other fields: then `carry_metrics` may go, or has to know of them."""
     names = [field.name for field in dataclasses.fields(SchedulerStats) if field.name != "gaudi_spec"]
     assert names == [
         "num_running_reqs",

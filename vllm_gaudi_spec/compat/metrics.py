@@ -12,7 +12,7 @@ from vllm_gaudi_spec.scheduling import metrics
 _OWN = metrics.STATS_FIELD
 
 
-def carry_own_series() -> None:
+def carry_metrics() -> None:
     """Metrics of our own, those of `scheduling/metrics.py`, with speculation and without.
 
     Reason: what vLLM's scheduler sends its front end is a closed record, and its loggers show that alone. Ours travel
@@ -31,15 +31,15 @@ def carry_own_series() -> None:
         SchedulerStats.__annotations__[_OWN] = metrics.Figures
         setattr(SchedulerStats, _OWN, dataclasses.field(default_factory=dict))
         dataclasses.dataclass(SchedulerStats)
-    wrap(PrometheusStatLogger, "__init__", _add_own_series)
-    wrap(PrometheusStatLogger, "record", _show_own_series)
+    wrap(PrometheusStatLogger, "__init__", _add_metrics)
+    wrap(PrometheusStatLogger, "record", _show_metrics)
 
 
 _LABELS = ["model_name", "engine"]
 """Of all of vLLM's series."""
 
 
-def _add_own_series(
+def _add_metrics(
     original: Callable[..., None], logger: Any, vllm_config: Any, engine_indexes: list[int] | None = None
 ) -> None:
     original(logger, vllm_config, engine_indexes)
@@ -57,7 +57,7 @@ def _add_own_series(
     )
 
 
-def _show_own_series(
+def _show_metrics(
     original: Callable[..., None],
     logger: Any,
     scheduler_stats: Any,
