@@ -15,6 +15,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Attention, Graphs, Memory
+from vllm_gaudi_spec.devices.common import torch_ops
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -108,7 +109,10 @@ class PairAttention(Attention):
         out_THD: torch.Tensor,
         operations: Operations = PLAIN,
     ) -> None:
-        padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
+        if call.packed is not None:  # never where graphs are captured
+            torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, out_THD, operations)
+        else:
+            padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:

@@ -6,8 +6,9 @@ Where values are a part of the keys it is [blocks, K, block_size, D].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,7 @@ from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed
+    from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.attention.operations import Operations
 
 
@@ -58,7 +59,7 @@ def attend(
     operations: Operations = PLAIN,
 ) -> None:
     if call.packed is not None:
-        _attend_packed(call.packed, query_THD, kv_cache, call, spec, out_THD, operations)
+        attend_packed(attend, query_THD, kv_cache, call, spec, out_THD, operations)
         return
     keys, values = _keys_and_values(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
@@ -82,16 +83,18 @@ class _Slots:
         self._blocks[index // size, :, index % size] = source
 
 
-def _attend_packed(
-    packed: Packed,
+def attend_packed(
+    attend: Callable[..., None],
     query_THD: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: Any,
     call: AttentionCall,
     spec: AttentionLayerSpec,
     out_THD: torch.Tensor,
     operations: Operations,
 ) -> None:
-    """In the rectangle."""
+    """For an `attend` that takes rectangles only."""
+    packed = call.packed
+    assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
     query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
     out = query.new_empty(*query.shape[:-1], spec.output_size)
