@@ -128,7 +128,12 @@ class ModelRunner:
         device = self.backend.traits.torch_device
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
         self.shapes = Shapes.from_config(
-            self.vllm_config, self.options, self.backend, self.num_drafts, min(self.kv_cache.block_sizes)
+            self.vllm_config,
+            self.options,
+            self.backend,
+            self.num_drafts,
+            block_size=min(self.kv_cache.block_sizes),
+            num_blocks=self.kv_cache.num_blocks,
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         if self.drafter is not None and not self._has_kv_region:

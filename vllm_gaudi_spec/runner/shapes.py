@@ -10,6 +10,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,11 @@ class Shapes:
         options: Options,
         backend: DeviceBackend,
         num_drafts: int,
+        *,
         block_size: int | None = None,
+        num_blocks: int | None = None,
     ) -> Shapes:
-        """`block_size`: of the smallest blocks, once they are known."""
+        """`block_size`: of the smallest blocks, and how many blocks of KV there are, once they are known."""
         scheduler, max_len = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if num_drafts > backend.traits.max_drafts:
             raise UnsupportedConfigError(
@@ -78,7 +84,9 @@ class Shapes:
             prefill_rows=rows,
             prefill_queries=prefill,
             contexts=_contexts(buckets, max_len, max(prefill[-1], 1 + num_drafts), backend),
-            entries=_entries(buckets, decode[-1] * -(-max_len // size)) if backend.traits.flat_decode else (),
+            entries=_entries(buckets, decode[-1] * -(-max_len // size), num_blocks)
+            if backend.traits.flat_decode
+            else (),
             max_len=max_len,
             block_size=size,
             buckets=buckets,
@@ -105,14 +113,29 @@ class Shapes:
         """For a decode of rows that have so many tokens of KV each, those of the step included."""
         if not self.entries:
             return _fit(self.contexts, min(max(ends, default=0), self.max_context))
-        return _fit(self.entries, sum(-(-min(end, self.max_len) // self.block_size) for end in ends))
+        num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
+        return _fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._unlisted(num_entries)
+
+    def _unlisted(self, num_entries: int) -> int:
+        """A size beyond the list: a graph that is made late, where sequences share more KV blocks than the list has."""
+        logger.warning_once(
+            "A decode lists %d KV blocks, and the largest block bucket is %d: a graph is made while serving. Raise "
+            "additional_config.gaudi_spec.block_buckets, or lower --max-num-seqs.",
+            num_entries,
+            self.entries[-1],
+        )
+        size = self.entries[-1]
+        while size < num_entries:
+            size *= 2
+        return size
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
         """`num_rows`: where more than those of `ends` are wanted."""
         rows, context = _fit(self.decode_rows, max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > _fit(self.decode_rows, len(ends)):
             # So many rows have more blocks than these, or it would be another shape.
-            context = min(size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
+            sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
+            context = min(sizes, default=context)
         return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
@@ -170,9 +193,16 @@ def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBacken
     return (reach,) if backend.traits.exact_context_width else buckets.growing(512, reach, 2.0)
 
 
-def _entries(buckets: Buckets, most: int) -> tuple[int, ...]:
-    entries = buckets.blocks or buckets.growing(1, most, 2.0)
-    _must_cover("block_buckets", entries, most, "--max-num-seqs with --max-model-len")
+BLOCK_SHARING = 3
+"""How often sequences that share a prefix may list one KV block. Without a bound the largest bucket would be
+max_num_seqs * max_model_len, whatever the memory holds: vllm-gaudi ran out of memory in warm-up for that and has this
+bound since its pull request 1700, where about 2 was observed."""
+
+
+def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tuple[int, ...]:
+    needed = max_entries if num_blocks is None else min(max_entries, BLOCK_SHARING * num_blocks)
+    entries = buckets.blocks or buckets.growing(1, needed, 2.0)
+    _must_not_waste("block_buckets", entries, max_entries, "--max-num-seqs with --max-model-len")
     return entries
 
 
@@ -193,6 +223,10 @@ def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -
             f"additional_config.gaudi_spec.{name} ends at {buckets[-1]}, but {option} needs {needed}; "
             f"add a bucket or lower {option}."
         )
+    _must_not_waste(name, buckets, needed, option)
+
+
+def _must_not_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
     if buckets[-1] > _MOST_TOO_LARGE * max(needed, _SMALL):
         raise UnsupportedConfigError(
             f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "

@@ -24,6 +24,7 @@ def shapes(
     drafts: int = 0,
     flat: bool = False,
     num_ranks: int = 1,
+    num_blocks: int | None = None,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
@@ -43,7 +44,7 @@ def shapes(
         block_size=16,
     )
     backend = SimpleNamespace(traits=traits)
-    return Shapes.from_config(config, Options(**options), backend, drafts)  # type: ignore[arg-type]
+    return Shapes.from_config(config, Options(**options), backend, drafts, num_blocks=num_blocks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -149,13 +150,24 @@ def test_drafts_double_the_flat_decode_shapes_whatever_their_number() -> None:
     assert count(1) == count(3) == count(5) == 2 * count(0)
 
 
-def test_block_buckets_of_the_user_must_cover_the_configuration() -> None:
-    with pytest.raises(UnsupportedConfigError, match=r"block_buckets ends at 100.*--max-num-seqs with --max-model-len"):
-        shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
-    chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100, 512))
-    assert chosen.entries == (10, 100, 512)
+def test_block_buckets_end_at_what_the_memory_holds() -> None:
+    """256 sequences of 128k tokens would list 262,144 blocks, 86 GB of keys and values a layer, of 1,000 that exist."""
+    chosen = shapes(max_num_seqs=256, max_len=16 * 1024, exact=False, flat=True, num_blocks=1000)
+    assert chosen.entries[-1] == 3 * 1000
+    everything = shapes(max_num_seqs=4, max_len=160, exact=False, flat=True, num_blocks=1000)
+    assert everything.entries[-1] == 4 * 10, "and at what the configuration can reach"
+
+
+def test_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
+    assert chosen.entries == (10, 100), "a list may be shorter than what the configuration can reach"
     assert chosen.decode(1, [16] * 8).context == 10
-    assert chosen.decode(1, [1024] * 8).context == 512
+    with caplog.at_level("WARNING", logger="vllm_gaudi_spec"):
+        assert chosen.decode(1, [1024] * 8).context == 800
+        assert chosen.decode(1, [1024] * 2, 8).context == 200
+    assert "the largest block bucket is 100" in caplog.text
+    with pytest.raises(UnsupportedConfigError, match="leave the large ones out"):
+        shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 1_000_000))
 
 
 def test_a_drafter_of_its_own_length_has_tables_on_every_device() -> None:
