@@ -28,6 +28,16 @@ class UnsupportedConfigError(ValueError):
     """
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error as one line, for the last line that a user reads."""
+    details = getattr(error, "errors", None)  # pydantic's own list of what failed
+    if callable(details):
+        message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
+    else:
+        message = str(error)
+    return " ".join(message.split()) or type(error).__name__
+
+
 def pickled_weights(model: str, file: str | Path) -> str:
     """Why such weights are not read."""
     return (

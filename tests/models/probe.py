@@ -95,7 +95,7 @@ def doctor(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    from vllm_gaudi_spec.compat.messages import in_one_line
+    from vllm_gaudi_spec.config import in_one_line
 
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages/torch/" not in frame.filename

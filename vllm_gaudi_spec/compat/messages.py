@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from vllm_gaudi_spec.compat.patching import wrap
+from vllm_gaudi_spec.config import in_one_line
 
 
 def share_vllm_logging() -> None:
@@ -54,16 +55,6 @@ def _message(error: BaseException, trace: TracebackType | None) -> str:
     if isinstance(error, OSError) and (address := _bound_address(trace)):
         message += f": {address}."
     return " ".join([message, *(advice for part, advice in _ADVICE.items() if part in message)])
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error as one line, for the last line that a user reads."""
-    details = getattr(error, "errors", None)  # pydantic's own list of what failed
-    if callable(details):
-        message = "; ".join(": ".join([*map(str, item["loc"]), item["msg"]]) for item in details())
-    else:
-        message = str(error)
-    return " ".join(message.split()) or type(error).__name__
 
 
 def _bound_address(trace: TracebackType | None) -> object:

@@ -20,8 +20,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models import supports_lora
 
-from vllm_gaudi_spec.compat.messages import in_one_line
-from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError
+from vllm_gaudi_spec.config import REFUSED_ADAPTER, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.lora.application import TokenSlots, Upload, adapters_of
 
 if TYPE_CHECKING:

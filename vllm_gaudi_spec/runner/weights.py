@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.quantization.config import target_config
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ class ModelWeights:
             finalize_layerwise_reload(self._model, model_config)  # or layers would be left without storage
             if isinstance(error, torch.OutOfMemoryError):
                 raise
+            reason = in_one_line(error).rstrip(".")
             raise ValueError(
-                f"The weights of {source} do not fit {model_config.architecture}: {_in_one_line(error)}. Some of them "
-                "are in the model now: call reload_weights with weights that fit, or restart the engine."
+                f"The weights of {source} do not fit {model_config.architecture}: {reason}. Some of them are in the "
+                "model now: call reload_weights with weights that fit, or restart the engine."
             ) from error
         finally:
             self._backend.weights.weights_changed(self._model)
@@ -109,7 +110,9 @@ class ModelWeights:
         except UnsupportedConfigError:
             raise
         except Exception as error:
-            raise ValueError(f"The weights of {model_config.model} cannot be read: {_in_one_line(error)}.") from error
+            raise ValueError(
+                f"The weights of {model_config.model} cannot be read: {in_one_line(error).rstrip('.')}."
+            ) from error
         return str(model_config.model)
 
     def _refusals(self, method: str) -> Iterator[str]:
@@ -143,7 +146,3 @@ def check_overrides(overrides: dict[str, Any]) -> None:
                 f"{', '.join(useless)} of model_config cannot be changed while the engine runs (only "
                 f"{', '.join(_RELOADED_FROM)} can, for reload_weights); restart the engine with it."
             )
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.cli import counting, make_parser, output, summary, workload
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.terminal import counting as counting_requests

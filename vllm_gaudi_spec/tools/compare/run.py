@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.devices import DEVICES, describe_device, refuse_unknown_device
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.environment import keep_engine_in_process, keeps_engine_in_process

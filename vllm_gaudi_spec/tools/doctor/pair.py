@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
-from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError
+from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.devices import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, Finding
 
 SECONDS = 300

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.environment import environment_of_children
 
 _ERROR = "error"

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_spec.compat.messages import in_one_line
+from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
 
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")

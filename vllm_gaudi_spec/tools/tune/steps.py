@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_gaudi_spec.compat.messages import in_one_line
-from vllm_gaudi_spec.config import GAUDI2
+from vllm_gaudi_spec.config import GAUDI2, in_one_line
 from vllm_gaudi_spec.devices import describe_device, load_backend
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import Node, QuantFilesError, Record
