@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support.laws import Table, text_law
+from tests.support.distributions import Table, text_probs
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.rules import block, standard
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # (target probs, draft probs, drafts, number of drafts) -> P(stop at place), weight of the target at place: [N, Q] each
-StopLaw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+StopProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def standard_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,16 +37,16 @@ def block_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass
-class StepLaw:
+class StepDistribution:
     emitted: list[np.ndarray]
     """[N, V ** n] for n = 1 to K + 1: P(the step emits exactly these n tokens)."""
     mean_accepted: np.ndarray
     """[N]."""
 
 
-def step_law(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
-) -> StepLaw:
+def step_distribution(
+    stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
+) -> StepDistribution:
     """One step behind each of N contexts, with a number of drafts for each."""
     vocab, rows = target.vocab, len(contexts)
     blocks = vocab**num_positions
@@ -76,7 +76,7 @@ def step_law(
         shape = (rows, vocab**place, vocab ** (num_positions - place), vocab)
         emitted.append(joint.reshape(shape).sum(2).reshape(rows, -1))
     mean = sum(place * law.sum(1) for place, law in enumerate(emitted))
-    return StepLaw(emitted, np.asarray(mean))
+    return StepDistribution(emitted, np.asarray(mean))
 
 
 def completed(laws: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, length: int) -> np.ndarray:
@@ -85,13 +85,13 @@ def completed(laws: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, leng
     for law, contexts in laws:
         rows, texts = law.shape
         missing = length - round(np.log(texts) / np.log(target.vocab))
-        rest = text_law(target, missing, contexts.reshape(-1)).reshape(rows, texts, -1)
+        rest = text_probs(target, missing, contexts.reshape(-1)).reshape(rows, texts, -1)
         total = total + (law[..., None] * rest).reshape(rows, -1)
     assert isinstance(total, np.ndarray)
     return total
 
 
-def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
+def contexts_after(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
     """[N, V ** length]: the context behind each text of a length."""
     now = contexts[:, None]
     for _ in range(length):
@@ -100,15 +100,15 @@ def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndar
 
 
 def one_step_text(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
+    stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
 ) -> np.ndarray:
-    law = step_law(stops, target, drafter, contexts, num_positions, num_drafts)
-    parts = ((part, contexts_behind(target, contexts, n + 1)) for n, part in enumerate(law.emitted))
+    law = step_distribution(stops, target, drafter, contexts, num_positions, num_drafts)
+    parts = ((part, contexts_after(target, contexts, n + 1)) for n, part in enumerate(law.emitted))
     return completed(parts, target, num_positions + 1)
 
 
 def two_step_text(
-    stops: StopLaw, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
+    stops: StopProbs, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
 ) -> np.ndarray:
     """[V ** 2(K + 1)]: the joint law of what two steps write, followed by ordinary sampling to full length.
 
@@ -117,10 +117,10 @@ def two_step_text(
     start = np.zeros(1, dtype=np.int64)
     length = 2 * (num_positions + 1)
     total = np.zeros(target.vocab**length)
-    first = step_law(stops, target, drafter, start, num_positions, num_drafts(1))
+    first = step_distribution(stops, target, drafter, start, num_positions, num_drafts(1))
     for n, law in enumerate(first.emitted):
-        contexts = contexts_behind(target, start, n + 1)[0]
-        second = step_law(stops, target, drafter, contexts, num_positions, num_drafts(len(contexts)))
-        parts = ((part, contexts_behind(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
+        contexts = contexts_after(target, start, n + 1)[0]
+        second = step_distribution(stops, target, drafter, contexts, num_positions, num_drafts(len(contexts)))
+        parts = ((part, contexts_after(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
         total += (law[0][:, None] * completed(parts, target, length - n - 1)).reshape(-1)
     return total

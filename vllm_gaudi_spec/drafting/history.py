@@ -46,8 +46,8 @@ class RequestHistory:
 
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
-        self._history_np[request.row, : len(request.known)] = request.known
-        self._lengths_np[request.row] = len(request.known)
+        self._history_np[request.row, : len(request.all_token_ids)] = request.all_token_ids
+        self._lengths_np[request.row] = len(request.all_token_ids)
 
     def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
         """int32: a view that is valid until the next step."""
@@ -72,7 +72,7 @@ class RequestHistory:
         """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
         request."""
         rows_np = _rows_of(step)
-        wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, most))
+        wanted_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, most))
         return [
             DraftingRow(step.requests[index], index, int(wanted_np[index]))
             for index in np.flatnonzero(wanted_np).tolist()

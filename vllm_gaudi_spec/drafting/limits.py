@@ -29,7 +29,7 @@ class LengthSplit:
         self._longest = speculation.longest(max_model_len)
         # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        # By row: the most drafts that the scheduler wants behind this step.
+        # By row: the most drafts that the scheduler wants after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
@@ -41,29 +41,29 @@ class LengthSplit:
         self._limits_np[row, 1] = 0
 
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:
-        """Rows that draft less for now, and how much."""
+        """`limits`: rows that draft less for now, and their most drafts."""
         self._paced_np.fill(self._num_drafts)
-        for row, most in limits:
-            self._paced_np[row] = most
+        for row, limit in limits:
+            self._paced_np[row] = limit
 
-    def paced(self, rows_np: np.ndarray, most: int) -> np.ndarray:
-        """int32: the most drafts that are wanted of these rows."""
-        return np.minimum(self._paced_np[rows_np], most)
+    def paced(self, rows_np: np.ndarray, limit: int) -> np.ndarray:
+        """int32: the most drafts that the scheduler wants of these rows, at most `limit`."""
+        return np.minimum(self._paced_np[rows_np], limit)
 
-    def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
-        """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
-        return wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
+    def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+        """int32 [B]: drafts that rows of these lengths have use for, at most `limit`."""
+        return max_drafts(torch.from_numpy(self._limits(rows_np, limit)), torch.from_numpy(lengths_np)).numpy()
 
-    def upload(self, rows_np: np.ndarray, most: int | np.ndarray) -> torch.Tensor:
-        """int32 [B, 2]: what `wanted` takes, for lengths that only the device knows."""
-        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, most)))
+    def upload(self, rows_np: np.ndarray, limit: int | np.ndarray) -> torch.Tensor:
+        """int32 [B, 2]: what `max_drafts` takes, for lengths that only the device knows."""
+        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, limit)))
 
-    def _limits(self, rows_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
+    def _limits(self, rows_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
         limits_np = self._limits_np[rows_np]
-        limits_np[:, 1] = np.minimum(limits_np[:, 1], most)
+        limits_np[:, 1] = np.minimum(limits_np[:, 1], limit)
         return limits_np
 
 
-def wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def max_drafts(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """int32 [B]: drafts that rows of these lengths have use for."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

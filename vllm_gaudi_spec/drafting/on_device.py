@@ -14,7 +14,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice
 from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
-from vllm_gaudi_spec.drafting.limits import wanted
+from vllm_gaudi_spec.drafting.limits import max_drafts
 from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
 from vllm_gaudi_spec.runner.graphs import Job
@@ -46,7 +46,7 @@ class DeviceDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         speculation: Speculation,
-        laws: DraftProbs,
+        draft_probs: DraftProbs,
         guard: Guard,
         kv_sync: DrafterKVSync,
         coverage: Coverage | None,
@@ -60,7 +60,7 @@ class DeviceDrafting(Drafting):
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
         self._choice = DraftChoice(speculation, requests.backend.rules)
-        self._laws = laws
+        self._draft_probs = draft_probs
         self._kv_sync = kv_sync
         self._coverage = coverage
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -85,7 +85,7 @@ class DeviceDrafting(Drafting):
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         if self._is_off:
             return np.zeros(len(requests), dtype=np.int32)
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
@@ -95,7 +95,7 @@ class DeviceDrafting(Drafting):
         # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.wanted_np(rows_np, shortest_np, most)
+        return self._split.max_drafts_np(rows_np, shortest_np, most)
 
     def follow(self, batch: Batch) -> None:
         if self._is_off:
@@ -107,7 +107,7 @@ class DeviceDrafting(Drafting):
             self._kv_sync.invalidate(batch.requests)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._laws.of(rows_B)
+        return self._draft_probs.of(rows_B)
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
@@ -163,15 +163,15 @@ class DeviceDrafting(Drafting):
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
-        wanted_B = self._kv_sync.draftable(rows_B, lengths_B, wanted(limits_B2, lengths_B))
+        wanted_B = self._kv_sync.draftable(rows_B, lengths_B, max_drafts(limits_B2, lengths_B))
         hidden = self._kv_sync.hidden(rows_B, lengths_B)
         request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
-        drafts = self._guard.usable(self._proposer.propose(request), request, self._laws.vocab_size)
-        self._laws.put(rows_B, drafts)
+        drafts = self._guard.usable(self._proposer.propose(request), request, self._draft_probs.vocab_size)
+        self._draft_probs.put(rows_B, drafts)
         # Last of what may fail: until then the rows have no drafts.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
-        return drafts.known
+        return drafts.for_host
 
     # --- after a step ---
 

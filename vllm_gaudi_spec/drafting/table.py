@@ -40,14 +40,14 @@ DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
 METHODS = {
     "ngram": Method(
         proposer="ngram.NgramProposer",
-        about="drafts what followed the same words before",
+        about="drafts what came after the same words before",
         on_device=False,
         options=_NGRAM_OPTIONS,
         in_vllm=True,
     ),
     "ngram_gpu": Method(
         proposer="ngram.DeviceNgramProposer",
-        about="drafts what followed the same words before",
+        about="drafts what came after the same words before",
         on_device=True,
         options=_NGRAM_OPTIONS,
         in_vllm=True,

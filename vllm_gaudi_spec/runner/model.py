@@ -76,8 +76,8 @@ class LoadedModel:
         # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
-        self.said: torch.Tensor | None = None
-        """int64: the target's ids of what it can say; None where that is everything."""
+        self.output_ids: torch.Tensor | None = None
+        """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
         self.hand_out(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))

@@ -126,7 +126,7 @@ class Rows:
         split: LengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
-        laws = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
+        draft_probs = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
         split = split or self.split(speculation)
         guard = Guard(alone=True)
         return DeviceDrafting(
@@ -136,7 +136,7 @@ class Rows:
             recorder=self.recorder,
             shapes=self.shapes,
             speculation=speculation,
-            laws=laws,
+            draft_probs=draft_probs,
             guard=guard,
             kv_sync=kv_sync,
             coverage=None,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.support import laws
-from tests.support.laws import ALPHA, Table, random_table, request_keys
+from tests.support import distributions
+from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
 from vllm_gaudi_spec.sampling.drafts import Mode, draft
@@ -67,7 +67,7 @@ def test_probabilistic_follows_its_law() -> None:
     drafted = draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - 1)
     assert drafted.probs_BV is not None
     torch.testing.assert_close(drafted.probs_BV[0], table.logits_CV[0].softmax(-1))
-    assert laws.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
+    assert distributions.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
 
 
 def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
@@ -80,7 +80,7 @@ def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
         for back in (1, 2)
     )
     joint = np.outer(table.probs_CV[0], table.probs_CV[0]).ravel()
-    assert laws.p_value((first * 4 + second).numpy(), joint) > ALPHA
+    assert distributions.p_value((first * 4 + second).numpy(), joint) > ALPHA
 
 
 def test_coupled_is_the_targets_own_sampling() -> None:

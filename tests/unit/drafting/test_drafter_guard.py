@@ -37,7 +37,7 @@ def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
     checked = usable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
     assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
-    assert checked.known.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
+    assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
 
 
 def test_more_than_was_wanted_or_fewer_than_none() -> None:
@@ -75,11 +75,13 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
 
 def test_a_law_that_is_none_never_reaches_a_rule() -> None:
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
-    laws = DraftProbs(speculation, 2, 4, torch.device("cpu"))
+    draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
     rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
-    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
-    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan)))
-    found = laws.of(rows_B)
+    draft_probs.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
+    draft_probs.put(
+        rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan))
+    )
+    found = draft_probs.of(rows_B)
     assert found is not None
     assert found[0].isnan().all()
     assert found[1].tolist() == [[0.25] * 4]
@@ -108,13 +110,13 @@ def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
     assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
 
 
-def test_laws_of_ranks_are_alike_too() -> None:
+def test_draft_probs_of_ranks_are_alike_too() -> None:
     """Else one of them would accept what another does not."""
-    laws = torch.full((3, K, VOCAB), 0.01)
-    other = laws.clone()
+    probs = torch.full((3, K, VOCAB), 0.01)
+    other = probs.clone()
     other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
     other[2] = torch.nan
-    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=laws)
+    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=probs)
     assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
 
 
@@ -348,7 +350,7 @@ def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
     assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
     rows.drafting.on_drafter_status([], [], is_off=True)
     assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
-    assert rows.drafting.most([by_id["a"]], [3]).tolist() == [0]
+    assert rows.drafting.max_drafts([by_id["a"]], [3]).tolist() == [0]
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])

@@ -100,7 +100,7 @@ class HeadRows(Rows):
         states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             for query in range(count):
-                states[row, query] = state_behind(request.known[: request.num_computed + query + 1])
+                states[row, query] = state_behind(request.all_token_ids[: request.num_computed + query + 1])
         self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
         self.fresh |= {request.req_id for request in batch.requests}
         super().forward(batch)

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.limits import LengthSplit
-from vllm_gaudi_spec.drafting.limits import wanted as wanted_on_device
+from vllm_gaudi_spec.drafting.limits import max_drafts as max_drafts_on_device
 
 K = 4
 
@@ -23,8 +23,8 @@ def split(drafter_max_len: int | None = None, max_model_len: int = 1000) -> Leng
 
 def wanted(split: LengthSplit, lengths: dict[int, int], most: int = K) -> list[int]:
     rows, values = np.array(list(lengths), dtype=np.int64), np.array(list(lengths.values()), dtype=np.int32)
-    on_host = split.wanted_np(rows, values, most)
-    on_device = wanted_on_device(split.upload(rows, most), torch.from_numpy(values))
+    on_host = split.max_drafts_np(rows, values, most)
+    on_device = max_drafts_on_device(split.upload(rows, most), torch.from_numpy(values))
     assert on_host.tolist() == on_device.tolist()
     return on_host.tolist()
 

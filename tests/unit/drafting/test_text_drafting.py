@@ -114,7 +114,7 @@ class Rows:
             recorder=self.recorder,
             shapes=self.shapes,
             choice=DraftChoice(self.speculation, TORCH),
-            laws=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
+            draft_probs=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
             num_drafts=num_drafts,
             guard=Guard(alone=True),
             coverage=None,
@@ -299,18 +299,18 @@ def test_a_grammar_sees_the_drafts() -> None:
     assert rows.drafting.drafts_of(StepResult(members)).draft_token_ids == [drafts]
 
 
-def test_the_law_of_a_sampled_draft_is_kept() -> None:
+def test_the_probs_of_a_sampled_draft_are_kept() -> None:
     rows = Rows(num_drafts=2, drafting="probabilistic", temperature=0.7)
     rows.start(prompts(rows))
     drafts = rows.sample({"a": [7], "b": [8]})
     for name in "ab":
-        laws = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
-        assert laws is not None
+        probs = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
+        assert probs is not None
         read = rows.read(name)
-        for law, draft in zip(laws[0], drafts[name], strict=True):
+        for probs_V, draft in zip(probs[0], drafts[name], strict=True):
             hidden = torch.tensor([[following(read, rows.model.vocab)]])
             expected = (rows.translation.to_target(rows.model.logits(hidden)) / 0.7).softmax(-1)
-            torch.testing.assert_close(law[None], expected)
+            torch.testing.assert_close(probs_V[None], expected)
             read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
 
 

@@ -103,7 +103,7 @@ class TextDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         choice: DraftChoice,
-        laws: DraftProbs,
+        draft_probs: DraftProbs,
         num_drafts: int,
         guard: Guard,
         coverage: Coverage | None,
@@ -120,7 +120,7 @@ class TextDrafting(Drafting):
         self._recorder = recorder
         self._shapes = shapes
         self._choice = choice
-        self._laws = laws
+        self._draft_probs = draft_probs
         self._num_drafts = num_drafts
         self._coverage = coverage
         self._widths = (NUM_NEWEST, NUM_NEWEST + num_drafts)
@@ -175,7 +175,7 @@ class TextDrafting(Drafting):
         return tuple(self._outgrown.values())  # as they are now: proposing changes them
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._laws.of(rows_B)
+        return self._draft_probs.of(rows_B)
 
     def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
         if not batch.is_padding:
@@ -337,10 +337,10 @@ class TextDrafting(Drafting):
         request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
         said = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
-            drafts = self._guard.usable(said, request, self._laws.vocab_size)
-            self._laws.put(rows_B, drafts)
+            drafts = self._guard.usable(said, request, self._draft_probs.vocab_size)
+            self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
-            return drafts.known
+            return drafts.for_host
         # Of the drafter's own tokens the host reads nothing else: a row with a fault says so in their place.
         drafts = self._guard.usable(said, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
@@ -372,7 +372,7 @@ class TextDrafting(Drafting):
         self._history.put(step, self._drafts)
 
     def in_use(self) -> dict[str, int]:
-        return {"slab_rows": len(self._timelines)}
+        return {"drafter_kv_rows": len(self._timelines)}
 
     # --- warm-up ---
 

@@ -54,7 +54,7 @@ def request_keys(first: int, count: int) -> torch.Tensor:
     return torch.tensor([fold_seed(seed) for seed in range(first, first + count)], dtype=torch.int32)
 
 
-def text_law(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
+def text_probs(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
     """[N, V ** L]: the law of the next `length` tokens behind each context; a text's cell is its base-V number."""
     contexts = np.zeros(1, dtype=np.int64) if contexts is None else contexts
     law, now = np.ones((len(contexts), 1)), contexts[:, None]
@@ -225,4 +225,6 @@ def power(biased: np.ndarray, law: np.ndarray, total: int, most: int | None = No
 def p_values(texts_NL: np.ndarray, target: Table, most: int | None = None) -> list[float]:
     """The whole text against its joint law, and its first one and two tokens alone: fewer cells see a bias better."""
     lengths = sorted({length for length in (1, 2, texts_NL.shape[1]) if length <= texts_NL.shape[1]})
-    return [p_value(cells(texts_NL[:, :length], target.vocab), text_law(target, length)[0], most) for length in lengths]
+    return [
+        p_value(cells(texts_NL[:, :length], target.vocab), text_probs(target, length)[0], most) for length in lengths
+    ]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import exact, laws
-from tests.support.laws import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_law, write
+from tests.support import distributions, exact
+from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_probs, write
 from tests.unit.sampling.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens
@@ -100,7 +100,7 @@ def test_law_of_one_step(rule: str, share: float, num_positions: int) -> None:
         for num in range(1, num_positions + 1):
             numbers = np.full(len(contexts), num)
             law = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_positions, numbers)
-            wrong = np.abs(law - text_law(made.target, num_positions + 1, contexts)).sum(1).max() / 2
+            wrong = np.abs(law - text_probs(made.target, num_positions + 1, contexts)).sum(1).max() / 2
             assert wrong < ROUNDING, (seed, num)
 
 
@@ -119,7 +119,10 @@ def test_joint_law_of_two_steps(rule: str, num_matched: int, num_positions: int)
         for ragged in (False, True):
             numbers = numbers_of_drafts(rng, 0 if ragged else num_positions, num_positions)
             law = exact.two_step_text(STOPS[rule], made.target, made.seen, num_positions, numbers)
-            assert np.abs(law - text_law(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (seed, ragged)
+            assert np.abs(law - text_probs(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (
+                seed,
+                ragged,
+            )
 
 
 @every_rule
@@ -130,7 +133,7 @@ def test_two_sampled_steps(rule: str, share: float) -> None:
     texts, _ = write(
         RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
     )
-    p_values = laws.p_values(texts[:, :2], made.target, BINS)
+    p_values = distributions.p_values(texts[:, :2], made.target, BINS)
     assert min(p_values) > ALPHA, p_values
     _, accepted = write(RULES[rule].verify, made.target, made.seen, num_positions=1, steps=1, length=1, rows=DRAWS)
     overlap = np.minimum(made.target.probs_CV, made.seen.probs_CV)[0].sum()
@@ -160,7 +163,7 @@ def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) ->
     made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
     texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
-    p_values = laws.p_values(texts, made.target, BINS)
+    p_values = distributions.p_values(texts, made.target, BINS)
     assert min(p_values) > ALPHA, p_values
 
 
