@@ -1,7 +1,7 @@
 """Which rows can be speculated on, and how far: row by row, so that a long request costs its neighbours nothing.
 
 A row drafts fewer tokens, down to none, as its context nears the drafter's longest, the model's longest, or the end of
-the answer that was asked for. What it may draft follows from its own length and from what was known at its admission:
+the output that was requested. How many it may draft follows from its own length and from its parameters at admission:
 every rank decides alike.
 """
 
@@ -26,18 +26,18 @@ class LengthSplit:
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         self._backend = backend
         self._num_drafts = speculation.num_drafts
-        self._longest = speculation.longest(max_model_len)
-        # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
+        self._max_len = speculation.longest(max_model_len)
+        # By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
         # By row: the most drafts that the scheduler wants after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
-        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._longest)
+        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
         self._limits_np[row] = (limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
-        """As long as its request has this row it drafts nothing."""
+        """The row drafts nothing as long as its request has it."""
         self._limits_np[row, 1] = 0
 
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     proposer: str
-    """Module of this folder and class, which has a constructor `build`. It is imported when it is picked."""
+    """Module of this folder and class, which has a constructor `build`. It is imported when it is used."""
     about: str
-    """How it drafts, for somebody who hears of it for the first time."""
+    """How it drafts, for readers who do not know it."""
     on_device: bool
     """It drafts on the device, between two steps, and so runs with async scheduling. Others draft on the host, after
     the one device-to-host sync of a step."""

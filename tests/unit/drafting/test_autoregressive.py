@@ -128,7 +128,7 @@ class Rows:
         speculation = self.speculation(method, drafter_max_len)
         draft_probs = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
         split = split or self.split(speculation)
-        guard = Guard(alone=True)
+        guard = Guard(independent=True)
         return DeviceDrafting(
             proposer=proposer,
             split=split,

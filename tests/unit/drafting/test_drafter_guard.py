@@ -15,7 +15,7 @@ from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, follow
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
-from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
+from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import guard_of
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
@@ -34,20 +34,20 @@ def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] 
 
 def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
     tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB]]
-    checked = usable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
+    checked = mark_unusable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
     assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
     assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
 
 
 def test_more_than_was_wanted_or_fewer_than_none() -> None:
-    checked = usable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
+    checked = mark_unusable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [FAULTY, FAULTY, 1]
 
 
 def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
     sound = [[True, True, True], [True, False, True], [True, False, True]]
-    checked = usable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
+    checked = mark_unusable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, 1]
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
 )
 def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
     with pytest.raises(ValueError, match=r"for 1 rows of 3 drafts"):
-        usable(drafted(tokens, counts), request([3]), VOCAB)
+        mark_unusable(drafted(tokens, counts), request([3]), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
         return torch.cat([sent[0], sent[-1]]) if len(sent) > 1 else torch.cat([numbers, numbers])
 
     group: Any = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(all_gather=all_gather))
-    alike(other, group)
+    mark_different(other, group)
     sent = sent[:1]
-    first = alike(own, group)
+    first = mark_different(own, group)
     sent = [sent[1]]
-    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, alike(other, group))]
+    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, mark_different(other, group))]
 
 
 def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
@@ -122,7 +122,7 @@ def test_draft_probs_of_ranks_are_alike_too() -> None:
 
 def test_a_cut_drafter_asks_nobody() -> None:
     """All its ranks have the logits of all."""
-    assert Guard(alone=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
+    assert Guard(independent=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
 
 
 # --- drafters on the host ---
@@ -255,8 +255,8 @@ def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
 def test_several_ranks_are_not_survived() -> None:
     somebody = cast(Any, [SimpleNamespace(req_id="a")])
     with pytest.raises(ZeroDivisionError):
-        Guard(alone=False).caught(ZeroDivisionError(), somebody)
-    guard = Guard(alone=True)
+        Guard(independent=False).caught(ZeroDivisionError(), somebody)
+    guard = Guard(independent=True)
     guard.caught(ZeroDivisionError(), somebody)
     guard.caught(ZeroDivisionError(), somebody)
     assert guard.take() == [DraftRound(("a",), worked=False)], "one step, one round"
@@ -277,7 +277,7 @@ def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
         (two, one, False, two),
     ):
         guard = guard_of(model(target), drafter and model(drafter))
-        assert (guard._alone, guard._apart) == (alone, apart)
+        assert (guard._independent, guard._replicas) == (alone, apart)
 
 
 def started_rows(kind: type[Rows]) -> Rows:

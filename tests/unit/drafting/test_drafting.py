@@ -74,7 +74,7 @@ def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) 
         shapes=of_steps,
         speculation=speculation(),
         draft_probs=draft_probs,
-        guard=Guard(alone=True),
+        guard=Guard(independent=True),
         kv_sync=DrafterKVSync(),
         coverage=None,
     )

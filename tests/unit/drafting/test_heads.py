@@ -23,7 +23,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
-from vllm_gaudi_spec.drafting.models import LoadedHead, carried_too, layers_of, share
+from vllm_gaudi_spec.drafting.models import LoadedHead, layers_of, share, with_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
@@ -302,7 +302,7 @@ def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
     hidden_states.put(DECODE, 2, rows_B, located, Hidden(last, carried))
     assert torch.equal(hidden_states.carried(rows_B, 2), carried)
     assert torch.equal(hidden_states.take(rows_B, 2).hidden_NH, last)
-    assert hidden_states.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    assert hidden_states.last_accepted(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
     hidden_states.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
     assert torch.equal(hidden_states.chunk(4), carried + 20)
     assert torch.equal(hidden_states.chunk_TH[:4], last)
@@ -412,8 +412,8 @@ def test_a_head_takes_no_adapters() -> None:
 
 def test_a_head_with_two_answers_carries_the_second() -> None:
     first, second = torch.zeros(1), torch.ones(1)
-    assert carried_too((first, second), None) == Hidden(first, second)
-    assert carried_too(first, None) == Hidden(first, first)
+    assert with_carried((first, second), None) == Hidden(first, second)
+    assert with_carried(first, None) == Hidden(first, first)
 
 
 def test_the_layers_that_a_head_reads() -> None:

@@ -42,7 +42,7 @@ def assert_best(draft: Draft, expected: list[tuple[list[int], float]]) -> None:
 def test_drafts_equal_the_count_over_all_substrings(
     options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suffix, "MAX_PLACES", 10_000)
+    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 10_000)
     depth, max_drafts, factor, min_prob = options
     rng = np.random.default_rng(depth)
     for _ in range(60):
@@ -63,8 +63,8 @@ def test_drafts_equal_the_count_over_all_substrings(
         assert_best(draft, [way for each in ways for way in each])
 
 
-def test_only_the_newest_places_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_PLACES", 3)
+def test_only_the_newest_occurrences_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 3)
     text = Text(24)
     text.append([1, 5] * 10 + [1, 6] * 3 + [1])
     assert text.speculate([1], [0, 1], 0.0, Draft()) == Draft([6], 1.0)

@@ -116,7 +116,7 @@ class Rows:
             choice=DraftChoice(self.speculation, TORCH),
             draft_probs=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
             num_drafts=num_drafts,
-            guard=Guard(alone=True),
+            guard=Guard(independent=True),
             coverage=None,
         )
         self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
