@@ -54,7 +54,7 @@ class HeadProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        # The newest token stands beside the state before it, so a head is one position less far than the target.
+        # The newest token stands beside the state before it, so a head's position is one less than the target's.
         starts_B = request.lengths_B - 1
         return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 

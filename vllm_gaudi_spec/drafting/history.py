@@ -69,8 +69,8 @@ class RequestHistory:
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
     def drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
-        """Rows that can use drafts, `limit` at most. Rows that stopped cannot: the scheduler drops the tokens after a
-        stop and ends the request."""
+        """Rows that can use drafts, each `limit` at most. Rows that stopped cannot: the scheduler drops the tokens
+        after a stop and ends the request."""
         rows_np = _rows_of(step)
         max_drafts_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit))
         return [

@@ -29,7 +29,7 @@ class HostDrafting(Drafting):
         self._history = history
         self._vocab_size = vocab_size
         self._agree = agree
-        self._guard = Guard(independent=True)  # no rank waits for a drafter on the host of another
+        self._guard = Guard(independent=True)  # no rank waits for another's drafter on the host
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:

@@ -1,4 +1,4 @@
-"""What a drafter does wrong costs its requests nothing, and is told."""
+"""What a drafter does wrong costs its requests nothing, and is reported."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
     inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
-    chosen = choice._behind(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
+    chosen = choice._chooser(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
     assert chosen.sound_B is not None
     assert chosen.sound_B.tolist() == [True, sound]
 
 
-def test_a_law_that_is_none_never_reaches_a_rule() -> None:
+def test_a_faulty_distribution_never_reaches_a_rule() -> None:
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
     draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
     rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
@@ -141,7 +141,7 @@ class Odd(Counts):
         return self.ask(contexts)
 
 
-def behind(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
+def after_step(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
     requests, split, names = started()
     drafting = HostDrafting(Odd(ask), RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
@@ -173,16 +173,16 @@ def raises(contexts: list[Any]) -> Any:
     ],
 )
 def test_a_round_of_nonsense_is_a_fault_of_all_and_leaves_no_drafts(ask: Ask) -> None:
-    drafting, requests, told = behind(ask)
-    assert told == [[], [], []]
+    drafting, requests, reported = after_step(ask)
+    assert reported == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
     assert drafting.take_rounds() == []
 
 
 def test_one_row_of_nonsense_leaves_the_others_their_drafts() -> None:
-    drafting, _, told = behind(lambda contexts: [[14, VOCAB], [27]])
-    assert told == [[], [27], []]
+    drafting, _, reported = after_step(lambda contexts: [[14, VOCAB], [27]])
+    assert reported == [[], [27], []]
     assert drafting.take_rounds() == [DraftRound(("a",), worked=True)]
 
 
@@ -197,14 +197,16 @@ def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
 
 
 def test_answers_of_any_kind_of_integer_are_tokens() -> None:
-    _, _, told = behind(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
-    assert told == [[14, 15], [27, 28], []]
+    _, _, reported = after_step(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
+    assert reported == [[14, 15], [27, 28], []]
 
 
-def test_what_stands_behind_the_drafts_that_were_wanted_is_no_fault() -> None:
+def test_tokens_after_the_requested_drafts_are_no_fault() -> None:
     """As of a class that fills its rows up to one length."""
-    drafting, _, told = behind(lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts])
-    assert [set(row) for row in told] == [{14}, {14}, set()]
+    drafting, _, reported = after_step(
+        lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts]
+    )
+    assert [set(row) for row in reported] == [{14}, {14}, set()]
     assert drafting.take_rounds() == [DraftRound((), worked=True)]
 
 
@@ -289,18 +291,18 @@ def started_rows(kind: type[Rows]) -> Rows:
 
 
 def while_broken(rows: Rows, owner: object, name: str) -> None:
-    """A step of all rows in which the drafter fails: nothing is drafted, and it is told."""
+    """A step of all rows in which the drafter fails: nothing is drafted, and it is reported."""
     working = getattr(owner, name)
     setattr(owner, name, lambda *given, **named: raises([]))
     assert not any(rows.sample({name: [1] for name in PROMPTS}).values())
-    (told,) = rows.drafting.take_rounds()
-    assert set(told.faulty) == set(PROMPTS)
-    assert not told.worked
+    (reported,) = rows.drafting.take_rounds()
+    assert set(reported.faulty) == set(PROMPTS)
+    assert not reported.worked
     setattr(owner, name, working)
 
 
 @pytest.mark.parametrize("kind", [Rows, HeadRows])
-def test_behind_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
+def test_after_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
     rows = started_rows(kind)
     while_broken(rows, rows.drafting._proposer, "propose")
     rows.check_steps(1)
@@ -342,7 +344,7 @@ def check_nobody_shares(rows: HeadRows) -> None:
     assert rows.sample({"own": [1]}) == {"own": rows.expected("own")} != {"own": []}
 
 
-def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
+def test_the_decision_of_the_scheduler_holds_until_the_row_is_given_up() -> None:
     rows = started_rows(Rows)
     by_id = rows.requests.by_id
     rows.drafting.on_drafter_status([by_id["a"]], [by_id["b"]], is_off=False)
@@ -354,15 +356,15 @@ def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_no_number_in_one_row_leaves_it_without_drafts_and_says_so(device: type[HostBackend]) -> None:
+def test_no_number_in_one_row_leaves_it_without_drafts_and_is_reported(device: type[HostBackend]) -> None:
     rows = Rows(3, backend=device())
     rows.start(PROMPTS)
-    working, spoilt = rows.model.logits, following([*PROMPTS["b"], 4])
-    rows.model.logits = lambda hidden: torch.where(hidden == spoilt, torch.nan, working(hidden))  # type: ignore[method-assign]
+    working, faulty_token = rows.model.logits, following([*PROMPTS["b"], 4])
+    rows.model.logits = lambda hidden: torch.where(hidden == faulty_token, torch.nan, working(hidden))  # type: ignore[method-assign]
     drafts = rows.sample({"a": [4], "b": [4], "c": [4]})
     assert drafts["b"] == []
     assert drafts["a"] == rows.expected("a")
     numbers = {name: int(rows.requests.num_drafts_R[rows.requests.by_id[name].row]) for name in PROMPTS}
     assert numbers == {"a": 3, "b": FAULTY, "c": 3}
-    told = rows.requests.reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
-    assert told.tolist() == [FAULTY]
+    reported = rows.requests.reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
+    assert reported.tolist() == [FAULTY]

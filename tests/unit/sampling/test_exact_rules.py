@@ -349,7 +349,7 @@ def test_large_vocabulary(rule: str) -> None:
         RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=2, rows=DRAWS, chunk=32
     )
     law = text_probs(target, 1)[0]
-    p_values = [distributions.p_value(texts[:, place], law, most=200) for place in (0, 1)]
+    p_values = [distributions.p_value(texts[:, place], law, max_bins=200) for place in (0, 1)]
     assert min(p_values) > ALPHA, p_values
     overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
     assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS)
