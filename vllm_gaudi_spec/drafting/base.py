@@ -1,4 +1,4 @@
-"""The contracts of this room: what a proposer is asked, and when drafting runs in a step.
+"""The interfaces of this package: what a proposer gets and returns, and when drafting runs in a step.
 
 Two kinds of proposers. A host proposer looks at token histories on the host, after a step's result was read. A device
 proposer works on device tensors and never waits for the device, so that it fits between two steps of async scheduling.

@@ -1,6 +1,6 @@
 """A user's own drafter: vLLM's method `custom_class`, where `model` names a class.
 
-Upstream hands such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
+Upstream passes such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class CustomProposer:
         for row_np, context in zip(tokens_np, contexts, strict=True):
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._new_tokens(context) for context in contexts]
-        answers = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
+        outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
         # Only after it has returned: a drafter that failed has not seen them.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
-        if len(answers) != len(contexts):
+        if len(outputs) != len(contexts):
             raise ValueError(
-                f"{type(self._proposer).__name__}.propose returned lists for {len(answers)} of {len(contexts)} "
+                f"{type(self._proposer).__name__}.propose returned lists for {len(outputs)} of {len(contexts)} "
                 "requests: it must return one list for each, empty where it has no drafts"
             )
-        return [_without_filling(answer) for answer in answers]
+        return [_without_filling(output) for output in outputs]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -71,6 +71,6 @@ class CustomProposer:
         return new
 
 
-def _without_filling(answer: Sequence[int]) -> Sequence[int]:
+def _without_filling(output: Sequence[int]) -> Sequence[int]:
     """Up to the first -1: upstream's drafters fill up with those. The caller checks the rest."""
-    return list(takewhile(lambda token: token != -1, answer)) if isinstance(answer, Iterable) else answer
+    return list(takewhile(lambda token: token != -1, output)) if isinstance(output, Iterable) else output

@@ -1,12 +1,12 @@
 """A drafter that is a model: k steps of it after each verification, as one loop of static shapes.
 
-Its KV stands beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
+Its KV is beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
 written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
 then. The first call of a round therefore always takes the two newest tokens, and at times writes the same KV again.
 
-`DraftModelKVSync` knows how far the drafter has read, row by row, and what it takes to catch up. The device knows it
-exactly. The host knows a lower bound, since drafts may be in flight: enough to know which rows have to catch up,
-and in which shape.
+`DraftModelKVSync` tracks how far the drafter has read, row by row, and what it takes to catch up. The device has exact
+counts. The host has a lower bound, since drafts may be in flight: enough to decide which rows have to catch up, and in
+which shape.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Drafter KV sync: the drafter's KV and states follow what the target computes and accepts.
 
-One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `HeadKVSync` stand beside their proposers.
+One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `HeadKVSync` are beside their proposers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class LengthSplit:
         self._max_len = speculation.longest(max_model_len)
         # By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        # By row: the most drafts that the scheduler wants after this step.
+        # By row: the most drafts that the scheduler requests after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
@@ -47,7 +47,7 @@ class LengthSplit:
             self._paced_np[row] = limit
 
     def paced(self, rows_np: np.ndarray, limit: int) -> np.ndarray:
-        """int32: the most drafts that the scheduler wants of these rows, at most `limit`."""
+        """int32: the most drafts that the scheduler requests of these rows, at most `limit`."""
         return np.minimum(self._paced_np[rows_np], limit)
 
     def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:

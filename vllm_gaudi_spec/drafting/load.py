@@ -134,7 +134,7 @@ def _host_drafting(context: DraftingContext, proposer: HostProposer) -> HostDraf
     return HostDrafting(proposer, history, context.vocab_size, agreement(context.vllm_config))
 
 
-# --- parts that several kinds have ---
+# --- parts of several kinds ---
 
 
 def _limits(context: DraftingContext) -> LengthSplit:

@@ -107,7 +107,7 @@ def load_head(
         _read_layers(target, head, spec_config.draft_model_config.get_hidden_size())
     else:
         _refuse_special_states(target.model)
-        target.hand_out(with_carried)
+        target.set_outputs(with_carried)
     return head
 
 
@@ -115,7 +115,7 @@ class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
         named["adapt"] = partial(share, target.model, group=target.group)
         super().__init__(*args, **named)
-        self.hand_out(with_carried)
+        self.set_outputs(with_carried)
         shares_output = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
         self._group_of_output = target.group if shares_output else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
@@ -239,7 +239,7 @@ def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
         with head.counting(inputs):
             return Hidden(last, head.model.combine_hidden_states(torch.cat(of_layers, dim=-1)))
 
-    target.hand_out(combined, size)
+    target.set_outputs(combined, size)
 
 
 def layers_of(config: Any) -> list[int] | None:
