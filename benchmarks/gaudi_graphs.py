@@ -170,7 +170,7 @@ def _drafts(
         recorder=NOBODY,
         shapes=shapes,
         speculation=speculation,
-        laws=NOBODY,
+        draft_probs=NOBODY,
         guard=NOBODY,
         kv_sync=kv_sync(requests),
         coverage=None,

@@ -1,4 +1,4 @@
-"""What the parts of a step hand each other, from the scheduler's output to the report. Imports nothing that does work.
+"""The records that the parts of a step pass on, from the scheduler's output to the report. Imports only types.
 
 Letters at the end of a tensor's name are its dimensions. In every file:
 
@@ -37,7 +37,7 @@ class PromptScores:
     """Log-probabilities of neighbouring tokens of a prompt, on their way to the host."""
 
     wait: Callable[[], torch.Tensor]
-    """Answers with the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""
+    """Returns the copy on the host: int32 [tokens, 2 * (1 + count) + 1], ids, scores and ranks side by side."""
     num_tokens: int
     num_computed: int
     """How many of the likeliest tokens were computed for each position,"""
@@ -56,7 +56,7 @@ class Request:
     outputs: list[int] = field(default_factory=list)
     """Output tokens that have reached the host, for processors that users bring; else those at admission."""
     row: int = NO_ROW
-    known: list[int] = field(default_factory=list)
+    all_token_ids: list[int] = field(default_factory=list)
     """All tokens at admission: the prompt, and outputs if the request was preempted."""
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
@@ -145,17 +145,17 @@ class SampleBatch:
     ends: list[int]
     """The most tokens that each request may have now, its drafts of this step included."""
     is_padding: bool = False
-    """Whether warm-up made it: nobody samples, and no drafts follow."""
+    """Whether it is from warm-up: no request samples, and no drafts follow."""
 
 
 # --- drafts ---
 
 
 class Hidden(NamedTuple):
-    """Hidden states of tokens: a model's answer."""
+    """Hidden states of tokens: the output of a model."""
 
     last: torch.Tensor
-    """What logits are made of."""
+    """What logits are computed from."""
     carried: torch.Tensor | None = None
     """What a head reads of them, beside the token that follows; often the same."""
 
@@ -168,7 +168,7 @@ class Drafted(NamedTuple):
     probs_BV: torch.Tensor | None
     """float32: the distribution that the tokens were drawn from; the probabilistic mode only."""
     sound_B: torch.Tensor | None = None
-    """bool: whether the logits were numbers, where somebody looked."""
+    """bool: whether the logits were numbers, where that was checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class DraftRequest:
     """The rows' KV blocks, with room for all drafts but the last; none where the drafter keeps no KV."""
     choose: Callable[[torch.Tensor, torch.Tensor], Drafted]
     """From a drafter's logits [B, V] in the target's ids, which it may change, and the positions [B] of the tokens that
-    they follow, to drafts: as the configuration says, with the rows' temperatures and filters."""
+    they follow, to drafts: as configured, with the rows' temperatures and filters."""
     hidden: Hidden | None = None
     """[B, H]: what each row's first draft follows from, for drafters that read hidden states."""
 
@@ -209,7 +209,7 @@ class DraftRequest:
 FAULTY = -1
 """In place of a row's number of drafts: there are none, because what was drafted cannot be used."""
 UNVERIFIED = -2
-"""In place of how many of a row's drafts a step verified: it had some, and a grammar or the scheduler let none be."""
+"""In place of how many of a row's drafts a step verified: it had some, and a grammar or the scheduler removed all."""
 
 
 class Drafts(NamedTuple):
@@ -225,18 +225,18 @@ class Drafts(NamedTuple):
     """bool: whether the logits that each draft was chosen from were numbers; None where there were none."""
 
     @property
-    def known(self) -> Drafts:
-        """As the host may read them: a row with a fault has no drafts."""
+    def for_host(self) -> Drafts:
+        """As reported to the host: a row with a fault has no drafts."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 
 
 class DraftRound(NamedTuple):
-    """How the drafter did in one round, as a worker reports it."""
+    """The outcome of one round of drafting, as a worker reports it."""
 
     faulty: tuple[str, ...] = ()
     """Requests whose drafts could not be used."""
     worked: bool = True
-    """Whether the drafter did its work for anybody."""
+    """Whether the drafter worked for at least one request."""
 
 
 # --- results ---
@@ -260,28 +260,28 @@ class Verification(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step leaves: requests that sampled, and requests whose prompt goes on."""
+    """The result of a step: requests that sampled, and requests whose prompt goes on."""
 
     requests: list[Request]
     verification: Verification | None = None
-    """None when nobody sampled."""
+    """None when no request sampled."""
     prompt_logprobs: list[tuple[Request, list[PromptScores]]] = field(default_factory=list)
     unfinished: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
     """Those of `requests` whose prompt ended in this step, or that were resumed: there was nothing to verify."""
     signature: tuple[Hashable, ...] = ()
-    """Of the tensors that travel to the host."""
+    """Of the tensors that are copied to the host."""
     drafts: Drafts | None = None
-    """For the next step, where the host reads what a proposer on the device made."""
+    """For the next step, where a proposer on the device made them and the scheduler needs them on the host."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """What the host itself has seen of the drafter in this step."""
+    """Rounds of this step that the host itself observed."""
 
 
 class WorkerCounts(NamedTuple):
     """What a worker reports of itself with each step's output; counted since warm-up."""
 
     steps: int
-    host_reads: int
+    num_host_syncs: int
     compiled: int
     coverage: Mapping[str, float]
     """Share of the output that each vocabulary covers; empty where the drafter has the target's vocabulary."""

@@ -1,6 +1,6 @@
-"""The law of one and of two steps of a rule, by enumeration of all drafts instead of sampling.
+"""The distribution of one and of two steps of a rule, by enumeration of all drafts instead of sampling.
 
-What a rule does with its noise is given by the functions that the rule itself calls: the probabilities with which it
+The functions that the rule itself calls define what it does with its noise: the probabilities with which it
 accepts, and the residual it samples from.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support.laws import Table, text_law
+from tests.support.distributions import Table, text_probs
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.rules import block, standard
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# (target probs, draft probs, drafts, number of drafts) -> P(stop at place), weight of the target at place: [N, Q] each
-StopLaw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (target probs, draft probs, drafts, number of drafts) -> P(stop at offset), weight of the target there: [N, Q] each
+StopProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def standard_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,62 +37,64 @@ def block_stops(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass
-class StepLaw:
+class StepDistribution:
     emitted: list[np.ndarray]
     """[N, V ** n] for n = 1 to K + 1: P(the step emits exactly these n tokens)."""
     mean_accepted: np.ndarray
     """[N]."""
 
 
-def step_law(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
-) -> StepLaw:
-    """One step behind each of N contexts, with a number of drafts for each."""
+def step_distribution(
+    stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
+) -> StepDistribution:
+    """One step after each of N contexts, with a number of drafts for each."""
     vocab, rows = target.vocab, len(contexts)
     blocks = vocab**num_positions
     drafts = np.stack(np.unravel_index(np.arange(blocks), (vocab,) * num_positions), 1)
-    now, at_place = np.repeat(contexts, blocks), []
+    now, at_offset = np.repeat(contexts, blocks), []
     drafts_all = np.tile(drafts, (rows, 1))
-    for place in range(num_positions + 1):
-        at_place.append(now)
-        if place < num_positions:
-            now = target.after(now, drafts_all[:, place])
-    probs = torch.stack([target.logits_CV[c].softmax(-1) for c in at_place], 1)
-    draft_probs = torch.stack([drafter.logits_CV[c].softmax(-1) for c in at_place[:num_positions]], 1)
+    for offset in range(num_positions + 1):
+        at_offset.append(now)
+        if offset < num_positions:
+            now = target.after(now, drafts_all[:, offset])
+    probs = torch.stack([target.logits_CV[c].softmax(-1) for c in at_offset], 1)
+    draft_probs = torch.stack([drafter.logits_CV[c].softmax(-1) for c in at_offset[:num_positions]], 1)
     num = torch.from_numpy(np.repeat(num_drafts, blocks)).int()
-    stop_law, weights = stops(probs[:, :num_positions], draft_probs, torch.from_numpy(drafts_all).int(), num)
+    stop_probs, weights = stops(probs[:, :num_positions], draft_probs, torch.from_numpy(drafts_all).int(), num)
     chance = np.ones(len(now))
-    for place in range(num_positions):
-        chance = chance * drafter.probs_CV[at_place[place], drafts_all[:, place]]
+    for offset in range(num_positions):
+        chance = chance * drafter.probs_CV[at_offset[offset], drafts_all[:, offset]]
     emitted = []
-    for place in range(num_positions + 1):
-        whole = num <= place
-        left = stop.residual(probs[:, place], draft_probs[:, min(place, num_positions - 1)], weights[:, place].float())
+    for offset in range(num_positions + 1):
+        whole = num <= offset
+        draft = draft_probs[:, min(offset, num_positions - 1)]
+        left = stop.residual(probs[:, offset], draft, weights[:, offset].float())
         usable = (~whole & (left.amax(-1) > 0))[:, None]
-        last = torch.where(usable, left, probs[:, place]).double()
+        last = torch.where(usable, left, probs[:, offset]).double()
         last = (last / last.sum(-1, keepdim=True)).numpy()
-        joint = (chance * stop_law[:, place].numpy())[:, None] * last
-        # The drafts behind the place are summed over.
-        shape = (rows, vocab**place, vocab ** (num_positions - place), vocab)
+        joint = (chance * stop_probs[:, offset].numpy())[:, None] * last
+        # The drafts after the offset are summed over.
+        shape = (rows, vocab**offset, vocab ** (num_positions - offset), vocab)
         emitted.append(joint.reshape(shape).sum(2).reshape(rows, -1))
-    mean = sum(place * law.sum(1) for place, law in enumerate(emitted))
-    return StepLaw(emitted, np.asarray(mean))
+    mean = sum(offset * probs.sum(1) for offset, probs in enumerate(emitted))
+    return StepDistribution(emitted, np.asarray(mean))
 
 
-def completed(laws: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, length: int) -> np.ndarray:
-    """[N, V ** L]: texts of several lengths that go on with ordinary sampling. `laws`: texts, contexts behind them."""
+def completed(parts: Iterator[tuple[np.ndarray, np.ndarray]], target: Table, length: int) -> np.ndarray:
+    """[N, V ** L]: texts of several lengths that go on with ordinary sampling. `parts`: their probabilities, the
+    contexts after them."""
     total: np.ndarray | float = 0.0
-    for law, contexts in laws:
-        rows, texts = law.shape
+    for probs, contexts in parts:
+        rows, texts = probs.shape
         missing = length - round(np.log(texts) / np.log(target.vocab))
-        rest = text_law(target, missing, contexts.reshape(-1)).reshape(rows, texts, -1)
-        total = total + (law[..., None] * rest).reshape(rows, -1)
+        rest = text_probs(target, missing, contexts.reshape(-1)).reshape(rows, texts, -1)
+        total = total + (probs[..., None] * rest).reshape(rows, -1)
     assert isinstance(total, np.ndarray)
     return total
 
 
-def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
-    """[N, V ** length]: the context behind each text of a length."""
+def contexts_after(target: Table, contexts: np.ndarray, length: int) -> np.ndarray:
+    """[N, V ** length]: the context after each text of a length."""
     now = contexts[:, None]
     for _ in range(length):
         now = target.after(now[..., None], np.arange(target.vocab)).reshape(len(contexts), -1)
@@ -100,27 +102,27 @@ def contexts_behind(target: Table, contexts: np.ndarray, length: int) -> np.ndar
 
 
 def one_step_text(
-    stops: StopLaw, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
+    stops: StopProbs, target: Table, drafter: Table, contexts: np.ndarray, num_positions: int, num_drafts: np.ndarray
 ) -> np.ndarray:
-    law = step_law(stops, target, drafter, contexts, num_positions, num_drafts)
-    parts = ((part, contexts_behind(target, contexts, n + 1)) for n, part in enumerate(law.emitted))
+    step = step_distribution(stops, target, drafter, contexts, num_positions, num_drafts)
+    parts = ((part, contexts_after(target, contexts, n + 1)) for n, part in enumerate(step.emitted))
     return completed(parts, target, num_positions + 1)
 
 
 def two_step_text(
-    stops: StopLaw, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
+    stops: StopProbs, target: Table, drafter: Table, num_positions: int, num_drafts: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """[V ** 2(K + 1)]: the joint law of what two steps write, followed by ordinary sampling to full length.
+    """[V ** 2(K + 1)]: the joint distribution of what two steps write, and of ordinary sampling to full length.
 
     `num_drafts(n)` gives the numbers of drafts for n rows: a number may depend on what was written before it.
     """
     start = np.zeros(1, dtype=np.int64)
     length = 2 * (num_positions + 1)
     total = np.zeros(target.vocab**length)
-    first = step_law(stops, target, drafter, start, num_positions, num_drafts(1))
-    for n, law in enumerate(first.emitted):
-        contexts = contexts_behind(target, start, n + 1)[0]
-        second = step_law(stops, target, drafter, contexts, num_positions, num_drafts(len(contexts)))
-        parts = ((part, contexts_behind(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
-        total += (law[0][:, None] * completed(parts, target, length - n - 1)).reshape(-1)
+    first = step_distribution(stops, target, drafter, start, num_positions, num_drafts(1))
+    for n, probs in enumerate(first.emitted):
+        contexts = contexts_after(target, start, n + 1)[0]
+        second = step_distribution(stops, target, drafter, contexts, num_positions, num_drafts(len(contexts)))
+        parts = ((part, contexts_after(target, contexts, m + 1)) for m, part in enumerate(second.emitted))
+        total += (probs[0][:, None] * completed(parts, target, length - n - 1)).reshape(-1)
     return total

@@ -56,7 +56,7 @@ class Reads:
     carried_size = None
     group = SimpleNamespace(world_size=1)
     measuring = None
-    said = None
+    output_ids = None
     model = None
     """A drafter of the user's may ask for it."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from tests.support.laws import request_keys
+from tests.support.distributions import request_keys
 from tests.support.reference.rules import Noise
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel, keys_of_block, uniform

@@ -1,7 +1,7 @@
-"""The contracts of this room: what a proposer is asked, and when drafting runs in a step.
+"""The interfaces of this package: what a proposer gets and returns, and when drafting runs in a step.
 
 Two kinds of proposers. A host proposer looks at token histories on the host, after a step's result was read. A device
-proposer works on device tensors and never waits for the device, so that it fits between two steps that overlap.
+proposer works on device tensors and never waits for the device, so that it fits between two steps of async scheduling.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 class HostProposer(Protocol):
     def propose(self, contexts: list[Context]) -> list[Sequence[int]]:
-        """At most `max_drafts` drafts for each context, fewer or none where there is nothing to say."""
+        """At most `max_drafts` drafts for each context, fewer or none where it has none."""
         ...
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """These requests have ended; an id may come again with other tokens."""
+        """Drop what is kept of these requests: they have ended. An id may come again with other tokens."""
         ...
 
     @property
@@ -56,11 +56,11 @@ class DeviceProposer(Protocol):
 class Model(Protocol):
     """A loaded model."""
 
-    said: torch.Tensor | None
-    """int64: the target's ids of what it can say; None where that is everything, or the vocabulary is another."""
+    output_ids: torch.Tensor | None
+    """int64: the target's ids that its logits cover; None where they cover the whole vocabulary, or another one."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """[T, H]; KV of all T tokens is written. A head wants what was carried to it, other models nothing."""
+        """[T, H]; KV of all T tokens is written. A head needs `carried_TH`, other models do not."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -113,33 +113,33 @@ class Drafting(ABC):
 
     @abstractmethod
     def apply(self, requests: Requests) -> None:
-        """Requests came and went, in `requests.admitted` and `requests.ended`."""
+        """Requests were admitted or ended: `requests.admitted`, `requests.ended`."""
 
     @abstractmethod
     def on_drafter_status(self, again: list[Request], never: list[Request], *, is_off: bool) -> None:
-        """The scheduler's decision about faults, as `Word` has it. With `is_off` it asks for no drafts any more, which
-        is all that drafters on the host need. On the device, steps in flight and reads without drafts have to stop as
-        well."""
+        """The scheduler's decision about faults, see `DrafterStatus`. With `is_off` it requests no drafts any more,
+        which is all that drafters on the host need. On the device, steps in flight and reads without drafts have to
+        stop as well."""
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
-        """int32: the most drafts that the device may have for each request, of those that were scheduled."""
+    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+        """int32: the most drafts that the device may have for each request, at most those that were scheduled."""
         return np.array(num_scheduled, dtype=np.int32)
 
     def outgrown(self) -> Collection[str]:
-        """Requests without drafts in the newest step because their text is too long, by a limit that the drafter alone
-        knows."""
+        """Requests without drafts in the newest step because their text exceeds a limit that only the drafter knows.
+        Default: none."""
         return ()
 
     @abstractmethod
     def take_rounds(self) -> list[DraftRound]:
-        """Rounds that the host has seen since the last call."""
+        """Rounds that the host has observed since the last call."""
 
     @abstractmethod
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
         """The drafts that follow a step whose result is on the host."""
 
     def in_use(self) -> dict[str, int]:
-        """Number of requests that it remembers, by what it remembers of them."""
+        """Number of requests with state of the drafter's, by kind of state. Default: none."""
         return {}
 
     # --- a step ---
@@ -148,26 +148,28 @@ class Drafting(ABC):
         """The target has computed a batch. Default: no-op."""
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """float32 [B, K, V]: the distributions of the rows' drafts. Default: None, no rule looks at them."""
+        """float32 [B, K, V]: the distributions of the rows' drafts. Default: None, no rule needs them."""
         return None
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
-        """A part of the sampling pass, on the device: rows have so many tokens now. Default: no-op."""
+        """A part of the sampling pass, on the device: rows have `lengths_B` tokens now. Default: no-op."""
 
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
-        """Drafts on the device, after the verification: at most `most` a row, which has `lengths_B` tokens. Default:
+    def propose(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
+    ) -> Drafts | None:
+        """Drafts on the device, after the verification: at most `max_drafts` a row of `lengths_B` tokens. Default:
         None, drafts follow when the host has read the step."""
         return None
 
-    def propose_on_host(self, step: StepResult, most: int) -> None:  # noqa: B027
+    def propose_on_host(self, step: StepResult, max_drafts: int) -> None:  # noqa: B027
         """Drafts on the host, after the read of a step. Default: no-op."""
 
     # --- warm-up ---
 
     def jobs(self, sampling: Sampling) -> Iterator[Job]:
-        """Warm-up of everything that the device may be asked for. Default: nothing."""
+        """Warm-up of every graph that drafting may run. Default: none."""
         yield from ()
 
     def no_drafts(self, num_rows: int) -> Drafts | None:
-        """The answer of `propose` for padding. Default: None, there is never one."""
+        """What `propose` returns for padding. Default: None."""
         return None

@@ -1,4 +1,4 @@
-"""How drafts are chosen from a drafter's logits, and the laws that they were drawn from."""
+"""How drafts are chosen from a drafter's logits, and the distributions that they were drawn from."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class DraftChoice:
         return Branch() if self._mode == "greedy" else inputs.branch.of_drafting()
 
     def branches(self, sampling: Sampling) -> set[Branch]:
-        """All that can be."""
+        """All branches that drafting can take."""
         return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
 
-    def _behind(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
-        """For rows of which so many tokens are known: from logits in the target's ids, which it may change, and
+    def _chooser(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
+        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, which it may change, and
         positions."""
         branch = self.branch(inputs)
 
         def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
-            # One pass finds what is no number, and plus infinity. All minus infinity is sound: nothing may be drafted.
+            # One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be drafted.
             sound_B = logits_BV.sum(-1) < torch.inf
             if branch.random:
                 restrict(logits_BV[:, None], inputs, branch)
@@ -59,26 +59,26 @@ class DraftChoice:
         requests: Requests,
         rows_B: torch.Tensor,
         lengths_B: torch.Tensor,
-        wanted_B: torch.Tensor,
+        max_drafts_B: torch.Tensor,
         blocks: Blocks,
         inputs: SamplingInputs,
         hidden: Hidden | None = None,
     ) -> DraftRequest:
-        """What a proposer is asked."""
+        """The request that a proposer gets."""
         return DraftRequest(
             rows_B=rows_B,
             history_RM=requests.history_RM,
             lengths_B=lengths_B,
-            max_drafts_B=wanted_B,
+            max_drafts_B=max_drafts_B,
             num_drafts=self._num_drafts,
             blocks=blocks,
-            choose=self._behind(lengths_B, inputs),
+            choose=self._chooser(lengths_B, inputs),
             hidden=hidden,
         )
 
 
 class DraftProbs:
-    """The law of each draft that waits to be verified, by row; nothing where no rule looks at laws."""
+    """The distribution of each draft that waits to be verified, by row; nothing where no rule needs distributions."""
 
     def __init__(self, speculation: Speculation, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -89,9 +89,9 @@ class DraftProbs:
     def put(self, rows_B: torch.Tensor, drafts: Drafts) -> None:
         if self._probs_RKV is not None:
             assert drafts.probs_BKV is not None
-            # What is no law never reaches a rule: a row with a fault keeps the one before it, which nobody looks at.
-            kept_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
-            self._probs_RKV.index_copy_(0, kept_B, drafts.probs_BKV)
+            # A faulty distribution never reaches a rule: a row with a fault keeps the one before it, which is not used.
+            written_B = torch.where(drafts.num_drafts_B < 0, self._pad_row, rows_B)
+            self._probs_RKV.index_copy_(0, written_B, drafts.probs_BKV)
 
     def of(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         """float32 [B, K, V]."""

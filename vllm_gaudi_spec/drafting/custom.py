@@ -1,6 +1,6 @@
 """A user's own drafter: vLLM's method `custom_class`, where `model` names a class.
 
-Upstream hands such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
+Upstream passes such a class its runner's arrays. Here they are built, for the requests that may draft and no others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CustomProposer:
         self._proposer = create_custom_proposer(vllm_config)
         self._width = vllm_config.model_config.max_model_len
         self._num_seen: dict[str, int] = {}
-        """How many tokens each request had when drafts were last made for it: what is behind them is new."""
+        """How many tokens each request had when drafts were last made for it: the tokens after these are new."""
 
     @classmethod
     def build(cls, context: ProposerContext) -> CustomProposer:
@@ -43,15 +43,15 @@ class CustomProposer:
         for row_np, context in zip(tokens_np, contexts, strict=True):
             row_np[: context.tokens_np.size] = context.tokens_np
         sampled = [self._new_tokens(context) for context in contexts]
-        answers = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
-        # Not before it has answered: a drafter that failed has not seen them.
+        outputs = self._proposer.propose(sampled, lengths_np, tokens_np, slot_mappings=None)
+        # Only after it has returned: a drafter that failed has not seen them.
         self._num_seen.update((context.req_id, context.tokens_np.size) for context in contexts)
-        if len(answers) != len(contexts):
+        if len(outputs) != len(contexts):
             raise ValueError(
-                f"{type(self._proposer).__name__}.propose answered for {len(answers)} of {len(contexts)} requests: "
-                "it must return one list for each, empty where it has no drafts"
+                f"{type(self._proposer).__name__}.propose returned lists for {len(outputs)} of {len(contexts)} "
+                "requests: it must return one list for each, empty where it has no drafts"
             )
-        return [_without_filling(answer) for answer in answers]
+        return [_without_filling(output) for output in outputs]
 
     def forget(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -62,7 +62,7 @@ class CustomProposer:
         return len(self._num_seen)
 
     def _new_tokens(self, context: Context) -> list[int]:
-        """What this step sampled; upstream says it apart from the texts.
+        """What this step sampled; upstream passes it apart from the texts.
 
         Never empty: an empty list stands for a request that is still in its prompt.
         """
@@ -71,6 +71,6 @@ class CustomProposer:
         return new
 
 
-def _without_filling(answer: Sequence[int]) -> Sequence[int]:
-    """Up to the first -1: upstream's drafters fill up with those. Whether the rest are tokens is for others to see."""
-    return list(takewhile(lambda token: token != -1, answer)) if isinstance(answer, Iterable) else answer
+def _without_filling(output: Sequence[int]) -> Sequence[int]:
+    """Up to the first -1: upstream's drafters fill up with those. The caller checks the rest."""
+    return list(takewhile(lambda token: token != -1, output)) if isinstance(output, Iterable) else output

@@ -1,11 +1,11 @@
-"""A drafter that is a model: k steps of it behind each verification, as one loop of static shapes.
+"""A drafter that is a model: k steps of it after each verification, as one loop of static shapes.
 
-Its KV stands beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
+Its KV is beside the target's, in the same blocks, and is written with every prompt chunk. A draft's own KV is
 written when the next one is drafted, so the last of k has none; if all were accepted, two tokens are new to the drafter
 then. The first call of a round therefore always takes the two newest tokens, and at times writes the same KV again.
 
-`DraftModelKVSync` knows how far the drafter has read, row by row, and what it takes to catch up. The device knows it
-exactly. The host knows a lower bound, since drafts may be in flight: enough to tell which rows have to catch up, and in
+`DraftModelKVSync` tracks how far the drafter has read, row by row, and what it takes to catch up. The device has exact
+counts. The host has a lower bound, since drafts may be in flight: enough to decide which rows have to catch up, and in
 which shape.
 """
 
@@ -54,20 +54,20 @@ class AutoregressiveProposer:
         return cls(context.model, same_tokens(context.vllm_config))
 
     def read(self, chunk: Inputs) -> None:
-        """Tokens of the target's, a prompt chunk say."""
+        """Writes the drafter's KV of tokens of the target, such as a prompt chunk."""
         self._model.forward(replace(chunk, token_ids_T=self._translation.to_drafter(chunk.token_ids_T)))
 
     def propose(self, request: DraftRequest) -> Drafts:
         return draft_chain(self._model, self._translation, request, self._read_newest(request), request.lengths_B)
 
     def _read_newest(self, request: DraftRequest) -> Hidden:
-        """Behind each row's newest token."""
-        drafts_B = request.max_drafts_B > 0
-        first_B = torch.where(drafts_B, request.lengths_B - NUM_NEWEST, 0)
-        place = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
-        index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + place
+        """[B, H]: the hidden state after each row's newest token."""
+        can_draft_B = request.max_drafts_B > 0
+        first_B = torch.where(can_draft_B, request.lengths_B - NUM_NEWEST, 0)
+        offsets_N = torch.arange(NUM_NEWEST, dtype=torch.int32, device=first_B.device)
+        index = request.rows_B[:, None] * request.history_RM.shape[1] + first_B[:, None] + offsets_N
         tokens_BN = request.history_RM.view(-1).index_select(0, index.flatten()).view(index.shape)
-        num_real_B = drafts_B.int() * NUM_NEWEST
+        num_real_B = can_draft_B.int() * NUM_NEWEST
         hidden = forward(self._model, self._translation.to_drafter(tokens_BN), first_B, num_real_B, request.blocks)
         return Hidden(hidden.last.view(*index.shape, -1).select(1, NUM_NEWEST - 1))
 
@@ -75,28 +75,27 @@ class AutoregressiveProposer:
 def draft_chain(
     model: Model, translation: Translation, request: DraftRequest, hidden: Hidden, starts_B: torch.Tensor
 ) -> Drafts:
-    """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: where that
-    draft stands in the drafter's own count, which need not be the target's."""
-    wanted_B = request.max_drafts_B
+    """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: that draft's
+    position in the drafter's own count, which need not be the target's."""
     drafted: list[Drafted] = []
-    for place in range(request.num_drafts):
-        if place:
-            goes_on_B = (wanted_B > place).int()
+    for step in range(request.num_drafts):
+        if step:
+            num_real_B = (request.max_drafts_B > step).int()
             tokens_B1 = translation.to_drafter(drafted[-1].tokens_B[:, None])
-            step = starts_B + place - 1
-            hidden = forward(model, tokens_B1, step, goes_on_B, request.blocks, hidden.carried)
+            positions_B = starts_B + step - 1
+            hidden = forward(model, tokens_B1, positions_B, num_real_B, request.blocks, hidden.carried)
         logits_BV = translation.to_target(model.logits(hidden.last))
-        drafted.append(request.choose(logits_BV, request.lengths_B - 1 + place))
-    return gathered(drafted, wanted_B)
+        drafted.append(request.choose(logits_BV, request.lengths_B - 1 + step))
+    return stack_drafts(drafted, request.max_drafts_B)
 
 
-def gathered(drafted: list[Drafted], wanted_B: torch.Tensor) -> Drafts:
-    """The places of a round, side by side."""
+def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:
+    """The steps of a round, as one record."""
     probs = [draft.probs_BV for draft in drafted if draft.probs_BV is not None]
     sound = [draft.sound_B for draft in drafted if draft.sound_B is not None]
     return Drafts(
         torch.stack([draft.tokens_B for draft in drafted], dim=1),
-        wanted_B,
+        num_drafts_B,
         torch.stack(probs, dim=1) if probs else None,
         torch.stack(sound, dim=1) if sound else None,
     )
@@ -110,7 +109,7 @@ def forward(
     blocks: Blocks,
     carried: torch.Tensor | None = None,
 ) -> Hidden:
-    """[B * N, H]. A row that has no token here stands at position 0 and writes to the pad block."""
+    """[B * N, H]. A row without a token here is at position 0 and writes to the pad block."""
     starts_B = torch.where(num_real_B > 0, starts_B, 0)
     return model.forward(rectangle(tokens_BN, starts_B, num_real_B, blocks), carried)
 
@@ -119,13 +118,13 @@ def forward(
 
 
 class Read(NamedTuple):
-    """Tokens that the drafter is to read, in a shape of prompt chunks."""
+    """Tokens that the drafter reads next, in a shape of prompt chunks."""
 
     shape: Shape
     rows_P: torch.Tensor
     """int64."""
     host_2P: torch.Tensor
-    """int32: where each row begins, as far as the host knows; a row of which less was read does not read now."""
+    """int32: the first position of each row, as far as the host knows; a row of which less was read is left out."""
     blocks: Blocks
 
 
@@ -152,12 +151,12 @@ class DraftModelKVSync(DrafterKVSync):
         num_drafts: int,
         blocks: ReadBlocks,
     ) -> None:
-        """`read`: what makes the drafter read tokens, on the device."""
+        """`read`: writes the drafter's KV of tokens, on the device."""
         self._read = read
         self._requests = requests
         self._recorder = recorder
         self._shapes = shapes
-        self._longest = drafter_max_len
+        self._max_len = drafter_max_len
         self._num_drafts = num_drafts
         num_rows = requests.pad_row + 1
         self._reach_R = torch.zeros(num_rows, dtype=torch.int32, device=requests.backend.traits.torch_device)
@@ -195,12 +194,11 @@ class DraftModelKVSync(DrafterKVSync):
         self._run_read(read.rows_P, read.host_2P, read.blocks, read.shape.queries)
 
     def _chunk(self, batch: Batch) -> Read | None:
-        """What the drafter is to read of a batch: a prompt chunk, cut at its longest context."""
+        """The part of a batch that the drafter reads: a prompt chunk, cut at the drafter's longest context."""
         self._start_rows(batch.requests)
         if batch.shape.phase != PREFILL:
             return None
-        longest = self._longest
-        if all(request.num_computed >= longest for request in batch.requests):
+        if all(request.num_computed >= self._max_len for request in batch.requests):
             return None
         follows = [self._reach_np[request.row] >= request.num_computed for request in batch.requests]
         if not any(follows):
@@ -224,7 +222,7 @@ class DraftModelKVSync(DrafterKVSync):
                 self._reach_np[request.row] = reach
                 self._keeps_up_np[request.row] = reach == request.num_computed
         self._arrived.difference_update(rows)
-        # In the shape of all rows, so that it is the same program in every step.
+        # In the shape of all rows, so that every step runs the same graph.
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         rows_np[: len(rows)] = rows
         self._upload_reach(rows_np)
@@ -234,40 +232,40 @@ class DraftModelKVSync(DrafterKVSync):
         self._set_reach(upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(self._reach_np[rows_np])))
 
     def _note(self, requests: list[Request], reach: list[int]) -> None:
-        """The drafter has read these so far, up to its longest context."""
+        """The drafter has read these requests up to `reach`, or up to its longest context."""
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
-        reach_np = np.minimum(np.array(reach, dtype=np.int32), self._longest)
-        known_np = self._reach_np[rows_np]
-        further_np = reach_np > known_np
-        self._blocks.note(rows_np[further_np], known_np[further_np], reach_np[further_np])
+        reach_np = np.minimum(np.array(reach, dtype=np.int32), self._max_len)
+        before_np = self._reach_np[rows_np]
+        further_np = reach_np > before_np
+        self._blocks.note(rows_np[further_np], before_np[further_np], reach_np[further_np])
         self._reach_np[rows_np[further_np]] = reach_np[further_np]
 
     def _catch_up(self, batch: SampleBatch, max_drafts_np: np.ndarray) -> Iterator[Read]:
-        """What the drafter has to read first, in the shapes of prompt chunks: of rows that may draft now and did not
-        before. Rows that may not draft fall behind."""
+        """What the drafter has to read first, in the shapes of prompt chunks, of rows that may draft now and did not
+        before. Rows that may not draft lag."""
         rows_np = batch.rows_np[: len(max_drafts_np)]
-        behind = [
-            _Lag(batch.requests[place]) for place in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])
+        lags = [
+            _Lag(batch.requests[index]) for index in np.flatnonzero((max_drafts_np > 0) & ~self._keeps_up_np[rows_np])
         ]
-        for row in behind:
+        for lag in lags:
             # All but the newest tokens, at most: those a row may have, whatever is in flight.
-            request = row.request
-            row.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.known)), self._longest)
-            row.gap = row.end - int(self._reach_np[request.row])
-        while behind := [row for row in behind if row.gap > 0]:
-            count = min(max(row.gap for row in behind), self._shapes.prefill_queries[-1])
-            group = behind[: self._shapes.prefill_rows_at(count)]
-            yield self._part(group, self._shapes.prefill(len(group), count, max(row.end for row in group) + count))
-            for row in group:
-                row.gap -= count
+            request = lag.request
+            lag.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._max_len)
+            lag.gap = lag.end - int(self._reach_np[request.row])
+        while lags := [lag for lag in lags if lag.gap > 0]:
+            count = min(max(lag.gap for lag in lags), self._shapes.prefill_queries[-1])
+            group = lags[: self._shapes.prefill_rows_at(count)]
+            yield self._part(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group) + count))
+            for lag in group:
+                lag.gap -= count
         self._keeps_up_np[rows_np] = max_drafts_np > 0
 
     def _part(self, group: list[_Lag], shape: Shape) -> Read:
         rows_np = np.full(shape.rows, self._requests.pad_row, dtype=np.int64)
-        rows_np[: len(group)] = [row.request.row for row in group]
+        rows_np[: len(group)] = [lag.request.row for lag in group]
         upload = self._requests.backend.memory.upload
         begin_np = np.zeros((2, shape.rows), dtype=np.int32)
-        blocks = self._requests.blocks(rows_np, [row.end for row in group], shape.context)
+        blocks = self._requests.blocks(rows_np, [lag.end for lag in group], shape.context)
         return Read(shape, upload(torch.from_numpy(rows_np)), upload(torch.from_numpy(begin_np)), blocks)
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:
@@ -275,7 +273,7 @@ class DraftModelKVSync(DrafterKVSync):
         self._note(drafted, [request.num_computed - self._num_drafts for request in drafted])
 
     def invalidate(self, requests: list[Request]) -> None:
-        """All is read again, in the shapes in which rows catch up."""
+        """All tokens of these requests are read again, in the shapes in which rows catch up."""
         for request in requests:
             self._blocks.forget(request.row)
         rows_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
@@ -289,28 +287,28 @@ class DraftModelKVSync(DrafterKVSync):
     # --- device ---
 
     def _read_rows(self, rows_P: torch.Tensor, host_2P: torch.Tensor, blocks: Blocks, queries: int) -> None:
-        """The next tokens that the drafter has not read, of rows that it has read up to where the host says at least;
-        all but the newest token."""
+        """Reads the next tokens that the drafter has not read, all but the newest, of rows that it has read at least up
+        to `host_2P[0]`."""
         reach_P = self._reach_R.index_select(0, rows_P)
-        ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._longest)
+        ends_P = self._requests.computed_R.index_select(0, rows_P).clamp(max=self._max_len)
         num_real_P = torch.where(reach_P >= host_2P[0], (ends_P - reach_P).clamp(min=0, max=queries), 0).int()
         starts_P = torch.where(num_real_P > 0, reach_P, 0)
         self._put(rows_P, reach_P + num_real_P)
-        place_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
-        tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + place_L)
+        offsets_L = torch.arange(queries, dtype=torch.int32, device=rows_P.device)
+        tokens_PL = self._requests.tokens_at(rows_P, starts_P[:, None] + offsets_L)
         self._read(rectangle(tokens_PL, starts_P, num_real_P, blocks))
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Once behind each verification: beyond the newest token nothing counts that was written for drafts. They were
+        """Once after each verification: what was written for drafts beyond the newest token does not count. They were
         rejected."""
         self._put(rows_B, torch.minimum(self._reach_R.index_select(0, rows_B), lengths_B - 1))
 
     def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """Of rows of which the drafter has read all but the newest tokens."""
+        """`max_drafts_B` of rows of which the drafter has read all but the newest tokens, 0 of others."""
         return torch.where(self._reach_R.index_select(0, rows_B) >= lengths_B - NUM_NEWEST, max_drafts_B, 0)
 
     def on_round_written(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """KV of the newest tokens and of all drafts but the last."""
+        """The round wrote KV of the newest tokens and of all drafts but the last."""
         reach_B = self._reach_R.index_select(0, rows_B)
         wrote_B = lengths_B + drafts.num_drafts_B - 1
         self._put(rows_B, torch.where(drafts.num_drafts_B > 0, wrote_B, reach_B))

@@ -1,8 +1,8 @@
-"""What keeps a drafter's faults from its requests: they go on as if nothing had been drafted, and the scheduler hears.
+"""Keeps a drafter's faults from its requests: they go on as if nothing had been drafted, and the scheduler is informed.
 
-Two kinds. What a drafter raises, the host sees at once. What it says, the device looks at in the very program that
-drafts: a row with a fault gets `FAULTY` in place of its number of drafts, which is none, and the report of the step
-that would have verified them tells it.
+Two kinds. An exception reaches the host at once. The output is checked on the device, in the graph that drafts: a row
+with a fault gets `FAULTY` in place of its number of drafts, which is none, and the report of the step that would have
+verified them contains it.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Agree = Callable[[Mapping[str, Sequence[int]] | None], bool]
-"""Whether every rank drafted the same; None: this one failed. All ranks ask, behind each round."""
+"""Whether every rank drafted the same; None: this one failed. All ranks call it, after each round."""
 
 
 class Guard:
-    def __init__(self, *, alone: bool, apart: GroupCoordinator | None = None) -> None:
-        """`alone`: there are no ranks that may wait, in the middle of a drafter's collective, for one that failed.
-        `apart`: the ranks of the target, where each of them has the whole drafter."""
-        self._alone = alone
-        self._apart = apart
+    def __init__(self, *, independent: bool, replicas: GroupCoordinator | None = None) -> None:
+        """`independent`: no other rank may wait, in the middle of a drafter's collective, for one that failed.
+        `replicas`: the ranks of the target, where each of them has the whole drafter."""
+        self._independent = independent
+        self._replicas = replicas
         self._rounds: list[DraftRound] = []
         self._num_caught = 0
 
     def caught(self, error: Exception, requests: Sequence[Request]) -> None:
         """A drafter on the device raised in service; raises again among several ranks, which cannot survive that.
-        Warm-up does not pass here: its jobs show the mistake."""
-        if not self._alone:
+        Warm-up does not call it: its jobs raise."""
+        if not self._independent:
             raise error
         self.failed(error, requests)
 
     def failed(self, error: Exception, requests: Sequence[Request]) -> None:
-        """Of these requests nothing was drafted, and that is the drafter's fault."""
+        """Nothing was drafted for these requests, because of the drafter."""
         self._num_caught += 1
         if self._num_caught & (self._num_caught - 1) == 0:  # a drafter that fails now and then would fill the log
             logger.warning("The drafter failed, %d times so far.", self._num_caught, exc_info=error)
         self._rounds.append(DraftRound(tuple(request.req_id for request in requests), worked=False))
 
     def usable(self, drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-        """On the device: see there. The same on all ranks."""
-        checked = usable(drafts, request, vocab_size)
-        return checked if self._apart is None else alike(checked, self._apart)
+        """On the device: `mark_unusable`, with the same result on all ranks."""
+        checked = mark_unusable(drafts, request, vocab_size)
+        return checked if self._replicas is None else mark_different(checked, self._replicas)
 
-    def done(self, faulty: Sequence[str], num_asked: int) -> None:
+    def done(self, faulty: Sequence[str], num_requested: int) -> None:
         """A round on the host, in which drafts of some rows may have been unusable."""
         if faulty:
-            logger.warning_once("The drafter said what is no token; its drafts of that step were dropped.")
-        self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_asked))
+            logger.warning_once("The drafter returned ids that are no tokens; its drafts of that step were dropped.")
+        self._rounds.append(DraftRound(tuple(faulty), worked=len(faulty) < num_requested))
 
     def take(self) -> list[DraftRound]:
-        """What there is to tell of this step: one round, whatever it was made of."""
+        """The rounds of this step, merged: at most one."""
         rounds, self._rounds = self._rounds, []
         if len(rounds) < 2:
             return rounds
@@ -97,16 +97,16 @@ def agreement(vllm_config: VllmConfig) -> Agree:
 # --- on the device ---
 
 
-def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
-    """The drafts with those rows marked that cannot be used, and nothing in them that is no token. `vocab_size`: None
-    where they are tokens of the drafter's own, which the host looks at."""
-    rows, most = request.rows_B.shape[0], request.num_drafts
-    if drafts.tokens_BK.shape != (rows, most) or drafts.num_drafts_B.shape != (rows,):
+def mark_unusable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Drafts:
+    """Marks rows whose drafts cannot be used, and replaces ids that are no tokens. `vocab_size`: None where the drafts
+    are in the drafter's own vocabulary, which the host checks."""
+    rows, num_drafts = request.rows_B.shape[0], request.num_drafts
+    if drafts.tokens_BK.shape != (rows, num_drafts) or drafts.num_drafts_B.shape != (rows,):
         raise ValueError(
-            f"a drafter answered with {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
-            f"counts for {rows} rows of {most} drafts"
+            f"a drafter returned {tuple(drafts.tokens_BK.shape)} tokens and {tuple(drafts.num_drafts_B.shape)} "
+            f"counts for {rows} rows of {num_drafts} drafts"
         )
-    place_K = torch.arange(most, dtype=torch.int32, device=drafts.tokens_BK.device)
+    offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=drafts.tokens_BK.device)
     wrong_BK = drafts.tokens_BK < 0
     tokens_BK = drafts.tokens_BK.clamp(min=0)
     if vocab_size is not None:
@@ -115,15 +115,15 @@ def usable(drafts: Drafts, request: DraftRequest, vocab_size: int | None) -> Dra
     if drafts.sound_BK is not None:
         wrong_BK = wrong_BK | ~drafts.sound_BK
     num_B = drafts.num_drafts_B
-    wrong_B = (wrong_BK & (place_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.max_drafts_B)
+    wrong_B = (wrong_BK & (offsets_K < num_B[:, None])).any(1) | (num_B < 0) | (num_B > request.max_drafts_B)
     return Drafts(tokens_BK, torch.where(wrong_B, FAULTY, num_B).int(), drafts.probs_BKV)
 
 
-def alike(drafts: Drafts, group: GroupCoordinator) -> Drafts:
-    """Marked as well: rows that not all ranks of `group` have drafted for alike. A collective, of a few numbers a row.
+def mark_different(drafts: Drafts, group: GroupCoordinator) -> Drafts:
+    """Marks rows whose drafts differ between the ranks of `group`. A collective, of a few numbers a row.
 
-    Ranks that have a drafter each compute its logits each; nobody but they can tell that one of them said what is no
-    number, and a step that verified other drafts on each would add up what does not belong together.
+    Ranks that have a drafter each compute its logits each, so that NaN of one rank shows on that rank only; and a step
+    that verified other drafts on each rank would add up partial sums of different tokens.
     """
     num_B = drafts.num_drafts_B
     is_draft_BK = torch.arange(drafts.tokens_BK.shape[1], dtype=torch.int32, device=num_B.device) < num_B[:, None]
@@ -131,10 +131,10 @@ def alike(drafts: Drafts, group: GroupCoordinator) -> Drafts:
     if drafts.probs_BKV is not None:
         prob_BK = drafts.probs_BKV.gather(2, drafts.tokens_BK[:, :, None].long()).squeeze(2).float()
         parts.append(torch.where(is_draft_BK, prob_BK.view(torch.int32), 0))
-    own_BN = torch.cat([part.int() for part in parts], dim=1)
+    local_BN = torch.cat([part.int() for part in parts], dim=1)
     communicator = group.device_communicator
     assert communicator is not None
     # As floats, of which only the bits are moved: not every device's ranks exchange integers.
-    gathered = communicator.all_gather(own_BN.view(torch.float32), 0).view(torch.int32)
-    parted_B = (gathered.view(group.world_size, *own_BN.shape) != own_BN).any(2).any(0)
+    gathered = communicator.all_gather(local_BN.view(torch.float32), 0).view(torch.int32)
+    parted_B = (gathered.view(group.world_size, *local_BN.shape) != local_BN).any(2).any(0)
     return drafts._replace(num_drafts_B=torch.where(parted_B, FAULTY, num_B).int())

@@ -1,8 +1,8 @@
 """EAGLE, EAGLE-3 and MTP: a head that reads the target's hidden states, each beside the token that follows it.
 
-At position p it reads token p + 1 and what the target says behind token p, keeps its KV there, and its answer is a
-guess at what the target will say behind token p + 1: the next draft follows from it, and the step after that reads it
-in the target's place. Whatever it wrote for drafts is written again, from the target's own states, once it is known
+At position p it reads token p + 1 and the target's hidden state after token p, and keeps its KV there. Its output
+predicts the target's hidden state after token p + 1: the next draft follows from it, and the step after that reads it
+instead of the target's. Whatever it wrote for drafts is written again, from the target's own states, once it is known
 which were accepted (`HeadKVSync`).
 
 The target's hidden states cannot be made again later. So a head reads with the target at every step, drafts or none, of
@@ -54,27 +54,27 @@ class HeadProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        # The newest token stands beside the state before it, so a head is one position behind the target.
+        # The newest token stands beside the state before it, so a head's position is one less than the target's.
         starts_B = request.lengths_B - 1
         return draft_chain(self._model, self._translation, request, request.hidden, starts_B)
 
 
 def translation_of(head: Model, vocab_size: int) -> Translation:
-    """A head reads the target's tokens, and may have logits of fewer."""
-    return SameTokens(vocab_size, vocab_size) if head.said is None else FewerTokens(head.said, vocab_size)
+    """A head reads the target's tokens, and its logits may cover fewer."""
+    return SameTokens(vocab_size, vocab_size) if head.output_ids is None else FewerTokens(head.output_ids, vocab_size)
 
 
 # --- drafter KV sync ---
 
 
 class StateKVSync(DrafterKVSync):
-    """Of drafters without KV that read a state: the target's, from which each row's newest token was sampled."""
+    """Of drafters without KV that read the target's hidden state from which each row's newest token was sampled."""
 
     def __init__(self, hidden_states: HiddenStateBuffer) -> None:
         self._hidden_states = hidden_states
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        return Hidden(self._hidden_states.behind(rows_B, lengths_B))
+        return Hidden(self._hidden_states.last_accepted(rows_B, lengths_B))
 
 
 class HeadKVSync(DrafterKVSync):
@@ -92,9 +92,9 @@ class HeadKVSync(DrafterKVSync):
         split: LengthSplit,
         blocks: ReadBlocks,
         head_size: int,
-        longest: int,
+        max_len: int,
     ) -> None:
-        """`head_size`: of its hidden states. `longest`: positions that it has."""
+        """`head_size`: of its hidden states. `max_len`: positions that it has."""
         self._head = head
         self._hidden_states = hidden_states
         self._requests = requests
@@ -102,11 +102,11 @@ class HeadKVSync(DrafterKVSync):
         self._shapes = shapes
         self._split = split
         self._blocks = blocks
-        self._longest = longest
+        self._max_len = max_len
         shape = (requests.pad_row + 1, head_size)
         device, dtype = requests.backend.traits.torch_device, hidden_states.dtype
         self._last_RH, self._carried_RH = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        """Of each row, what the head said behind the last that it read."""
+        """The head's output, by row, after the last token that it read."""
         self._run_chunk = requests.backend.graphs.graph(self._read_chunk)
         self._run_newest = requests.backend.graphs.graph(self._read_newest)
 
@@ -127,7 +127,7 @@ class HeadKVSync(DrafterKVSync):
 
     def on_forward(self, batch: Batch) -> None:
         """Prompt chunks."""
-        if batch.shape.phase == PREFILL and min(request.num_computed for request in batch.requests) < self._longest:
+        if batch.shape.phase == PREFILL and min(request.num_computed for request in batch.requests) < self._max_len:
             self._read(batch.shape, batch.uploaded)
 
     def _read(self, shape: Shape, rows: Rows) -> None:
@@ -140,7 +140,7 @@ class HeadKVSync(DrafterKVSync):
         """What this step sampled: decodes, and the ends of prompts."""
         # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
         ahead = 2 * self._shapes.decode_queries[-1]
-        if min(end - ahead for end in batch.ends) < self._longest:
+        if min(end - ahead for end in batch.ends) < self._max_len:
             self._read_sampled(batch, lengths_B, blocks)
 
     def _read_sampled(self, batch: SampleBatch, lengths_B: torch.Tensor, blocks: RoundBlocks) -> None:
@@ -159,8 +159,8 @@ class HeadKVSync(DrafterKVSync):
         host_2P: torch.Tensor,
         blocks: Blocks,
     ) -> None:
-        """Of a prompt that ends here the last position is read as well, beside a token that is not there yet: it is
-        read again once that is sampled."""
+        """Of a prompt that ends here the last position is read as well, beside a token that does not exist yet: it is
+        read again once that token is sampled."""
         starts_P, counts_P = host_2P.unbind(0)
         inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
         self._head.forward(inputs, self._hidden_states.chunk(rows_P.shape[0] * queries))
@@ -170,12 +170,12 @@ class HeadKVSync(DrafterKVSync):
         # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
         num_read_B = lengths_B - 1 - first_B
         inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
-        said = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
+        output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
         row_B = torch.arange(rows_B.shape[0], dtype=torch.int32, device=rows_B.device)
-        place_B = row_B * queries + (num_read_B - 1).clamp(min=0, max=queries - 1)
-        assert said.carried is not None
-        self._last_RH.index_copy_(0, rows_B, said.last.index_select(0, place_B))
-        self._carried_RH.index_copy_(0, rows_B, said.carried.index_select(0, place_B))
+        index_B = row_B * queries + (num_read_B - 1).clamp(min=0, max=queries - 1)
+        assert output.carried is not None
+        self._last_RH.index_copy_(0, rows_B, output.last.index_select(0, index_B))
+        self._carried_RH.index_copy_(0, rows_B, output.carried.index_select(0, index_B))
 
     def _shifted(
         self,
@@ -185,11 +185,11 @@ class HeadKVSync(DrafterKVSync):
         counts_B: torch.Tensor,
         blocks: Blocks,
     ) -> Inputs:
-        """Positions from `starts_B` on, and beside each the token that follows it; no further than the head goes."""
-        num_real_B = torch.minimum(counts_B, self._longest - starts_B).clamp(min=0).int()
+        """Positions from `starts_B` on, each with the token that follows it, up to the head's last position."""
+        num_real_B = torch.minimum(counts_B, self._max_len - starts_B).clamp(min=0).int()
         starts_B = torch.where(num_real_B > 0, starts_B, 0)
-        place_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
-        tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + place_Q)
+        offsets_Q = torch.arange(queries, dtype=torch.int32, device=rows_B.device)
+        tokens_BQ = self._requests.tokens_at(rows_B, starts_B[:, None] + 1 + offsets_Q)
         return rectangle(tokens_BQ, starts_B, num_real_B, blocks)
 
     # --- warm-up ---

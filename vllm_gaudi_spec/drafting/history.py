@@ -46,56 +46,56 @@ class RequestHistory:
 
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
-        self._history_np[request.row, : len(request.known)] = request.known
-        self._lengths_np[request.row] = len(request.known)
+        self._history_np[request.row, : len(request.all_token_ids)] = request.all_token_ids
+        self._lengths_np[request.row] = len(request.all_token_ids)
 
     def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
         """int32: a view that is valid until the next step."""
         return self._history_np[row, begin : self._lengths_np[row]]
 
     def append(self, step: StepResult) -> list[list[int]]:
-        """What each row of the step sampled."""
+        """Returns the tokens that each row of the step sampled."""
         verification = step.verification
         if verification is None:
             return []
         rows_np = _rows_of(step)
         counts_np = verification.num_sampled_B.numpy()[: len(rows_np)]
         tokens_np = verification.tokens_BQ.numpy()[: len(rows_np)]
-        place = np.arange(tokens_np.shape[1])
-        new = place < counts_np[:, None]
-        target = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + place
-        self._history_np.reshape(-1)[target[new]] = tokens_np[new]
+        offsets_Q = np.arange(tokens_np.shape[1])
+        new_BQ = offsets_Q < counts_np[:, None]
+        index_BQ = rows_np[:, None] * self._history_np.shape[1] + self._lengths_np[rows_np][:, None] + offsets_Q
+        self._history_np.reshape(-1)[index_BQ[new_BQ]] = tokens_np[new_BQ]
         self._lengths_np[rows_np] += counts_np
         return [row[:count].tolist() for row, count in zip(tokens_np, counts_np, strict=True)]
 
-    def drafting_rows(self, step: StepResult, new: list[list[int]], most: int) -> list[DraftingRow]:
-        """Rows with a use for drafts. What stands behind a stop is nobody's: the scheduler drops it and ends the
-        request."""
+    def drafting_rows(self, step: StepResult, new: list[list[int]], limit: int) -> list[DraftingRow]:
+        """Rows that can use drafts, each `limit` at most. Rows that stopped cannot: the scheduler drops the tokens
+        after a stop and ends the request."""
         rows_np = _rows_of(step)
-        wanted_np = self._split.wanted_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, most))
+        max_drafts_np = self._split.max_drafts_np(rows_np, self._lengths_np[rows_np], self._split.paced(rows_np, limit))
         return [
-            DraftingRow(step.requests[index], index, int(wanted_np[index]))
-            for index in np.flatnonzero(wanted_np).tolist()
+            DraftingRow(step.requests[index], index, int(max_drafts_np[index]))
+            for index in np.flatnonzero(max_drafts_np).tolist()
             if not _stops(step.requests[index].params, new[index])
         ]
 
     def put(self, step: StepResult, drafts: dict[str, list[int]]) -> None:
-        """Upload, in the shape of all rows so that it is the same program in every step."""
+        """Upload, in the shape of all rows, so that every step runs the same graph."""
         all_rows_np, small = self._nothing()
         rows_np = _rows_of(step)
         all_rows_np[: len(rows_np)] = rows_np
         small[: len(rows_np), 0] = self._lengths_np[rows_np]
         for row, request in zip(small, step.requests, strict=False):
-            answer = drafts.get(request.req_id, ())
-            row[1] = len(answer)
-            row[2 : 2 + len(answer)] = answer
+            tokens = drafts.get(request.req_id, ())
+            row[1] = len(tokens)
+            row[2 : 2 + len(tokens)] = tokens
         self._upload(all_rows_np, small)
 
     def warm_up(self) -> None:
         self._upload(*self._nothing())
 
     def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        """The pad row, over and over, and no drafts."""
+        """The pad row in each slot, and no drafts."""
         num_rows = len(self._history_np)
         rows_np = np.full(num_rows, self._requests.pad_row, dtype=np.int64)
         return rows_np, np.zeros((num_rows, 2 + self._num_drafts), dtype=np.int32)

@@ -1,6 +1,6 @@
 """Drafter KV sync: the drafter's KV and states follow what the target computes and accepts.
 
-One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `HeadKVSync` stand beside their proposers.
+One class a kind of drafter. The base keeps nothing; `DraftModelKVSync` and `HeadKVSync` are beside their proposers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DrafterKVSync:
     # --- host ---
 
     def on_admitted(self) -> None:
-        """Requests came, in `requests.admitted`."""
+        """Requests were admitted: `requests.admitted`."""
 
     def on_forward(self, batch: Batch) -> None:
         """The target has computed a batch."""
@@ -61,18 +61,18 @@ class DrafterKVSync:
         """A round was run."""
 
     def invalidate(self, requests: list[Request]) -> None:
-        """A read of these requests failed, or nobody may rely on it."""
+        """A read of these requests failed, or its KV may be wrong."""
 
     def on_faulty(self, requests: list[Request]) -> None:
-        """Drafts of these could not be used: what was read may be what is wrong."""
+        """Drafts of these requests could not be used: the KV that was read may be wrong."""
 
     # --- device: parts of the sampling pass and of a round ---
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
-        """Rows have so many tokens now."""
+        """Rows have `lengths_B` tokens now."""
 
     def draftable(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, max_drafts_B: torch.Tensor) -> torch.Tensor:
-        """int32 [B]: of the drafts that are wanted, those that can be made of what was read."""
+        """int32 [B]: `max_drafts_B`, or less for rows of which too little was read."""
         return max_drafts_B
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden | None:
@@ -85,7 +85,7 @@ class DrafterKVSync:
     # --- warm-up ---
 
     def jobs(self) -> Iterator[Job]:
-        """Everything that is read, and changes of the state; rounds aside."""
+        """Reads and changes of the state; not rounds."""
         yield from ()
 
 
@@ -93,12 +93,12 @@ class ReadBlocks:
     """Which KV blocks a drafter has read.
 
     vLLM shares blocks between requests by what the target has written in them. The drafter's half of a block may be
-    missing: its request had speculation switched off, or the load did. Nobody may take such a block for read.
+    missing: speculation was off for its request, or at that load. Such a block does not count as read.
     """
 
     def __init__(self, requests: Requests, num_blocks: int, groups: list[int], *, keeps_up: bool = False) -> None:
         """`groups`: the KV cache groups that hold layers of the drafter. `keeps_up`: it reads all that the target
-        does, unless the contrary is said."""
+        does, except what `forget` names."""
         self._tables = [requests.tables_np[group] for group in groups]
         self._sizes = [requests.block_sizes[group] for group in groups]
         self._counts = [requests.num_blocks[group] for group in groups]
@@ -122,27 +122,27 @@ class ReadBlocks:
                 seen[row] = counts[row]
 
     def reach(self, row: int, num_computed: int) -> int:
-        """How much of what was computed for a row when it came the drafter has read."""
+        """How many of the `num_computed` tokens of an admitted row the drafter has read."""
         reach = num_computed
         for table, size in zip(self._tables, self._sizes, strict=True):
             blocks = table[row, : -(-num_computed // size)]
-            wanted = np.minimum(size, num_computed - size * np.arange(len(blocks)))
-            if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < wanted))).size:
+            end_np = np.minimum(size, num_computed - size * np.arange(len(blocks)))
+            if (short := np.flatnonzero((blocks > 0) & (self._read_np[blocks] < end_np))).size:
                 reach = min(reach, int(short[0]) * size + int(self._read_np[blocks[short[0]]]))
         return reach
 
     def forget(self, row: int) -> None:
-        """What the drafter has read of a row is not to be relied on."""
+        """Counts nothing of a row as read."""
         for table, counts in zip(self._tables, self._counts, strict=True):
             self._read_np[table[row, : counts[row]]] = 0
 
     def note(self, rows_np: np.ndarray, begins_np: np.ndarray, ends_np: np.ndarray) -> None:
-        """The drafter has read rows up to `ends_np`, which is further than `begins_np`, up to where it is known."""
+        """The drafter has read rows up to `ends_np`, beyond `begins_np`, up to which that is recorded."""
         for table, size in zip(self._tables, self._sizes, strict=True):
             first_np = begins_np // size
             count_np = -(-ends_np // size) - first_np
-            # One entry a block: which row it is of, and where it stands there.
+            # One entry a block: its row, and its index in the row's table.
             row_np = np.repeat(np.arange(len(rows_np)), count_np)
-            place_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
-            blocks_np = table[rows_np[row_np], place_np]
-            self._read_np[blocks_np] = np.minimum(size, ends_np[row_np] - size * place_np)
+            index_np = np.arange(len(row_np)) + (first_np + count_np - np.cumsum(count_np))[row_np]
+            blocks_np = table[rows_np[row_np], index_np]
+            self._read_np[blocks_np] = np.minimum(size, ends_np[row_np] - size * index_np)

@@ -1,7 +1,7 @@
 """Which rows can be speculated on, and how far: row by row, so that a long request costs its neighbours nothing.
 
 A row drafts fewer tokens, down to none, as its context nears the drafter's longest, the model's longest, or the end of
-the answer that was asked for. What it may draft follows from its own length and from what was known at its admission:
+the output that was requested. How many it may draft follows from its own length and from its parameters at admission:
 every rank decides alike.
 """
 
@@ -26,44 +26,44 @@ class LengthSplit:
     def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
         self._backend = backend
         self._num_drafts = speculation.num_drafts
-        self._longest = speculation.longest(max_model_len)
-        # By row: the length that context and drafts together may reach, and the most drafts. The pad row has none.
+        self._max_len = speculation.longest(max_model_len)
+        # By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row.
         self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
-        # By row: the most drafts that the scheduler wants behind this step.
+        # By row: the most drafts that the scheduler requests after this step.
         self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
 
     def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
-        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._longest)
+        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
         self._limits_np[row] = (limits.reach, limits.max_drafts)
 
     def exclude(self, row: int) -> None:
-        """As long as its request has this row it drafts nothing."""
+        """The row drafts nothing as long as its request has it."""
         self._limits_np[row, 1] = 0
 
     def pace(self, limits: Iterable[tuple[int, int]]) -> None:
-        """Rows that draft less for now, and how much."""
+        """`limits`: rows that draft less for now, and their most drafts."""
         self._paced_np.fill(self._num_drafts)
-        for row, most in limits:
-            self._paced_np[row] = most
+        for row, limit in limits:
+            self._paced_np[row] = limit
 
-    def paced(self, rows_np: np.ndarray, most: int) -> np.ndarray:
-        """int32: the most drafts that are wanted of these rows."""
-        return np.minimum(self._paced_np[rows_np], most)
+    def paced(self, rows_np: np.ndarray, limit: int) -> np.ndarray:
+        """int32: the most drafts that the scheduler requests of these rows, at most `limit`."""
+        return np.minimum(self._paced_np[rows_np], limit)
 
-    def wanted_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
-        """int32 [B]: drafts that rows of these lengths have use for, `most` at most."""
-        return wanted(torch.from_numpy(self._limits(rows_np, most)), torch.from_numpy(lengths_np)).numpy()
+    def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+        """int32 [B]: drafts that rows of these lengths have use for, at most `limit`."""
+        return max_drafts(torch.from_numpy(self._limits(rows_np, limit)), torch.from_numpy(lengths_np)).numpy()
 
-    def upload(self, rows_np: np.ndarray, most: int | np.ndarray) -> torch.Tensor:
-        """int32 [B, 2]: what `wanted` takes, for lengths that only the device knows."""
-        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, most)))
+    def upload(self, rows_np: np.ndarray, limit: int | np.ndarray) -> torch.Tensor:
+        """int32 [B, 2]: what `max_drafts` takes, for lengths that only the device knows."""
+        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, limit)))
 
-    def _limits(self, rows_np: np.ndarray, most: int | np.ndarray) -> np.ndarray:
+    def _limits(self, rows_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
         limits_np = self._limits_np[rows_np]
-        limits_np[:, 1] = np.minimum(limits_np[:, 1], most)
+        limits_np[:, 1] = np.minimum(limits_np[:, 1], limit)
         return limits_np
 
 
-def wanted(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def max_drafts(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """int32 [B]: drafts that rows of these lengths have use for."""
     return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

@@ -58,7 +58,7 @@ def _device_drafting(context: DraftingContext, proposer: DeviceProposer, pair: P
         recorder=context.recorder,
         shapes=context.shapes,
         speculation=context.speculation,
-        laws=_draft_probs(context),
+        draft_probs=_draft_probs(context),
         guard=guard_of(context.target, context.drafter),
         kv_sync=_kv_sync(context, proposer, limits),
         coverage=_coverage(context, pair),
@@ -66,8 +66,8 @@ def _device_drafting(context: DraftingContext, proposer: DeviceProposer, pair: P
 
 
 def _kv_sync(context: DraftingContext, proposer: DeviceProposer, limits: LengthSplit) -> DrafterKVSync:
-    speculation, drafter, longest = context.speculation, context.drafter, context.max_model_len
-    longest = min(speculation.drafter_max_len or longest, longest)
+    speculation, drafter = context.speculation, context.drafter
+    max_len = min(speculation.drafter_max_len or context.max_model_len, context.max_model_len)
     if drafter is not None and speculation.is_head:
         config = context.vllm_config.speculative_config
         assert config is not None
@@ -80,7 +80,7 @@ def _kv_sync(context: DraftingContext, proposer: DeviceProposer, limits: LengthS
             split=limits,
             blocks=_read_blocks(context, drafter, keeps_up=True),
             head_size=config.draft_model_config.get_hidden_size(),
-            longest=longest,
+            max_len=max_len,
         )
     if speculation.reads_states:
         return StateKVSync(context.hidden_states)
@@ -90,7 +90,7 @@ def _kv_sync(context: DraftingContext, proposer: DeviceProposer, limits: LengthS
             context.requests,
             context.recorder,
             context.shapes,
-            longest,
+            max_len,
             speculation.num_drafts,
             _read_blocks(context, drafter, keeps_up=False),
         )
@@ -108,7 +108,7 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
     assert drafter is not None
     texts, rewrites = Texts.load(pair), speculation.universal_match == SLEM
     shapes = context.shapes.of_length(speculation.universal_kv_len, requests.backend)
-    translation = texts.own(context.device) if rewrites else pair.mapped(context.device)
+    translation = texts.untranslated(context.device) if rewrites else pair.mapped(context.device)
     length, max_context = speculation.universal_kv_len, shapes.max_context
     return TextDrafting(
         proposer=RetokenizedProposer(drafter, translation),
@@ -120,7 +120,7 @@ def _text_drafting(context: DraftingContext, pair: Pair) -> TextDrafting:
         recorder=context.recorder,
         shapes=shapes,
         choice=DraftChoice(speculation, requests.backend.rules),
-        laws=_draft_probs(context),
+        draft_probs=_draft_probs(context),
         num_drafts=speculation.num_drafts,
         guard=guard_of(context.target, drafter),
         coverage=_coverage(context, pair),
@@ -134,7 +134,7 @@ def _host_drafting(context: DraftingContext, proposer: HostProposer) -> HostDraf
     return HostDrafting(proposer, history, context.vocab_size, agreement(context.vllm_config))
 
 
-# --- parts that several kinds have ---
+# --- parts of several kinds ---
 
 
 def _limits(context: DraftingContext) -> LengthSplit:
@@ -152,6 +152,6 @@ def _coverage(context: DraftingContext, pair: Pair | None) -> Coverage | None:
 
 
 def guard_of(target: LoadedModel, drafter: LoadedModel | None) -> Guard:
-    """Data-parallel ranks draft each for itself: of them none waits for another here."""
-    cut_alike = drafter is None or drafter.group is target.group
-    return Guard(alone=target.group.world_size == 1, apart=None if cut_alike else target.group)
+    """Data-parallel ranks draft each for itself: none waits for another here."""
+    same_ranks = drafter is None or drafter.group is target.group
+    return Guard(independent=target.group.world_size == 1, replicas=None if same_ranks else target.group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
-from vllm_gaudi_spec.drafting.draft_model import gathered
+from vllm_gaudi_spec.drafting.draft_model import stack_drafts
 from vllm_gaudi_spec.drafting.head import translation_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Heads(Protocol):
     def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        """float32 [B, U], head after head; rows that want no drafts are padding."""
+        """float32 [B, U], head after head; rows that request no drafts are padding."""
         ...
 
 
@@ -34,9 +34,9 @@ class MedusaProposer:
 
     def propose(self, request: DraftRequest) -> Drafts:
         assert request.hidden is not None
-        said = self._heads.logits_of_heads(request.hidden.last, request.max_drafts_B)
+        logits = self._heads.logits_of_heads(request.hidden.last, request.max_drafts_B)
         drafted = [
-            request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + place)
-            for place, logits_BU in zip(range(request.num_drafts), said, strict=False)
+            request.choose(self._translation.to_target(logits_BU), request.lengths_B - 1 + index)
+            for index, logits_BU in zip(range(request.num_drafts), logits, strict=False)
         ]
-        return gathered(drafted, request.max_drafts_B)
+        return stack_drafts(drafted, request.max_drafts_B)

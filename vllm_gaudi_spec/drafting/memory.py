@@ -48,10 +48,10 @@ class KVBlock(NamedTuple):
 def drafting_bytes(
     speculation: Speculation, max_rows: int, vocab_size: int, region_block: KVBlock | None
 ) -> dict[str, int]:
-    """How much, by what for. `region_block`: None for a drafter without a KV region."""
+    """Bytes by purpose. `region_block`: None for a drafter without a KV region."""
     length = speculation.universal_kv_len
     parts = {
-        "the float32 laws of drafts: sequences x drafts x vocabulary": (
+        "the float32 distributions of drafts: sequences x drafts x vocabulary": (
             _FLOAT32_BYTES * math.prod(probs_shape(speculation, max_rows, vocab_size))
         ),
         f"the drafter's KV: sequences x {length} tokens (universal_kv_len)": (
@@ -66,13 +66,13 @@ def drafting_bytes(
 class DrafterKVRegion:
     """KV of a drafter that counts positions of its own: each row has one range of blocks, for good.
 
-    It cannot stand in the target's blocks: those follow the target's tokens, and are shared by what they hold.
+    It cannot be in the target's blocks: those follow the target's tokens, and are shared by what they hold.
     """
 
     def __init__(
         self, model: LoadedModel, backend: DeviceBackend, num_rows: int, length: int, max_context: int
     ) -> None:
-        """`length` tokens a row; tables are as wide as `max_context`, where padding may point to."""
+        """`length` tokens a row; tables are as wide as `max_context`, which padding may reach."""
         specs = model.kv_cache_spec()
         self.length = length
         self._size, block_bytes = block_of(specs)
@@ -81,7 +81,7 @@ class DrafterKVRegion:
         self._allocate(model, specs, num_blocks, block_bytes)
         width = -(-length // self._size)
         self._table_np = np.zeros((num_rows + 1, -(-max_context // self._size)), dtype=np.int32)
-        # Block 0 is the pad block, and the last row belongs to nobody.
+        # Block 0 is the pad block, and the last row is the pad row.
         self._table_np[:num_rows, :width] = 1 + np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
 
     def _allocate(self, model: LoadedModel, specs: dict[str, KVCacheSpec], num_blocks: int, block_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Loading a drafter's model; of heads also what they share with their target, and what they read of it."""
+"""Loading a drafter's model; for heads also the modules that they share with their target, and the states that they
+read of it."""
 
 from __future__ import annotations
 
@@ -46,39 +47,39 @@ def load_drafter(
     except UnsupportedConfigError:
         raise
     except Exception as error:
-        given = vllm_config.speculative_config
-        assert given is not None
+        spec_config = vllm_config.speculative_config
+        assert spec_config is not None
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedConfigError(
-            f"The drafter {given.draft_model_config.model} cannot be loaded: {reason}. Is its checkpoint whole, and "
-            "for this target? Give another model in --speculative-config."
+            f"The drafter {spec_config.draft_model_config.model} cannot be loaded: {reason}. Is its checkpoint whole, "
+            "and for this target? Give another model in --speculative-config."
         ) from error
 
 
 def _group_of_drafter(vllm_config: VllmConfig, target: LoadedModel) -> GroupCoordinator:
     """The target's ranks, or this one alone: with `draft_tensor_parallel_size` 1 each rank runs the whole drafter."""
-    given = vllm_config.speculative_config
-    assert given is not None
-    if given.draft_parallel_config.tensor_parallel_size == target.group.world_size:
+    spec_config = vllm_config.speculative_config
+    assert spec_config is not None
+    if spec_config.draft_parallel_config.tensor_parallel_size == target.group.world_size:
         return target.group
-    alone = get_pp_group()  # a pipeline has one stage here, so nobody else is in its group
-    assert alone.world_size == 1
-    return alone
+    this_rank = get_pp_group()  # a pipeline has one stage here, so that its group has one rank
+    assert this_rank.world_size == 1
+    return this_rank
 
 
 def draft_config(vllm_config: VllmConfig) -> VllmConfig:
-    """vLLM's configuration as it is for the drafter's model."""
-    given = vllm_config.speculative_config
-    assert given is not None
-    parallel = replace(given.draft_parallel_config, rank=vllm_config.parallel_config.rank)
-    own = replace(
+    """vLLM's configuration of the drafter's model."""
+    spec_config = vllm_config.speculative_config
+    assert spec_config is not None
+    parallel = replace(spec_config.draft_parallel_config, rank=vllm_config.parallel_config.rank)
+    draft_vllm_config = replace(
         vllm_config,
-        quant_config=None,  # the drafter's own is found with its weights
-        model_config=given.draft_model_config,
+        quant_config=None,  # the drafter's is found with its weights
+        model_config=spec_config.draft_model_config,
         parallel_config=parallel,
-        load_config=given.draft_load_config or vllm_config.load_config,
+        load_config=spec_config.draft_load_config or vllm_config.load_config,
     )
-    return given.apply_draft_overrides(own)
+    return spec_config.apply_draft_overrides(draft_vllm_config)
 
 
 # --- heads ---
@@ -87,13 +88,13 @@ def draft_config(vllm_config: VllmConfig) -> VllmConfig:
 def load_head(
     method: str, vllm_config: VllmConfig, backend: DeviceBackend, target: LoadedModel, group: GroupCoordinator
 ) -> LoadedModel:
-    """vLLM's classes of heads want the target's configuration, and take the rest from its speculative part."""
-    given = vllm_config.speculative_config
-    assert given is not None
+    """vLLM's classes of heads take the target's configuration, and the rest from its speculative part."""
+    spec_config = vllm_config.speculative_config
+    assert spec_config is not None
     quantization = Quantization.of_drafter(vllm_config, target.model)
     configs = dict(
-        model_config=given.draft_model_config,
-        load_config=given.draft_load_config,
+        model_config=spec_config.draft_model_config,
+        load_config=spec_config.draft_load_config,
         quantization=quantization,
         group=group,
     )
@@ -103,10 +104,10 @@ def load_head(
         return LoadedMedusa(vllm_config, backend, **configs)
     head = LoadedHead(vllm_config, backend, **configs, target=target)
     if method == EAGLE3 and getattr(head.model.model, "use_aux_hidden_state", True):
-        _read_layers(target, head, given.draft_model_config.get_hidden_size())
+        _read_layers(target, head, spec_config.draft_model_config.get_hidden_size())
     else:
         _refuse_special_states(target.model)
-        target.hand_out(carried_too)
+        target.set_outputs(with_carried)
     return head
 
 
@@ -114,16 +115,16 @@ class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
         named["adapt"] = partial(share, target.model, group=target.group)
         super().__init__(*args, **named)
-        self.hand_out(carried_too)
-        writes_with_targets = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
-        self._group_of_output = target.group if writes_with_targets else self.group
+        self.set_outputs(with_carried)
+        shares_output = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
+        self._group_of_output = target.group if shares_output else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
-            self.said = offsets + torch.arange(len(offsets), device=offsets.device)
+            self.output_ids = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "adapters are the target's alone"
         with compat.tensor_parallel_group(self._group_of_output):
-            if self.said is None:
+            if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
             else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
@@ -133,7 +134,7 @@ class LoadedHead(LoadedModel):
 class LoadedMedusa(LoadedModel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.said = self.model.token_map
+        self.output_ids = self.model.token_map
 
     def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """float32 [rows, U], head after head."""
@@ -144,12 +145,12 @@ class LoadedMedusa(LoadedModel):
                 yield logits.float()
 
 
-def carried_too(output: Any, inputs: Inputs) -> Hidden:
-    """Some heads say one thing to the output matrix and carry another to their next step."""
+def with_carried(output: Any, inputs: Inputs) -> Hidden:
+    """Some heads have one state for the output matrix and carry another to their next step."""
     return Hidden(*output) if isinstance(output, tuple) else Hidden(output, output)
 
 
-# --- what is the target's ---
+# --- modules of the target ---
 
 
 class _InItsGroup(nn.Module):
@@ -166,7 +167,7 @@ class _InItsGroup(nn.Module):
 
 
 def _output_matrix(target: nn.Module) -> nn.Module | None:
-    """Some targets write with their embeddings and have no matrix beside them."""
+    """Some targets use their embeddings as output matrix."""
     return getattr(target, "lm_head", getattr(target.model, "embed_tokens", None))
 
 
@@ -182,8 +183,8 @@ def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = N
             "--speculative-config."
         )
     if _lacks(head, "has_own_embed_tokens", getattr(head.model, "embed_tokens", None), embeddings):
-        apart = group is not None and group is not get_tp_group()
-        _replace(head.model, "embed_tokens", _InItsGroup(embeddings, group) if apart else embeddings)
+        other_ranks = group is not None and group is not get_tp_group()
+        _replace(head.model, "embed_tokens", _InItsGroup(embeddings, group) if other_ranks else embeddings)
     output = _output_matrix(target)
     if _lacks(head, "has_own_lm_head", getattr(head, "lm_head", None), output):
         _replace(head, "lm_head", output)
@@ -193,11 +194,11 @@ def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = N
                 _replace(module.shared_head, "head", output)
 
 
-def _lacks(head: nn.Module, flag: str, own: nn.Module | None, theirs: nn.Module) -> bool:
-    """vLLM sets the flag of a class that has one when it meets such a matrix in the checkpoint."""
-    if own is None or not getattr(head, flag, False):
+def _lacks(head: nn.Module, flag: str, head_module: nn.Module | None, target_module: nn.Module) -> bool:
+    """vLLM sets the flag, in classes that have it, when the checkpoint contains such a matrix."""
+    if head_module is None or not getattr(head, flag, False):
         return True
-    ours, others = getattr(own, "weight", None), getattr(theirs, "weight", None)
+    ours, others = getattr(head_module, "weight", None), getattr(target_module, "weight", None)
     if ours is None or others is None:  # quantised
         return False
     return ours.shape == others.shape and torch.equal(ours.cpu(), others.cpu())
@@ -221,27 +222,27 @@ def _refuse_special_states(target: nn.Module) -> None:
 
 
 def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
-    """Let the target's forward hand out what the head reads of early, middle and late layers, made one."""
-    untold = UnsupportedConfigError(
+    """Let the target's forward hand out the states of early, middle and late layers that the head reads, combined."""
+    unsupported = UnsupportedConfigError(
         f"{type(target.model).__name__} does not give out the states of its layers, which an EAGLE-3 head reads; use "
         "another method in --speculative-config."
     )
     if not supports_eagle3(target.model):
-        raise untold
+        raise unsupported
     layers = layers_of(head.model.config) or target.model.get_eagle3_default_aux_hidden_state_layers()
     target.model.set_aux_hidden_state_layers(tuple(layers))
 
     def combined(output: Any, inputs: Inputs) -> Hidden:
-        if not isinstance(output, tuple):  # a class may inherit the promise and not keep it
-            raise untold
+        if not isinstance(output, tuple):  # a class may inherit the interface without supporting it
+            raise unsupported
         last, of_layers = output
         with head.counting(inputs):
             return Hidden(last, head.model.combine_hidden_states(torch.cat(of_layers, dim=-1)))
 
-    target.hand_out(combined, size)
+    target.set_outputs(combined, size)
 
 
 def layers_of(config: Any) -> list[int] | None:
-    """As the head's configuration names them, if it does."""
-    own = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    return own or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    """The layers that the head's configuration names, if it does."""
+    layer_ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    return layer_ids or (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -1,9 +1,9 @@
-"""N-gram drafting: what followed the end of the text the last time that it stood there.
+"""N-gram drafting: the tokens after an earlier occurrence of the end of the text.
 
-The longest suffix of min_ngram to max_ngram tokens that also ends earlier wins; of several such places the most recent.
-A place d tokens before the end says that the text may go on with period d, so the drafts are the last d tokens, over
+The longest suffix of min_ngram to max_ngram tokens that also ends earlier wins; of several matches the most recent. A
+match d tokens before the end suggests that the text goes on with period d, so the drafts are the last d tokens, over
 and over. A loop, whose most recent match is one round old, is thus drafted in full length; and where a text repeats
-with changes, the latest version is the better guide than the first.
+with changes, the latest version is a better prediction than the first.
 
 B rows, K drafts, M tokens of history.
 """
@@ -35,7 +35,7 @@ class NgramProposer:
         return [self._drafts(context.tokens_np, context.max_drafts) for context in contexts]
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """No-op: nothing is remembered."""
+        """No-op: no state is kept."""
 
     num_remembered = 0
 
@@ -65,7 +65,7 @@ class NgramProposer:
 
 
 class DeviceNgramProposer:
-    """The same answers for all rows at once; the work depends on the shapes alone."""
+    """The same drafts for all rows at once; the work depends on the shapes alone."""
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         _check(min_ngram, max_ngram)
@@ -80,13 +80,13 @@ class DeviceNgramProposer:
         lengths_B1 = request.lengths_B[:, None]
         distance_B1 = self._distance(tokens_BM, lengths_B1)
         found_B1 = distance_B1 > 0
-        place_K = torch.arange(request.num_drafts, dtype=torch.int32, device=tokens_BM.device)
-        # A row without a match reads its first token and drops it.
-        index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + place_K % distance_B1.clamp(min=1), 0)
+        offsets_K = torch.arange(request.num_drafts, dtype=torch.int32, device=tokens_BM.device)
+        # A row without a match gathers its first token and drops it.
+        index_BK = torch.where(found_B1, lengths_B1 - distance_B1 + offsets_K % distance_B1.clamp(min=1), 0)
         drafts_BK = tokens_BM.gather(1, index_BK.long())
         num_drafts_B = request.max_drafts_B * found_B1[:, 0]
         # Of a row of length 0 not even the first token is known.
-        return Drafts(torch.where(place_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
+        return Drafts(torch.where(offsets_K < num_drafts_B[:, None], drafts_BK, 0), num_drafts_B.int())
 
     def _distance(self, tokens_BM: torch.Tensor, lengths_B1: torch.Tensor) -> torch.Tensor:
         """int32 [B, 1]: how far before the end each row's match ends; 0 if there is none."""
@@ -95,9 +95,9 @@ class DeviceNgramProposer:
         matches_BM = end_M < lengths_B1 - 1
         size_BM = torch.zeros_like(tokens_BM)
         for back in range(min(self.max_ngram, width)):
-            wanted_B1 = tokens_BM.gather(1, (lengths_B1 - 1 - back).clamp(min=0).long())
-            # What stands at e - back, for each end e; the first places have nothing there.
-            same_BM = torch.nn.functional.pad(tokens_BM[:, : width - back] == wanted_B1, (back, 0))
+            suffix_B1 = tokens_BM.gather(1, (lengths_B1 - 1 - back).clamp(min=0).long())
+            # The token at e - back, for each end e; the first `back` positions have none.
+            same_BM = torch.nn.functional.pad(tokens_BM[:, : width - back] == suffix_B1, (back, 0))
             matches_BM = matches_BM & same_BM
             size_BM += matches_BM
         # One maximum finds the longest and, of these, the most recent match.

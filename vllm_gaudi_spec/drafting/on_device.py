@@ -1,4 +1,4 @@
-"""Drafters that work on device tensors, between the verification and the report: steps may overlap."""
+"""Drafters that work on device tensors, between the verification and the report, and so with async scheduling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice
 from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
-from vllm_gaudi_spec.drafting.limits import wanted
+from vllm_gaudi_spec.drafting.limits import max_drafts
 from vllm_gaudi_spec.records import Drafts
 from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
 from vllm_gaudi_spec.runner.graphs import Job
@@ -46,7 +46,7 @@ class DeviceDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         speculation: Speculation,
-        laws: DraftProbs,
+        draft_probs: DraftProbs,
         guard: Guard,
         kv_sync: DrafterKVSync,
         coverage: Coverage | None,
@@ -60,7 +60,7 @@ class DeviceDrafting(Drafting):
         self._shapes = shapes
         self._num_drafts = speculation.num_drafts
         self._choice = DraftChoice(speculation, requests.backend.rules)
-        self._laws = laws
+        self._draft_probs = draft_probs
         self._kv_sync = kv_sync
         self._coverage = coverage
         self._draft_rows = requests.backend.graphs.graph(self._draft_on_device)
@@ -78,24 +78,24 @@ class DeviceDrafting(Drafting):
         if again:
             self._kv_sync.on_faulty(again)
         if never:
-            self._kv_sync.invalidate(never)  # what makes them fail may stand in blocks that others would share
+            self._kv_sync.invalidate(never)  # the cause may be in blocks that others would share
         for request in never:
             self._split.exclude(request.row)
 
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         if self._is_off:
             return np.zeros(len(requests), dtype=np.int32)
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
 
-    def _possible(self, requests: list[Request], most: int | np.ndarray) -> np.ndarray:
+    def _possible(self, requests: list[Request], limit: int | np.ndarray) -> np.ndarray:
         """int32: the most drafts that the device may have for each request, whatever is in flight."""
         # Asynchronously scheduled, `num_computed` counts the drafts of the step in flight as accepted.
         rows_np = np.array([request.row for request in requests], dtype=np.int64)
         shortest_np = np.array([request.num_computed for request in requests], dtype=np.int32) + 1 - self._num_drafts
-        return self._split.wanted_np(rows_np, shortest_np, most)
+        return self._split.max_drafts_np(rows_np, shortest_np, limit)
 
     def follow(self, batch: Batch) -> None:
         if self._is_off:
@@ -107,20 +107,22 @@ class DeviceDrafting(Drafting):
             self._kv_sync.invalidate(batch.requests)
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._laws.of(rows_B)
+        return self._draft_probs.of(rows_B)
 
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
 
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
+    def propose(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
+    ) -> Drafts | None:
         if batch.is_padding or self._is_off:  # warm-up has rounds of its own
             return None
-        most_np = self._split.paced(batch.rows_np, most)
-        max_drafts_np = self._possible(batch.requests, most_np[: len(batch.requests)])
-        drafts_follow = most > 0 and max_drafts_np.any()
+        limits_np = self._split.paced(batch.rows_np, max_drafts)
+        max_drafts_np = self._possible(batch.requests, limits_np[: len(batch.requests)])
+        drafts_follow = max_drafts > 0 and max_drafts_np.any()
         blocks = NO_BLOCKS
         if self._kv_sync.has_kv and (drafts_follow or self._kv_sync.reads_every_step):
-            # One token more than were known, and the drafts.
+            # One token more than the host counts, and the drafts.
             ends = [end + 1 + self._num_drafts for end in batch.ends]
             blocks = RoundBlocks.of(self._requests, batch, ends, self._shapes.decode_context(ends))
         try:
@@ -132,7 +134,7 @@ class DeviceDrafting(Drafting):
         if not drafts_follow:
             return None
         try:
-            drafts = self._draft(batch, lengths_B, inputs, most_np, blocks)
+            drafts = self._draft(batch, lengths_B, inputs, limits_np, blocks)
         except Exception as error:
             self._guard.caught(error, batch.requests)
             self._kv_sync.on_faulty(batch.requests)
@@ -145,12 +147,12 @@ class DeviceDrafting(Drafting):
         batch: SampleBatch,
         lengths_B: torch.Tensor,
         inputs: SamplingInputs,
-        most: int | np.ndarray,
+        limit: int | np.ndarray,
         blocks: RoundBlocks,
     ) -> Drafts:
         branch = self._choice.branch(inputs)
         self._recorder.saw(self._signature(len(batch.rows_np), blocks.context, branch))
-        limits_B2 = self._split.upload(batch.rows_np, most)
+        limits_B2 = self._split.upload(batch.rows_np, limit)
         return self._draft_rows(batch.rows_B, lengths_B, limits_B2, blocks.blocks, inputs.for_drafting(branch))
 
     # --- what runs on the device ---
@@ -163,15 +165,15 @@ class DeviceDrafting(Drafting):
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
-        wanted_B = self._kv_sync.draftable(rows_B, lengths_B, wanted(limits_B2, lengths_B))
+        max_drafts_B = self._kv_sync.draftable(rows_B, lengths_B, max_drafts(limits_B2, lengths_B))
         hidden = self._kv_sync.hidden(rows_B, lengths_B)
-        request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs, hidden)
-        drafts = self._guard.usable(self._proposer.propose(request), request, self._laws.vocab_size)
-        self._laws.put(rows_B, drafts)
+        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs, hidden)
+        drafts = self._guard.usable(self._proposer.propose(request), request, self._draft_probs.vocab_size)
+        self._draft_probs.put(rows_B, drafts)
         # Last of what may fail: until then the rows have no drafts.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
-        return drafts.known
+        return drafts.for_host
 
     # --- after a step ---
 

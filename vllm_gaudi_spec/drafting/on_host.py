@@ -1,4 +1,4 @@
-"""Drafters that look at token histories on the host, after a step's one read."""
+"""Drafters that read token histories on the host, after the one device-to-host sync of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostDrafting(Drafting):
         self._history = history
         self._vocab_size = vocab_size
         self._agree = agree
-        self._guard = Guard(alone=True)  # of drafters that work on the host no rank waits for another
+        self._guard = Guard(independent=True)  # no rank waits for another's drafter on the host
         self._drafts: dict[str, list[int]] = {}
 
     def apply(self, requests: Requests) -> None:
@@ -46,25 +46,25 @@ class HostDrafting(Drafting):
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def propose_on_host(self, step: StepResult, most: int) -> None:
+    def propose_on_host(self, step: StepResult, max_drafts: int) -> None:
         self._drafts = {}
         new = self._history.append(step)
-        members = self._history.drafting_rows(step, new, most) if new else []
+        members = self._history.drafting_rows(step, new, max_drafts) if new else []
         if not members:
             return
-        asked = [member.request for member in members]
+        requests = [member.request for member in members]
         drafts: dict[str, list[int]] | None = None
         faulty: list[str] = []
         try:
             drafts, faulty = self._ask(members)
         except Exception as error:
             self._agree(None)
-            self._guard.failed(error, asked)
+            self._guard.failed(error, requests)
             return
         if not self._agree(drafts):
-            self._guard.failed(RuntimeError("another rank failed, or drafted other tokens"), asked)
+            self._guard.failed(RuntimeError("another rank failed, or drafted other tokens"), requests)
             return
-        self._guard.done(faulty, len(asked))
+        self._guard.done(faulty, len(requests))
         self._drafts = drafts
         if self._drafts:
             self._history.put(step, self._drafts)
@@ -80,21 +80,21 @@ class HostDrafting(Drafting):
             )
             for member in members
         ]
-        answers = self._proposer.propose(contexts)
+        outputs = self._proposer.propose(contexts)
         drafts: dict[str, list[int]] = {}
         faulty: list[str] = []
-        for context, answer in zip(contexts, answers, strict=True):
-            tokens = self._tokens(answer, context.max_drafts)
+        for context, output in zip(contexts, outputs, strict=True):
+            tokens = self._tokens(output, context.max_drafts)
             if tokens is None:
                 faulty.append(context.req_id)
             elif tokens:
                 drafts[context.req_id] = tokens
         return drafts, faulty
 
-    def _tokens(self, answer: Sequence[Any], max_drafts: int) -> list[int] | None:
-        """As many as were wanted; whatever stands behind them is nobody's concern. None if they are no tokens."""
+    def _tokens(self, output: Sequence[Any], max_drafts: int) -> list[int] | None:
+        """The first `max_drafts` tokens; the rest is ignored. None if they are no tokens."""
         try:
-            tokens = [index(token) for token in islice(answer, max_drafts)]
+            tokens = [index(token) for token in islice(output, max_drafts)]
         except (TypeError, ValueError):
             return None
         return tokens if all(0 <= token < self._vocab_size for token in tokens) else None

@@ -1,4 +1,4 @@
-"""How proposers are built: found in the table of methods, each by a constructor of its own."""
+"""Building proposers: each method names its class in the table of methods."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerContext:
-    """What a proposer is built for."""
+    """What a proposer is built from."""
 
     speculation: Speculation
     vllm_config: VllmConfig
     device: torch.device
     model: Model | None
-    """The drafter's own, for methods that have one."""
+    """The drafter's model, for methods that have one."""
     pair: Pair | None
     """The two vocabularies, where the drafter has one of its own."""
 

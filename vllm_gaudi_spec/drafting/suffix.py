@@ -1,12 +1,12 @@
-"""Suffix decoding (arXiv 2411.04975): draft what most often followed the end of the text, here or in past responses.
+"""Suffix decoding (arXiv 2411.04975): draft what most often comes after the end of the text, here or in past responses.
 
 Every pattern of the last tokens is looked up in the request's own text and in the responses of requests that ended.
-From a pattern of m tokens the most frequent next token is followed, again and again, as long as the probability of
-the whole path stays at min_token_prob, for max_spec_factor * m tokens at most and max_tree_depth together with the
-pattern. The path with the largest sum of probabilities wins: that is how many of its drafts should be accepted.
+From a pattern of m tokens the path goes on with the most frequent next token, as long as the probability of the whole
+path is at least min_token_prob, for max_spec_factor * m tokens at most and max_tree_depth together with the
+pattern. The path with the largest sum of probabilities wins: the expected number of accepted drafts.
 
-arctic-inference brings suffix trees in C++ and is used where it is installed. `SuffixCache` below has the same methods
-and needs nothing.
+arctic-inference has suffix trees in C++ and is used where it is installed. `SuffixCache` below has the same methods
+and no dependencies.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = init_logger(__name__)
 NOTHING = -1
 """No position; as a token, what separates responses and replaces forgotten ones."""
 
-MAX_PLACES = 16
-"""How many places of a pattern are looked at, newest first: more cost time and got no more drafts accepted."""
+MAX_OCCURRENCES = 16
+"""How many occurrences of a pattern are compared, newest first: more cost time and got no more drafts accepted."""
 
 
 class SuffixProposer:
@@ -45,7 +45,7 @@ class SuffixProposer:
         self.min_token_prob = min_token_prob
         self._cache = _build_cache(max_tree_depth, max_cached_requests)
         self._fed: dict[str, tuple[int, np.ndarray]] = {}
-        """Of each active request the length of its prompt and all tokens that the cache was given."""
+        """By active request: the length of its prompt, and all tokens that the cache has."""
 
     @classmethod
     def build(cls, context: ProposerContext) -> SuffixProposer:
@@ -81,7 +81,7 @@ class SuffixProposer:
         return list(draft.token_ids)
 
     def _feed(self, context: Context) -> None:
-        """Give the cache what it has not seen; a text that does not continue the known one starts anew."""
+        """Give the cache what it has not seen; a text that does not continue the earlier one starts anew."""
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])
@@ -123,7 +123,7 @@ class SuffixCache:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self._active: dict[str, tuple[int, Text]] = {}
-        """Where the response begins, and prompt and response."""
+        """By request: the begin of the response, and the text of prompt and response."""
         self._past = Text(max_tree_depth)
         self._cached: dict[str, tuple[int, int]] = {}
         """Which positions of `_past` are a request's response, oldest first."""
@@ -175,33 +175,33 @@ class SuffixCache:
         pattern = np.asarray(context)[-self.max_tree_depth :].tolist()
         # limits[m]: how many drafts a match of m tokens may have.
         limits = [
-            # The least bit more, so that a factor like 0.1 of 10 tokens is one token whatever its last binary digit.
+            # A bit more, so that a factor like 0.1 of 10 tokens is one token whatever its last binary digit.
             max(0, min(max_spec_tokens, int(m * max_spec_factor + 1e-6), self.max_tree_depth - m))
             for m in range(len(pattern) + 1)
         ]
-        own = self._active[req_id][1].speculate(pattern, limits, min_token_prob, Draft())
-        return self._past.speculate(pattern, limits, min_token_prob, own)
+        best = self._active[req_id][1].speculate(pattern, limits, min_token_prob, Draft())
+        return self._past.speculate(pattern, limits, min_token_prob, best)
 
 
 class Text:
     """A text that grows, and what follows a pattern in it.
 
-    Not a tree: what a tree would count is counted when it is asked for, at the places where the pattern stands. To find
-    them, the places that end with the same 1, 2, 4 or 8 tokens are chained, newest first, in hash buckets. That takes
+    Not a tree: the counts of a tree are computed on request, over the positions where the pattern occurs. To find them,
+    the positions that end with the same 1, 2, 4 or 8 tokens are chained, newest first, in hash buckets. That takes
     some forty bytes and a microsecond a token, where the nodes of a tree in Python would take a thousand bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
         self._depth = max_depth
-        # What stands before a text of its own is never equal to anything, so that no look back needs a bound.
+        # The tokens before the text are equal to no token, so that no look back needs a bound.
         self._tokens = array("i", [NOTHING]) * max_depth
         self._dropped = 0
         """How many tokens are gone from the beginning: positions go on counting."""
         self._sizes = [size for size in (8, 4, 2, 1) if size < max_depth]
         self._heads = [array("i", [NOTHING]) * 1024 for _ in self._sizes]
-        """[size][bucket]: the newest place in a bucket. A place is an index of `_tokens`, of a pattern's last token."""
+        """[size][bucket]: the newest position in a bucket, an index of `_tokens`, of a pattern's last token."""
         self._earlier = [array("i", self._tokens) for _ in self._sizes]
-        """[size][place]: the place before it in its bucket."""
+        """[size][position]: the position before it in its bucket."""
 
     @property
     def end(self) -> int:
@@ -215,21 +215,21 @@ class Text:
         self._tokens.extend(np.asarray(token_ids).tolist())
         for size, earlier, heads in zip(self._sizes, self._earlier, self._heads, strict=True):
             while len(heads) < len(self._tokens):
-                # Both halves of a bucket keep the old chain. It is mixed, but whoever walks it compares anyway.
+                # Both halves of a bucket keep the old chain. It is mixed, but each match is compared anyway.
                 heads *= 2
             mask = len(heads) - 1
             tokens = self._tokens[begin + 1 - size :].tolist()
             ngrams = zip(*(tokens[i:] for i in range(size)), strict=False)
-            for place, key in enumerate(map(hash, ngrams), begin):
+            for index, key in enumerate(map(hash, ngrams), begin):
                 earlier.append(heads[key & mask])
-                heads[key & mask] = place
+                heads[key & mask] = index
 
     def erase(self, begin: int, end: int) -> None:
-        """Nothing between these positions is found from now on."""
+        """Replaces the tokens between two positions, so that they are not found any more."""
         self._tokens[begin - self._dropped : end - self._dropped] = array("i", [NOTHING]) * (end - begin)
 
     def drop_before(self, position: int) -> None:
-        """Free what stands before the position and was erased. Done in large pieces, as all the rest moves."""
+        """Frees erased tokens before the position. Done in large pieces, as all the rest moves."""
         count = position - self._dropped - self._depth
         if count <= len(self._tokens) // 2:
             return
@@ -241,9 +241,9 @@ class Text:
         self._dropped += count
 
     def speculate(self, pattern: list[int], limits: list[int], min_prob: float, best: Draft) -> Draft:
-        """`best`, or what is better: the best draft behind any suffix of the pattern.
+        """`best`, or a better one: the best draft after any suffix of the pattern.
 
-        `limits[m]` bounds the drafts behind a suffix of m tokens.
+        `limits[m]` bounds the drafts after a suffix of m tokens.
         """
         above = len(limits)
         for index, size in enumerate(self._sizes):
@@ -256,23 +256,23 @@ class Text:
         return best
 
     def _matches(self, index: int, pattern: list[int], longest: int, limit: int) -> list[Match]:
-        """Where at least the last `size` tokens of the pattern stand, newest first, equal ones taken together."""
+        """Occurrences of at least the last `size` tokens of the pattern, newest first, equal ones merged."""
         size, earlier, heads, depth = self._sizes[index], self._earlier[index], self._heads[index], self._depth
-        place = heads[hash(tuple(pattern[-size:])) & (len(heads) - 1)]
+        position = heads[hash(tuple(pattern[-size:])) & (len(heads) - 1)]
         windows: dict[bytes, int] = {}
-        for _ in range(MAX_PLACES):
-            if place == NOTHING:
+        for _ in range(MAX_OCCURRENCES):
+            if position == NOTHING:
                 break
-            window = self._tokens[place + 1 - depth : place + 1 + limit].tobytes()
+            window = self._tokens[position + 1 - depth : position + 1 + limit].tobytes()
             windows[window] = windows.get(window, 0) + 1
-            place = earlier[place]
+            position = earlier[position]
         matches = []
         backwards = pattern[::-1]
         for window, count in windows.items():
             tokens = array("i", window).tolist()
             m = 0
-            for token, wanted in zip(reversed(tokens[:depth]), backwards, strict=False):
-                if token != wanted or m == longest:
+            for token, expected in zip(reversed(tokens[:depth]), backwards, strict=False):
+                if token != expected or m == longest:
                     break
                 m += 1
             if m >= size:
@@ -283,7 +283,7 @@ class Text:
     def _best_draft(self, matches: list[Match], size: int, limits: list[int], min_prob: float, best: Draft) -> Draft:
         """A match of m tokens is also one of every smaller number: for each number, all that have it count."""
         sizes = sorted({size - 1, *(match.size for match in matches)})
-        # From one size of a match to the next, the same places count: the longest draft they may have is enough.
+        # From one size of a match to the next, the same matches count: the longest draft that they may have is enough.
         bounds = [(max(limits[low + 1 : high + 1]), high) for low, high in pairwise(sizes)]
         for limit, high in sorted(bounds, reverse=True):
             if limit > best.score:
@@ -294,15 +294,15 @@ class Text:
 
 class Match(NamedTuple):
     size: int
-    """How many of the pattern's last tokens."""
+    """How many of the pattern's last tokens match."""
     num_positions: int
-    """How often this very window was met."""
+    """How often this window occurred."""
     follow: list[int]
-    """The tokens behind it, then NOTHING."""
+    """The tokens after it, then NOTHING."""
 
 
 def _follow(paths: list[tuple[int, list[int]]], limit: int, min_prob: float) -> Draft:
-    """Go where most of the paths go; each comes with how often it was seen."""
+    """The most frequent path. `paths`: how often each was seen, and its tokens."""
     token_ids: list[int] = []
     prob, score = 1.0, 0.0
     for i in range(limit):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     proposer: str
-    """Module of this folder and class, which has a constructor `build`. It is imported when it is picked."""
+    """Module of this folder and class, which has a constructor `build`. It is imported when it is used."""
     about: str
-    """How it drafts, for somebody who hears of it for the first time."""
+    """How it drafts, for readers who do not know it."""
     on_device: bool
     """It drafts on the device, between two steps, and so runs with async scheduling. Others draft on the host, after
     the one device-to-host sync of a step."""
@@ -40,14 +40,14 @@ DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
 METHODS = {
     "ngram": Method(
         proposer="ngram.NgramProposer",
-        about="drafts what followed the same words before",
+        about="drafts what came after the same words before",
         on_device=False,
         options=_NGRAM_OPTIONS,
         in_vllm=True,
     ),
     "ngram_gpu": Method(
         proposer="ngram.DeviceNgramProposer",
-        about="drafts what followed the same words before",
+        about="drafts what came after the same words before",
         on_device=True,
         options=_NGRAM_OPTIONS,
         in_vllm=True,

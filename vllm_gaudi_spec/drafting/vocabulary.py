@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 class Translation(Protocol):
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int32, of the target's ids: what the drafter reads in their place."""
+        """int32, of the target's ids: what the drafter reads instead of them."""
         ...
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
@@ -46,41 +46,41 @@ class MappedTokens:
         matched_V = draft_V >= 0
         self._index_V = draft_V.clamp(min=0)
         self._read_V = torch.where(matched_V, draft_V, stand_in).int()
-        self._said_V = matched_V & torch.tensor(draftable, device=device).index_select(0, self._index_V)
+        self._draftable_V = matched_V & torch.tensor(draftable, device=device).index_select(0, self._index_V)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._read_V.index_select(0, tokens.flatten()).view(tokens.shape)
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)
+        return torch.where(self._draftable_V, logits_BU.index_select(1, self._index_V), -torch.inf)
 
 
 class FewerTokens:
-    """A head reads the target's tokens, and says only some of them."""
+    """A head reads the target's tokens, and its logits cover only some of them."""
 
-    def __init__(self, said: torch.Tensor, vocab_size: int) -> None:
-        """`said`: the target's ids of what the head can say."""
+    def __init__(self, output_ids: torch.Tensor, vocab_size: int) -> None:
+        """`output_ids`: the target's ids that the head's logits cover."""
         index_V = torch.full((vocab_size,), -1, dtype=torch.int64)
-        index_V[said.cpu().long()] = torch.arange(len(said))
-        self._said_V = (index_V >= 0).to(said.device)
-        self._index_V = index_V.clamp(min=0).to(said.device)
+        index_V[output_ids.cpu().long()] = torch.arange(len(output_ids))
+        self._draftable_V = (index_V >= 0).to(output_ids.device)
+        self._index_V = index_V.clamp(min=0).to(output_ids.device)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._said_V, logits_BU.index_select(1, self._index_V), -torch.inf)
+        return torch.where(self._draftable_V, logits_BU.index_select(1, self._index_V), -torch.inf)
 
 
 class OwnTokens:
-    """No translation: the drafter says what it likes of its own tokens, for the host to write anew."""
+    """No translation: drafts are in the drafter's own vocabulary, and the host rewrites them in the target's."""
 
-    def __init__(self, sayable: np.ndarray, device: torch.device) -> None:
-        """`sayable`: bool by the drafter's ids."""
-        self._said_U = torch.tensor(sayable, device=device)
+    def __init__(self, draftable: np.ndarray, device: torch.device) -> None:
+        """`draftable`: bool by the drafter's ids."""
+        self._draftable_U = torch.tensor(draftable, device=device)
 
     def to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
     def to_target(self, logits_BU: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._said_U, logits_BU, -torch.inf)
+        return torch.where(self._draftable_U, logits_BU, -torch.inf)

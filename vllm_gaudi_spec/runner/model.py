@@ -76,9 +76,9 @@ class LoadedModel:
         # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
-        self.said: torch.Tensor | None = None
-        """int64: the target's ids of what it can say; None where that is everything."""
-        self.hand_out(_logits_only)
+        self.output_ids: torch.Tensor | None = None
+        """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
+        self.set_outputs(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         with compat.tensor_parallel_group(self.group):
@@ -99,7 +99,7 @@ class LoadedModel:
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
 
-    def hand_out(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
+    def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
         """Make `hidden_of` what the model's class returns for a forward's inputs. `carried_size`: of the states that a
         head reads, where they are not those that logits are made of."""
         self._hidden_of = hidden_of

@@ -165,7 +165,7 @@ class _Speculating(Scheduler):
 
     def _count_worker(self, worked: WorkerCounts) -> None:
         self.step_metrics.total(metrics.STEPS, worked.steps)
-        self.step_metrics.total(metrics.HOST_SYNCS, worked.host_reads)
+        self.step_metrics.total(metrics.HOST_SYNCS, worked.num_host_syncs)
         self.step_metrics.total(metrics.COMPILED, worked.compiled)
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.put(metrics.COVERAGE, share, vocabulary)

@@ -36,7 +36,7 @@ MOST_BLOCKS = 64  # of a row
 
 
 def following(tokens: list[int], vocab: int = VOCAB) -> int:
-    return sum((place + 1) * token for place, token in enumerate(tokens)) % vocab
+    return sum((index + 1) * token for index, token in enumerate(tokens)) % vocab
 
 
 class Remembers:
@@ -47,7 +47,7 @@ class Remembers:
         self.longest, self.vocab = longest, vocab
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        assert carried_TH is None, "only heads are told more than tokens"
+        assert carried_TH is None, "only heads read more than tokens"
         assert int(inputs.positions_T.max()) < self.longest, "a position that the drafter does not have"
         self.kv[inputs.slots[0]] = (inputs.positions_T + 1) * inputs.token_ids_T
         call = inputs.calls[0]
@@ -126,9 +126,9 @@ class Rows:
         split: LengthSplit | None = None,
     ) -> DeviceDrafting:
         speculation = self.speculation(method, drafter_max_len)
-        laws = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
+        draft_probs = DraftProbs(speculation, 4, VOCAB, self.requests.backend.traits.torch_device)
         split = split or self.split(speculation)
-        guard = Guard(alone=True)
+        guard = Guard(independent=True)
         return DeviceDrafting(
             proposer=proposer,
             split=split,
@@ -136,7 +136,7 @@ class Rows:
             recorder=self.recorder,
             shapes=self.shapes,
             speculation=speculation,
-            laws=laws,
+            draft_probs=draft_probs,
             guard=guard,
             kv_sync=kv_sync,
             coverage=None,
@@ -179,8 +179,8 @@ class Rows:
         self.requests.set_computed(rows_B, located.starts_B + located.num_real_B)
         self.drafting.follow(batch)
 
-    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
-        """Each named row gets these tokens from the target; returns what is drafted behind them."""
+    def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns what is drafted after them."""
         members = [self.requests.by_id[name] for name in answers]
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
@@ -197,7 +197,7 @@ class Rows:
         inputs = self.sampling.prepare(batch, {})
         lengths = last + 1 + verification.num_sampled_B
         self.drafting.on_verified(batch.rows_B, lengths)
-        drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if most is None else most)
+        drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if max_drafts is None else max_drafts)
         found: dict[str, list[int]] = {name: [] for name in answers}
         if drafts is not None:
             rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
@@ -226,7 +226,7 @@ class Rows:
             accepted = {name: drafts[name][: rng.randint(0, self.num_drafts)] for name in scheduled}
             off = rng.random() < share_off
             answers = {name: [*tokens, rng.randrange(VOCAB)] for name, tokens in accepted.items()}
-            drafts |= self.sample(answers, most=0 if off else None)
+            drafts |= self.sample(answers, max_drafts=0 if off else None)
             for name in scheduled:
                 assert drafts[name] == ([] if off else self.expected(name)), name
         assert not self.recorder.unexpected
@@ -269,7 +269,7 @@ def test_a_row_that_did_not_draft_for_a_while_catches_up(num_off: int) -> None:
     rows.start(PROMPTS)
     rows.sample({"a": [1], "b": [2]})
     for token in range(num_off):
-        assert rows.sample({"a": [token]}, most=0)["a"] == []
+        assert rows.sample({"a": [token]}, max_drafts=0)["a"] == []
     for _ in range(2):
         assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
     assert not rows.recorder.unexpected
@@ -280,7 +280,7 @@ def test_a_long_gap_is_read_in_several_chunks() -> None:
     assert rows.shapes.prefill_queries[-1] < 100
     rows.start(PROMPTS)
     for token in range(150):
-        rows.sample({"a": [token % VOCAB], "b": [3]}, most=0)
+        rows.sample({"a": [token % VOCAB], "b": [3]}, max_drafts=0)
     assert rows.sample({"a": [6], "b": [7]}) == {"a": rows.expected("a"), "b": rows.expected("b")}
     assert not rows.recorder.unexpected
 
@@ -294,10 +294,10 @@ def test_shared_blocks_count_as_read_only_where_they_were(num_read: int, overlap
     rows.overlapping = overlapping
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
-        rows.sample({"a": [token]}, most=3 if token < num_read else 0)
+        rows.sample({"a": [token]}, max_drafts=3 if token < num_read else 0)
     shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
-    told = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
-    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *[9] * 20]
+    rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
     # Those of a request that drafted all the time are taken as they are.
     rows.start({"c": list(range(1, 40))}, blocks=list(range(120, 132)))
@@ -313,14 +313,14 @@ def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
     rows = Rows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
-        rows.sample({"a": [token]}, most=0)
+        rows.sample({"a": [token]}, max_drafts=0)
     shared = rows.tokens["a"][: 2 * BLOCK]
     rows.start({"r": list(range(1, 34))}, blocks=list(range(70, 80)))
-    told = {"b": [*shared, 9, 9, 9], "c": [*range(1, 33), 8, 8]}
+    prompt_ids = {"b": [*shared, 9, 9, 9], "c": [*range(1, 33), 8, 8]}
     first = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
     new = [
-        new_request("b", told["b"], [*first, *range(40, 48)], num_computed=2 * BLOCK),
-        new_request("c", told["c"], [70, 71, *range(50, 58)], num_computed=2 * BLOCK),
+        new_request("b", prompt_ids["b"], [*first, *range(40, 48)], num_computed=2 * BLOCK),
+        new_request("c", prompt_ids["c"], [70, 71, *range(50, 58)], num_computed=2 * BLOCK),
     ]
     scheduled = step({"b": 3, "c": 2}, new=new)
     rows.requests.apply(scheduled)
@@ -329,16 +329,16 @@ def test_a_prompt_with_a_gap_before_it_may_share_a_rectangle() -> None:
     rows.drafting.apply(rows.requests)
     (batch,) = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
     rows.forward(batch)
-    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    rows.tokens |= {name: list(prompt) for name, prompt in prompt_ids.items()}
     assert rows.sample({"b": [1], "c": [2]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
 
 def test_requests_that_come_together_share_what_was_read() -> None:
     rows = Rows(num_drafts=3)
-    told = list(range(1, 40))
-    rows.start({"a": told}, blocks=list(range(1, 10)))
+    prompt_ids = list(range(1, 40))
+    rows.start({"a": prompt_ids}, blocks=list(range(1, 10)))
     rows.requests.apply(step({}, finished={"a"}))
-    both = {"b": [*told[: 2 * BLOCK], 4], "c": [*told[: 2 * BLOCK], 5, 6]}
+    both = {"b": [*prompt_ids[: 2 * BLOCK], 4], "c": [*prompt_ids[: 2 * BLOCK], 5, 6]}
     new = [
         new_request(name, prompt, [1, 2, *range(10 * i, 10 * i + 8)], num_computed=2 * BLOCK)
         for i, (name, prompt) in enumerate(both.items(), start=2)
@@ -356,9 +356,9 @@ def test_a_block_that_comes_back_was_not_read_for_its_new_owner() -> None:
     rows.requests.apply(step({}, finished={"a"}))
     rows.start({"b": [7] * BLOCK}, blocks=[1, 2, 3, 4, 5])
     for token in range(40):
-        rows.sample({"b": [token]}, most=0)
-    told = [*rows.tokens["b"][: 2 * BLOCK], 9]
-    rows.start({"c": told}, num_computed=2 * BLOCK, blocks=[1, 2, 30, 31, 32])
+        rows.sample({"b": [token]}, max_drafts=0)
+    prompt_ids = [*rows.tokens["b"][: 2 * BLOCK], 9]
+    rows.start({"c": prompt_ids}, num_computed=2 * BLOCK, blocks=[1, 2, 30, 31, 32])
     assert rows.sample({"c": [8]}) == {"c": rows.expected("c")}
 
 

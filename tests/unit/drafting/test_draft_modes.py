@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.support import laws
-from tests.support.laws import ALPHA, Table, random_table, request_keys
+from tests.support import distributions
+from tests.support.distributions import ALPHA, Table, random_table, request_keys
 from tests.support.reference.rules import race
 from tests.unit.sampling.test_noise import reference_mix
 from vllm_gaudi_spec.sampling.drafts import Mode, draft
@@ -30,7 +30,7 @@ def inputs(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     return logits, torch.ones(rows), request_keys(0, rows), starts + 2, starts
 
 
-def test_greedy_takes_the_argmax_and_has_no_law() -> None:
+def test_greedy_takes_the_argmax_and_has_no_distribution() -> None:
     logits, *rest = inputs()
     drafted = draft(TORCH, logits, "greedy", *rest)
     assert drafted.tokens_B.dtype == torch.int32
@@ -60,27 +60,29 @@ def test_probabilistic_equals_the_loop() -> None:
         assert drafted.tokens_B[row] == expected
 
 
-def test_probabilistic_follows_its_law() -> None:
+def test_probabilistic_follows_its_distribution() -> None:
     table, rows = random_table(VOCAB, 0, seed=3), 200_000
-    place = torch.full((rows,), 9, dtype=torch.int32)
+    position = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, VOCAB)
-    drafted = draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - 1)
+    drafted = draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), position, position - 1)
     assert drafted.probs_BV is not None
     torch.testing.assert_close(drafted.probs_BV[0], table.logits_CV[0].softmax(-1))
-    assert laws.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
+    assert distributions.p_value(drafted.tokens_B.numpy(), table.probs_CV[0]) > ALPHA
 
 
 def test_probabilistic_drafts_of_two_steps_are_unrelated() -> None:
     """The same position, drafted for by steps that start at different ones."""
     table, rows = random_table(4, 0, seed=3), 50_000
-    place = torch.full((rows,), 9, dtype=torch.int32)
+    position = torch.full((rows,), 9, dtype=torch.int32)
     logits = table.logits_CV.expand(rows, 4)
     first, second = (
-        draft(TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), place, place - back).tokens_B
+        draft(
+            TORCH, logits, "probabilistic", torch.ones(rows), request_keys(0, rows), position, position - back
+        ).tokens_B
         for back in (1, 2)
     )
     joint = np.outer(table.probs_CV[0], table.probs_CV[0]).ravel()
-    assert laws.p_value((first * 4 + second).numpy(), joint) > ALPHA
+    assert distributions.p_value((first * 4 + second).numpy(), joint) > ALPHA
 
 
 def test_coupled_is_the_targets_own_sampling() -> None:
@@ -100,9 +102,9 @@ def test_coupled_acceptance_lies_between_its_bounds(seed: int, closeness: float)
     rows = 50_000
     target = random_table(8, 0, seed)
     drafter = Table(target.logits_CV + closeness * random_table(8, 0, 10 + seed).logits_CV)
-    keys, place, ones = request_keys(0, rows), torch.full((rows,), 4, dtype=torch.int32), torch.ones(rows)
-    drafted = draft(TORCH, drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, place, place)
-    positions = place[:, None] + torch.arange(2, dtype=torch.int32)
+    keys, position, ones = request_keys(0, rows), torch.full((rows,), 4, dtype=torch.int32), torch.ones(rows)
+    drafted = draft(TORCH, drafter.logits_CV.expand(rows, 8), "coupled", ones, keys, position, position)
+    positions = position[:, None] + torch.arange(2, dtype=torch.int32)
     sampled = sample_random(target.logits_CV.expand(rows, 2, 8), ones, keys, positions)
     verification = verify(sampled, drafted.tokens_B[:, None], torch.ones(rows, dtype=torch.int32))
     accepted = (verification.num_sampled_B - 1).float().mean().item()
@@ -147,7 +149,7 @@ def test_block_keys_differ() -> None:
     assert len({*map(tuple, own.tolist()), *map(tuple, keys.tolist())}) == 4002
 
 
-def test_uniform_law_and_range() -> None:
+def test_uniform_distribution_and_range() -> None:
     positions = torch.arange(64, dtype=torch.int32).expand(2000, 64)
     keys = request_keys(0, 2000)
     drawn = uniform(keys, positions, Stream.ACCEPT)

@@ -1,4 +1,4 @@
-"""What a drafter does wrong costs its requests nothing, and is told."""
+"""What a drafter does wrong costs its requests nothing, and is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.drafting.test_autoregressive import BLOCK, PROMPTS, Rows, follow
 from tests.unit.drafting.test_drafting import VOCAB, Counts, K, on_one_rank, sampled, started
 from tests.unit.drafting.test_heads import HeadRows
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
-from vllm_gaudi_spec.drafting.guard import Guard, alike, usable
+from vllm_gaudi_spec.drafting.guard import Guard, mark_different, mark_unusable
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.load import guard_of
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
@@ -34,20 +34,20 @@ def drafted(tokens: list[list[int]], counts: list[int], sound: list[list[bool]] 
 
 def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
     tokens = [[1, 2, 3], [1, VOCAB, 3], [1, 2, -7], [4, 5, 6], [7, 8, VOCAB]]
-    checked = usable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
+    checked = mark_unusable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
     assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
-    assert checked.known.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
+    assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
 
 
 def test_more_than_was_wanted_or_fewer_than_none() -> None:
-    checked = usable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
+    checked = mark_unusable(drafted([[1, 2, 3]] * 3, [2, -3, 1]), request([1, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [FAULTY, FAULTY, 1]
 
 
 def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
     sound = [[True, True, True], [True, False, True], [True, False, True]]
-    checked = usable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
+    checked = mark_unusable(drafted([[1, 2, 3]] * 3, [3, 3, 1], sound), request([3, 3, 1]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, 1]
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_number_counts_where_a_draft_was_made_of_it() -> None:
 )
 def test_wrong_shapes_are_refused(tokens: list[list[int]], counts: Any) -> None:
     with pytest.raises(ValueError, match=r"for 1 rows of 3 drafts"):
-        usable(drafted(tokens, counts), request([3]), VOCAB)
+        mark_unusable(drafted(tokens, counts), request([3]), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,20 @@ def test_logits_are_looked_at_before_anything_is_made_of_them(value: float, soun
     inputs = cast(Any, SimpleNamespace(floats={"temperature": torch.zeros(2)}, keys_B2=torch.zeros(2, 2).int()))
     logits_BV = torch.zeros(2, VOCAB)
     logits_BV[1, 17] = value
-    chosen = choice._behind(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
+    chosen = choice._chooser(torch.tensor([5, 5]), inputs)(logits_BV, torch.tensor([4, 4]))
     assert chosen.sound_B is not None
     assert chosen.sound_B.tolist() == [True, sound]
 
 
-def test_a_law_that_is_none_never_reaches_a_rule() -> None:
+def test_a_faulty_distribution_never_reaches_a_rule() -> None:
     speculation = cast(Any, SimpleNamespace(keeps_probs=True, num_drafts=1))
-    laws = DraftProbs(speculation, 2, 4, torch.device("cpu"))
+    draft_probs = DraftProbs(speculation, 2, 4, torch.device("cpu"))
     rows_B, even = torch.tensor([0, 1]), torch.full((2, 1, 4), 0.25)
-    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
-    laws.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan)))
-    found = laws.of(rows_B)
+    draft_probs.put(rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, 1]), even))
+    draft_probs.put(
+        rows_B, Drafts(torch.zeros(2, 1).int(), torch.tensor([1, FAULTY]), torch.full((2, 1, 4), torch.nan))
+    )
+    found = draft_probs.of(rows_B)
     assert found is not None
     assert found[0].isnan().all()
     assert found[1].tolist() == [[0.25] * 4]
@@ -95,11 +97,11 @@ def of_both(own: Drafts, other: Drafts) -> list[list[int]]:
         return torch.cat([sent[0], sent[-1]]) if len(sent) > 1 else torch.cat([numbers, numbers])
 
     group: Any = SimpleNamespace(world_size=2, device_communicator=SimpleNamespace(all_gather=all_gather))
-    alike(other, group)
+    mark_different(other, group)
     sent = sent[:1]
-    first = alike(own, group)
+    first = mark_different(own, group)
     sent = [sent[1]]
-    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, alike(other, group))]
+    return [alike_drafts.num_drafts_B.tolist() for alike_drafts in (first, mark_different(other, group))]
 
 
 def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
@@ -108,19 +110,19 @@ def test_ranks_that_each_have_the_drafter_use_what_they_drafted_alike() -> None:
     assert of_both(own, other) == [[3, FAULTY, FAULTY, 2, FAULTY]] * 2
 
 
-def test_laws_of_ranks_are_alike_too() -> None:
+def test_draft_probs_of_ranks_are_alike_too() -> None:
     """Else one of them would accept what another does not."""
-    laws = torch.full((3, K, VOCAB), 0.01)
-    other = laws.clone()
+    probs = torch.full((3, K, VOCAB), 0.01)
+    other = probs.clone()
     other[1, 2, 3] = torch.tensor(0.01).nextafter(torch.tensor(1.0))
     other[2] = torch.nan
-    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=laws)
+    own = drafted([[1, 2, 3]] * 3, [3, 3, 3])._replace(probs_BKV=probs)
     assert of_both(own, own._replace(probs_BKV=other)) == [[3, FAULTY, FAULTY]] * 2
 
 
 def test_a_cut_drafter_asks_nobody() -> None:
     """All its ranks have the logits of all."""
-    assert Guard(alone=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
+    assert Guard(independent=False).usable(drafted([[1, 2, 3]], [3]), request([3]), VOCAB).num_drafts_B.tolist() == [3]
 
 
 # --- drafters on the host ---
@@ -139,7 +141,7 @@ class Odd(Counts):
         return self.ask(contexts)
 
 
-def behind(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
+def after_step(ask: Ask) -> tuple[HostDrafting, Any, list[list[int]]]:
     requests, split, names = started()
     drafting = HostDrafting(Odd(ask), RequestHistory(split, requests, K), VOCAB, on_one_rank)
     drafting.apply(requests)
@@ -171,16 +173,16 @@ def raises(contexts: list[Any]) -> Any:
     ],
 )
 def test_a_round_of_nonsense_is_a_fault_of_all_and_leaves_no_drafts(ask: Ask) -> None:
-    drafting, requests, told = behind(ask)
-    assert told == [[], [], []]
+    drafting, requests, reported = after_step(ask)
+    assert reported == [[], [], []]
     assert requests.num_drafts_R.tolist() == [0] * 5
     assert drafting.take_rounds() == [DraftRound(("a", "b"), worked=False)]
     assert drafting.take_rounds() == []
 
 
 def test_one_row_of_nonsense_leaves_the_others_their_drafts() -> None:
-    drafting, _, told = behind(lambda contexts: [[14, VOCAB], [27]])
-    assert told == [[], [27], []]
+    drafting, _, reported = after_step(lambda contexts: [[14, VOCAB], [27]])
+    assert reported == [[], [27], []]
     assert drafting.take_rounds() == [DraftRound(("a",), worked=True)]
 
 
@@ -195,14 +197,16 @@ def test_a_row_that_drafts_no_more_is_not_asked_for() -> None:
 
 
 def test_answers_of_any_kind_of_integer_are_tokens() -> None:
-    _, _, told = behind(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
-    assert told == [[14, 15], [27, 28], []]
+    _, _, reported = after_step(lambda contexts: torch.tensor([[14, 15], [27, 28]]))
+    assert reported == [[14, 15], [27, 28], []]
 
 
-def test_what_stands_behind_the_drafts_that_were_wanted_is_no_fault() -> None:
+def test_tokens_after_the_requested_drafts_are_no_fault() -> None:
     """As of a class that fills its rows up to one length."""
-    drafting, _, told = behind(lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts])
-    assert [set(row) for row in told] == [{14}, {14}, set()]
+    drafting, _, reported = after_step(
+        lambda contexts: [[14] * context.max_drafts + [VOCAB, -3] for context in contexts]
+    )
+    assert [set(row) for row in reported] == [{14}, {14}, set()]
     assert drafting.take_rounds() == [DraftRound((), worked=True)]
 
 
@@ -253,8 +257,8 @@ def test_warm_up_is_not_survived(kind: type[Rows], broken: str) -> None:
 def test_several_ranks_are_not_survived() -> None:
     somebody = cast(Any, [SimpleNamespace(req_id="a")])
     with pytest.raises(ZeroDivisionError):
-        Guard(alone=False).caught(ZeroDivisionError(), somebody)
-    guard = Guard(alone=True)
+        Guard(independent=False).caught(ZeroDivisionError(), somebody)
+    guard = Guard(independent=True)
     guard.caught(ZeroDivisionError(), somebody)
     guard.caught(ZeroDivisionError(), somebody)
     assert guard.take() == [DraftRound(("a",), worked=False)], "one step, one round"
@@ -275,7 +279,7 @@ def test_ranks_that_may_wait_in_a_drafter_are_those_of_its_target() -> None:
         (two, one, False, two),
     ):
         guard = guard_of(model(target), drafter and model(drafter))
-        assert (guard._alone, guard._apart) == (alone, apart)
+        assert (guard._independent, guard._replicas) == (alone, apart)
 
 
 def started_rows(kind: type[Rows]) -> Rows:
@@ -287,18 +291,18 @@ def started_rows(kind: type[Rows]) -> Rows:
 
 
 def while_broken(rows: Rows, owner: object, name: str) -> None:
-    """A step of all rows in which the drafter fails: nothing is drafted, and it is told."""
+    """A step of all rows in which the drafter fails: nothing is drafted, and it is reported."""
     working = getattr(owner, name)
     setattr(owner, name, lambda *given, **named: raises([]))
     assert not any(rows.sample({name: [1] for name in PROMPTS}).values())
-    (told,) = rows.drafting.take_rounds()
-    assert set(told.faulty) == set(PROMPTS)
-    assert not told.worked
+    (reported,) = rows.drafting.take_rounds()
+    assert set(reported.faulty) == set(PROMPTS)
+    assert not reported.worked
     setattr(owner, name, working)
 
 
 @pytest.mark.parametrize("kind", [Rows, HeadRows])
-def test_behind_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
+def test_after_a_round_that_raised_drafts_are_what_they_would_have_been(kind: type[Rows]) -> None:
     rows = started_rows(kind)
     while_broken(rows, rows.drafting._proposer, "propose")
     rows.check_steps(1)
@@ -340,7 +344,7 @@ def check_nobody_shares(rows: HeadRows) -> None:
     assert rows.sample({"own": [1]}) == {"own": rows.expected("own")} != {"own": []}
 
 
-def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
+def test_the_decision_of_the_scheduler_holds_until_the_row_is_given_up() -> None:
     rows = started_rows(Rows)
     by_id = rows.requests.by_id
     rows.drafting.on_drafter_status([by_id["a"]], [by_id["b"]], is_off=False)
@@ -348,19 +352,19 @@ def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
     assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
     rows.drafting.on_drafter_status([], [], is_off=True)
     assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
-    assert rows.drafting.most([by_id["a"]], [3]).tolist() == [0]
+    assert rows.drafting.max_drafts([by_id["a"]], [3]).tolist() == [0]
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_no_number_in_one_row_leaves_it_without_drafts_and_says_so(device: type[HostBackend]) -> None:
+def test_no_number_in_one_row_leaves_it_without_drafts_and_is_reported(device: type[HostBackend]) -> None:
     rows = Rows(3, backend=device())
     rows.start(PROMPTS)
-    working, spoilt = rows.model.logits, following([*PROMPTS["b"], 4])
-    rows.model.logits = lambda hidden: torch.where(hidden == spoilt, torch.nan, working(hidden))  # type: ignore[method-assign]
+    working, faulty_token = rows.model.logits, following([*PROMPTS["b"], 4])
+    rows.model.logits = lambda hidden: torch.where(hidden == faulty_token, torch.nan, working(hidden))  # type: ignore[method-assign]
     drafts = rows.sample({"a": [4], "b": [4], "c": [4]})
     assert drafts["b"] == []
     assert drafts["a"] == rows.expected("a")
     numbers = {name: int(rows.requests.num_drafts_R[rows.requests.by_id[name].row]) for name in PROMPTS}
     assert numbers == {"a": 3, "b": FAULTY, "c": 3}
-    told = rows.requests.reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
-    assert told.tolist() == [FAULTY]
+    reported = rows.requests.reported_drafts(torch.tensor([rows.requests.by_id["b"].row]), torch.tensor([0]))
+    assert reported.tolist() == [FAULTY]

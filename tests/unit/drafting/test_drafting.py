@@ -65,7 +65,7 @@ def speculation(drafter_max_len: int | None = None) -> Speculation:
 def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) -> tuple[DeviceDrafting, StepRecorder]:
     recorder = StepRecorder()
     of_steps = shapes(max_num_seqs=4, max_tokens=64, max_len=64, drafts=K)
-    laws = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
+    draft_probs = DraftProbs(speculation(), 4, VOCAB, requests.backend.traits.torch_device)
     drafting = DeviceDrafting(
         proposer=proposer,
         split=split,
@@ -73,8 +73,8 @@ def on_device(proposer: CountsOnDevice, split: LengthSplit, requests: Requests) 
         recorder=recorder,
         shapes=of_steps,
         speculation=speculation(),
-        laws=laws,
-        guard=Guard(alone=True),
+        draft_probs=draft_probs,
+        guard=Guard(independent=True),
         kv_sync=DrafterKVSync(),
         coverage=None,
     )
@@ -107,20 +107,20 @@ def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tu
     width = max(map(len, tokens))
     tokens_BQ = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tokens, []]], dtype=torch.int32)
     verification = Verification(tokens_BQ, torch.tensor([*map(len, tokens), 1], dtype=torch.int32))
-    last = torch.tensor([*(len(member.known) - 1 for member in members), -1], dtype=torch.int32)
+    last = torch.tensor([*(len(member.all_token_ids) - 1 for member in members), -1], dtype=torch.int32)
     rows = torch.tensor([*(member.row for member in members), requests.pad_row])
     requests.advance(rows, last, verification)
     return StepResult(members, verification), last + 1 + verification.num_sampled_B
 
 
 def waiting(requests: Requests, name: str, length: int) -> list[int]:
-    """The drafts behind a row's last token."""
+    """The drafts after a row's last token."""
     row = requests.by_id[name].row
     return requests.history_RM[row, length : length + int(requests.num_drafts_R[row])].tolist()
 
 
-def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
-    """A host drafter that was asked behind a step of all three rows."""
+def after_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting, StepResult]:
+    """A host drafter that was asked after a step of all three rows."""
     requests, split, names = started(drafter_max_len)
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
@@ -131,24 +131,24 @@ def behind_a_step(drafter_max_len: int) -> tuple[Requests, Counts, HostDrafting,
 
 
 def test_the_host_drafter_sees_the_rows_that_have_something_to_gain() -> None:
-    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=8)
+    requests, proposer, drafting, step_ = after_a_step(drafter_max_len=8)
     # "b" has 7 tokens and room for one more; "c" has speculation off.
     assert proposer.calls == [[("a", [10, 11, 12, 13], 3), ("b", [20, 21, 22, 23, 24, 25, 26], 1)]]
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
-    told = drafting.drafts_of(step_)
-    assert dict(zip(told.req_ids, told.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
+    reported = drafting.drafts_of(step_)
+    assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
 
 
 def test_a_step_in_which_nobody_may_draft_costs_no_call() -> None:
-    requests, proposer, drafting, step_ = behind_a_step(drafter_max_len=3)
+    requests, proposer, drafting, step_ = after_a_step(drafter_max_len=3)
     drafting.propose_on_host(sampled(requests, ["a"], [[1]])[0], 0)
     drafting.propose_on_host(StepResult([]), K)  # nobody sampled: prompts go on
     assert proposer.calls == []
     assert drafting.drafts_of(step_).draft_token_ids == [[], [], []]
 
 
-def test_nothing_is_drafted_behind_a_stop() -> None:
-    """The scheduler ends the request there, whatever was accepted behind it."""
+def test_nothing_is_drafted_after_a_stop() -> None:
+    """The scheduler ends the request there, whatever was accepted after it."""
     requests, split, names = started()
     requests.by_id["a"].params = SamplingParams(max_tokens=50, stop_token_ids=[12])
     # As vLLM's front end leaves them: an end token that is ignored stays among those that min_tokens forbids.
@@ -163,7 +163,7 @@ def test_nothing_is_drafted_behind_a_stop() -> None:
     assert [req_id for req_id, _, _ in proposer.calls[0]] == ["b"]
 
 
-def test_the_host_drafter_hears_who_has_ended() -> None:
+def test_the_host_drafter_is_informed_of_ends() -> None:
     requests, split, _ = started()
     proposer = Counts()
     drafting = HostDrafting(proposer, RequestHistory(split, requests, K), VOCAB, on_one_rank)
@@ -172,7 +172,7 @@ def test_the_host_drafter_hears_who_has_ended() -> None:
     assert proposer.forgotten == ["b"]
 
 
-def test_the_device_drafter_proposes_behind_the_verification() -> None:
+def test_the_device_drafter_proposes_after_the_verification() -> None:
     requests, split, names = started(drafter_max_len=8)
     proposer = CountsOnDevice()
     drafting, recorder = on_device(proposer, split, requests)
@@ -183,31 +183,31 @@ def test_the_device_drafter_proposes_behind_the_verification() -> None:
     step_.drafts = drafting.propose(batch, lengths, inputs, K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
     assert requests.num_drafts_R[requests.pad_row] == 0
-    told = drafting.drafts_of(step_)
-    assert dict(zip(told.req_ids, told.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
+    reported = drafting.drafts_of(step_)
+    assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
     assert not recorder.unexpected
     assert drafting.propose(batch, lengths, inputs, 0) is None
     assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
-def test_what_the_device_can_not_have_is_not_verified() -> None:
-    """With steps that overlap the host schedules places; past a row's limit it knows that there are no drafts."""
+def test_what_the_device_cannot_have_is_not_verified() -> None:
+    """With async scheduling the host schedules slots; past a row's limit it knows that there are no drafts."""
     requests, split, _ = started(drafter_max_len=8)
     drafting, _ = on_device(CountsOnDevice(), split, requests)
     drafting.apply(requests)
     row = requests.by_id["a"]
-    most = {}
+    max_drafts = {}
     for length in range(6, 14):
         row.num_computed = length - 1  # if all drafts of the step in flight are accepted
-        (most[length],) = drafting.most([row], [K])
+        (max_drafts[length],) = drafting.max_drafts([row], [K])
     # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
-    assert most == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
+    assert max_drafts == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
-    assert drafting.most([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+    assert drafting.max_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
 
 
 def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:
-    """The host knows it, from what the scheduler said: here by wish, by the drafter's length, or by both."""
+    """The host knows it, from the scheduler's output: here by request, by the drafter's length, or by both."""
     requests, split, _ = started(drafter_max_len=3)
     proposer = CountsOnDevice()
     drafting, _ = on_device(proposer, split, requests)

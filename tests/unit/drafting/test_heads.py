@@ -23,7 +23,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
 from vllm_gaudi_spec.drafting.medusa import MedusaProposer
-from vllm_gaudi_spec.drafting.models import LoadedHead, carried_too, layers_of, share
+from vllm_gaudi_spec.drafting.models import LoadedHead, layers_of, share, with_carried
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import DECODE, PREFILL, Batch, Hidden
@@ -34,13 +34,13 @@ from vllm_gaudi_spec.runner.model import LoadedModel
 NOBODYS = 89.0  # the state of what is no real token
 
 
-def state_behind(tokens: list[int]) -> int:
-    """The target's, behind the last of them."""
+def state_after(tokens: list[int]) -> int:
+    """The target's, after the last of them."""
     return (11 * following(tokens) + 2) % VOCAB
 
 
-def carry(said: torch.Tensor) -> torch.Tensor:
-    return (3 * said + 1) % VOCAB
+def carry(states: torch.Tensor) -> torch.Tensor:
+    return (3 * states + 1) % VOCAB
 
 
 class ReadsStates:
@@ -55,13 +55,13 @@ class ReadsStates:
         assert int(inputs.positions_T.max()) < self.longest, "a position that the head does not have"
         kept = (inputs.positions_T + 1) * inputs.token_ids_T + 5 * carried_TH[:, 0].long()
         self.kv[inputs.slots[0]] = kept
-        call, said = inputs.calls[0], []
+        call, states = inputs.calls[0], []
         assert int((inputs.slots[0] >= BLOCK).sum()) <= inputs.num_real_B.sum(), "what it reads is real"
         assert (call.starts_B + inputs.num_real_B <= self.longest).all()
         for row in range(call.num_rows):
             context = self.kv.view(-1, BLOCK)[call.block_table_BW[row].long()].flatten()
-            said += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
-        last_TH = (torch.stack(said) % VOCAB)[:, None].float()
+            states += [context[: int(call.starts_B[row]) + query + 1].sum() for query in range(call.num_queries)]
+        last_TH = (torch.stack(states) % VOCAB)[:, None].float()
         return Hidden(last_TH, carry(last_TH))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class HeadRows(Rows):
             split=split,
             blocks=ReadBlocks(self.requests, 1 + 3 * MOST_BLOCKS, [0], keeps_up=True),
             head_size=1,
-            longest=drafter_max_len,
+            max_len=drafter_max_len,
         )
         proposer = HeadProposer(self.head, SameTokens(VOCAB, VOCAB))
         return self.drafting_of("eagle", proposer, kv_sync, drafter_max_len, split)
@@ -100,7 +100,7 @@ class HeadRows(Rows):
         states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             for query in range(count):
-                states[row, query] = state_behind(request.known[: request.num_computed + query + 1])
+                states[row, query] = state_after(request.all_token_ids[: request.num_computed + query + 1])
         self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
         self.fresh |= {request.req_id for request in batch.requests}
         super().forward(batch)
@@ -116,7 +116,7 @@ class HeadRows(Rows):
             request_row = self.requests.by_id[name].row
             history = self.requests.history_RM[request_row].tolist()
             for query in range(count):
-                states[row, query] = state_behind(history[: start + query + 1])
+                states[row, query] = state_after(history[: start + query + 1])
         if decodes:
             rows_B = torch.tensor([self.requests.by_id[name].row for name in decodes])
             self.land(DECODE, rows_B, Located(torch.tensor(starts).int(), torch.tensor(counts).int()), states)
@@ -128,12 +128,12 @@ class HeadRows(Rows):
 
     def expected(self, name: str) -> list[int]:
         tokens = list(self.tokens[name])
-        kept = [(place + 1) * token + 5 * state_behind(tokens[: place + 1]) for place, token in enumerate(tokens[1:])]
+        kept = [(index + 1) * token + 5 * state_after(tokens[: index + 1]) for index, token in enumerate(tokens[1:])]
         room = min(self.head.longest, self.max_len - 1) - len(tokens)
         drafts: list[int] = []
-        for place in range(len(tokens) - 1, len(tokens) - 1 + max(0, min(self.num_drafts, room))):
+        for position in range(len(tokens) - 1, len(tokens) - 1 + max(0, min(self.num_drafts, room))):
             if drafts:
-                kept.append(place * drafts[-1] + 5 * ((3 * drafts[-1] + 1) % VOCAB))
+                kept.append(position * drafts[-1] + 5 * ((3 * drafts[-1] + 1) % VOCAB))
             drafts.append(sum(kept) % VOCAB)
         return drafts
 
@@ -163,11 +163,11 @@ def test_a_head_that_is_not_asked_reads_on() -> None:
     rows = HeadRows(num_drafts=3)
     rows.start({"a": [5, 6, 7]})
     for token in range(40):
-        rows.sample({"a": [token]}, most=0)
+        rows.sample({"a": [token]}, max_drafts=0)
     shared = [int(block) for block in rows.requests.tables_np[0][rows.requests.by_id["a"].row][:2]]
     # Of the last shared block the head's last slot belongs to a token that need not be the same: vLLM drops that block.
-    told = [*rows.tokens["a"][: 2 * BLOCK], *rows.tokens["a"][2 * BLOCK : 2 * BLOCK + 1], 9, 9]
-    rows.start({"b": told}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
+    prompt_ids = [*rows.tokens["a"][: 2 * BLOCK], *rows.tokens["a"][2 * BLOCK : 2 * BLOCK + 1], 9, 9]
+    rows.start({"b": prompt_ids}, num_computed=2 * BLOCK, blocks=[*shared, *range(100, 110)])
     assert rows.sample({"b": [8]}) == {"b": rows.expected("b")}
 
 
@@ -177,19 +177,19 @@ def test_a_row_that_the_host_sees_too_far_ahead_is_read() -> None:
     rows = HeadRows(num_drafts=8, drafter_max_len=32)
     rows.start({"a": list(range(1, 26))})
     rows.sample({"a": [40]})
-    rows.sample({"a": [50]}, most=0)  # all rejected
+    rows.sample({"a": [50]}, max_drafts=0)  # all rejected
     rows.drafted["a"] = 0
     rows.rejected["a"] = 8
-    rows.sample({"a": [51]}, most=0)
+    rows.sample({"a": [51]}, max_drafts=0)
     assert rows.sample({"a": [52]})["a"] == rows.expected("a") != []
 
 
 def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
     rows = HeadRows(num_drafts=2, drafter_max_len=24)
     rows.start({"a": [5, 6, 7], "b": list(range(1, 40))}, chunk=24)
-    told = {"c": list(range(3, 20)), "d": list(range(2, 42))}
-    rows.start({"d": told["d"]}, chunk=32, blocks=list(range(60, 70)))
-    new = [new_request("c", told["c"], list(range(80, 90)))]
+    prompt_ids = {"c": list(range(3, 20)), "d": list(range(2, 42))}
+    rows.start({"d": prompt_ids["d"]}, chunk=32, blocks=list(range(60, 70)))
+    new = [new_request("c", prompt_ids["c"], list(range(80, 90)))]
     scheduled = step({"c": 17, "d": 8}, new=new, running=cached({"d": 32}))
     rows.requests.apply(scheduled)
     for request in rows.requests.admitted:
@@ -198,7 +198,7 @@ def test_of_a_rectangle_only_the_rows_within_reach_are_read() -> None:
     batches = batches_of(scheduled, rows.requests, replace(rows.shapes, prefill_rows=(1, 2)), {})
     assert [len(batch.requests) for batch in batches] == [2]
     rows.forward(batches[0])
-    rows.tokens |= {name: list(prompt) for name, prompt in told.items()}
+    rows.tokens |= {name: list(prompt) for name, prompt in prompt_ids.items()}
     assert rows.sample({"c": [1], "d": [2]}) == {"c": rows.expected("c"), "d": []}
 
 
@@ -226,7 +226,7 @@ def test_rejected_and_padded_positions_leave_nothing_that_is_read() -> None:
             tokens = rows.tokens[name]
             blocks = rows.requests.tables_np[0][rows.requests.by_id[name].row]
             own = rows.head.kv.view(-1, BLOCK)[torch.from_numpy(blocks).long()].flatten()[: len(tokens) - 1]
-            kept = [(p + 1) * tokens[p + 1] + 5 * state_behind(tokens[: p + 1]) for p in range(len(tokens) - 1)]
+            kept = [(p + 1) * tokens[p + 1] + 5 * state_after(tokens[: p + 1]) for p in range(len(tokens) - 1)]
             assert own.tolist() == kept
 
 
@@ -240,11 +240,11 @@ def test_warm_up_runs_every_shape_that_can_come(device: type[HostBackend]) -> No
 
 
 class SaysMultiples:
-    """Head i says (i + 1) times the state."""
+    """Head i outputs (i + 1) times the state."""
 
     def logits_of_heads(self, hidden_BH: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
-        said_B = hidden_BH[:, 0].long()
-        return (torch.nn.functional.one_hot(said_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
+        state_B = hidden_BH[:, 0].long()
+        return (torch.nn.functional.one_hot(state_B * (head + 1) % VOCAB, VOCAB).float() for head in range(6))
 
 
 class MedusaRows(HeadRows):
@@ -262,13 +262,13 @@ class MedusaRows(HeadRows):
         return self.drafting_of("medusa", proposer, StateKVSync(self.hidden_states), drafter_max_len)
 
     def expected(self, name: str) -> list[int]:
-        state = state_behind(self.tokens[name][:-1])
-        return [state * (place + 1) % VOCAB for place in range(self.num_drafts)]
+        state = state_after(self.tokens[name][:-1])
+        return [state * (index + 1) % VOCAB for index in range(self.num_drafts)]
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])
-def test_medusa_reads_the_state_behind_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
+def test_medusa_reads_the_state_after_the_last_accepted_token(num_drafts: int, device: type[HostBackend]) -> None:
     rows = MedusaRows(num_drafts, backend=device())
     rows.start(PROMPTS)
     rows.check_steps(seed=0)
@@ -277,14 +277,14 @@ def test_medusa_reads_the_state_behind_the_last_accepted_token(num_drafts: int, 
 # --- vocabularies ---
 
 
-def test_a_head_that_says_fewer_tokens() -> None:
-    said = torch.tensor([2, 5, 6])
-    translation = FewerTokens(said, 8)
+def test_a_head_whose_logits_cover_fewer_tokens() -> None:
+    output_ids = torch.tensor([2, 5, 6])
+    translation = FewerTokens(output_ids, 8)
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     expected = torch.full((1, 8), -torch.inf)
-    expected[0, said] = logits[0]
+    expected[0, output_ids] = logits[0]
     assert torch.equal(translation.to_target(logits), expected)
-    assert torch.equal(translation.to_drafter(said), said)
+    assert torch.equal(translation.to_drafter(output_ids), output_ids)
 
 
 def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
@@ -302,7 +302,7 @@ def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
     hidden_states.put(DECODE, 2, rows_B, located, Hidden(last, carried))
     assert torch.equal(hidden_states.carried(rows_B, 2), carried)
     assert torch.equal(hidden_states.take(rows_B, 2).hidden_NH, last)
-    assert hidden_states.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    assert hidden_states.last_accepted(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
     hidden_states.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
     assert torch.equal(hidden_states.chunk(4), carried + 20)
     assert torch.equal(hidden_states.chunk_TH[:4], last)
@@ -412,8 +412,8 @@ def test_a_head_takes_no_adapters() -> None:
 
 def test_a_head_with_two_answers_carries_the_second() -> None:
     first, second = torch.zeros(1), torch.ones(1)
-    assert carried_too((first, second), None) == Hidden(first, second)
-    assert carried_too(first, None) == Hidden(first, first)
+    assert with_carried((first, second), None) == Hidden(first, second)
+    assert with_carried(first, None) == Hidden(first, first)
 
 
 def test_the_layers_that_a_head_reads() -> None:

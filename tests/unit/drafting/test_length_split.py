@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.limits import LengthSplit
-from vllm_gaudi_spec.drafting.limits import wanted as wanted_on_device
+from vllm_gaudi_spec.drafting.limits import max_drafts as max_drafts_on_device
 
 K = 4
 
@@ -21,10 +21,10 @@ def split(drafter_max_len: int | None = None, max_model_len: int = 1000) -> Leng
     return LengthSplit(HostBackend(), 3, speculation, max_model_len)  # type: ignore[arg-type]
 
 
-def wanted(split: LengthSplit, lengths: dict[int, int], most: int = K) -> list[int]:
+def max_drafts(split: LengthSplit, lengths: dict[int, int], limit: int = K) -> list[int]:
     rows, values = np.array(list(lengths), dtype=np.int64), np.array(list(lengths.values()), dtype=np.int32)
-    on_host = split.wanted_np(rows, values, most)
-    on_device = wanted_on_device(split.upload(rows, most), torch.from_numpy(values))
+    on_host = split.max_drafts_np(rows, values, limit)
+    on_device = max_drafts_on_device(split.upload(rows, limit), torch.from_numpy(values))
     assert on_host.tolist() == on_device.tolist()
     return on_host.tolist()
 
@@ -33,50 +33,50 @@ def test_a_long_row_leaves_the_others_alone() -> None:
     rows = split(drafter_max_len=64)
     for row in range(3):
         rows.admit(row, SamplingParams(max_tokens=500), num_prompt=10)
-    assert wanted(rows, {0: 20, 1: 200, 2: 62}) == [4, 0, 2]
-    assert wanted(rows, {0: 20}) == [4], "whoever is in the batch"
+    assert max_drafts(rows, {0: 20, 1: 200, 2: 62}) == [4, 0, 2]
+    assert max_drafts(rows, {0: 20}) == [4], "whoever is in the batch"
 
 
 def test_context_and_drafts_never_pass_the_drafters_longest() -> None:
     rows = split(drafter_max_len=64)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
     for length in range(64 - K - 1, 64 + 2):
-        (count,) = wanted(rows, {0: length})
+        (count,) = max_drafts(rows, {0: length})
         assert count == max(0, min(K, 64 - length))
 
 
 def test_rows_that_are_paced_draft_less_for_now() -> None:
     rows = split()
-    places = np.array([0, 1, 2, 3])
+    indices = np.array([0, 1, 2, 3])
     rows.pace([(1, 2), (2, 0)])
-    assert rows.paced(places, K).tolist() == [4, 2, 0, 4]
-    assert rows.paced(places, 1).tolist() == [1, 1, 0, 1]
+    assert rows.paced(indices, K).tolist() == [4, 2, 0, 4]
+    assert rows.paced(indices, 1).tolist() == [1, 1, 0, 1]
     rows.pace([])
-    assert rows.paced(places, K).tolist() == [4, 4, 4, 4]
+    assert rows.paced(indices, K).tolist() == [4, 4, 4, 4]
 
 
 def test_a_verify_step_never_passes_the_models_longest() -> None:
     rows = split(max_model_len=100)
     rows.admit(0, SamplingParams(max_tokens=None), num_prompt=10)
     for length in range(90, 100):
-        (count,) = wanted(rows, {0: length})
+        (count,) = max_drafts(rows, {0: length})
         assert count == min(K, 100 - length - 1), "the drafts and one more token fit exactly"
 
 
 def test_nothing_is_drafted_past_the_answers_end() -> None:
     rows = split()
     rows.admit(0, SamplingParams(max_tokens=6), num_prompt=10)
-    assert [wanted(rows, {0: length})[0] for length in range(11, 17)] == [4, 3, 2, 1, 0, 0]
+    assert [max_drafts(rows, {0: length})[0] for length in range(11, 17)] == [4, 3, 2, 1, 0, 0]
 
 
 def test_requests_may_opt_out_or_ask_for_less_and_so_may_the_scheduler() -> None:
     rows = split()
     for row, option in enumerate((0, 2, 99)):
         rows.admit(row, SamplingParams(max_tokens=500, extra_args={"num_speculative_tokens": option}), num_prompt=10)
-    assert wanted(rows, {0: 20, 1: 20, 2: 20}) == [0, 2, 4]
-    assert wanted(rows, {0: 20, 1: 20, 2: 20}, most=1) == [0, 1, 1]
-    assert wanted(rows, {0: 20, 1: 20, 2: 20}, most=0) == [0, 0, 0]
+    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}) == [0, 2, 4]
+    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}, limit=1) == [0, 1, 1]
+    assert max_drafts(rows, {0: 20, 1: 20, 2: 20}, limit=0) == [0, 0, 0]
 
 
 def test_the_pad_row_drafts_nothing() -> None:
-    assert wanted(split(), {3: 0}) == [0]
+    assert max_drafts(split(), {3: 0}) == [0]

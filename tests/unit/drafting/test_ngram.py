@@ -13,7 +13,7 @@ from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 9)]
 NEVER = 999
-"""Stands behind a row's end. A draft that holds it was read from where nothing is known."""
+"""Stands after a row's end. A draft that holds it was read from where nothing is known."""
 
 
 def no_model(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
@@ -71,7 +71,7 @@ def test_a_text_too_short_to_repeat(tokens: list[int]) -> None:
 
 
 def test_host_reads_inside_the_view_only() -> None:
-    """The array behind the view goes on."""
+    """The array after the view goes on."""
     array = np.array([4, 1, 2, 5, 1, 2, 5, 1, 2], dtype=np.int32)
     context = Context(req_id="a", tokens_np=array[1:6], num_prompt=2, max_drafts=4)
     assert list(NgramProposer(1, 3).propose([context])[0]) == [5, 1, 2, 5]
@@ -109,10 +109,10 @@ def test_device_equals_host(sizes: tuple[int, int], num_drafts: int) -> None:
             assert drafts.tokens_BK[b, : drafts.num_drafts_B[b]].tolist() == expected
 
 
-def test_device_program_depends_on_shapes_alone() -> None:
+def test_device_graph_depends_on_shapes_alone() -> None:
     """It exports as one graph: no read of a value, no shape that depends on one."""
 
-    class Program(torch.nn.Module):
+    class Graph(torch.nn.Module):
         def forward(self, rows_B, history_RM, lengths_B, max_drafts_B):
             request = DraftRequest(
                 rows_B=rows_B,
@@ -129,9 +129,9 @@ def test_device_program_depends_on_shapes_alone() -> None:
     history = torch.randint(0, 3, (4, 20), dtype=torch.int32)
     lengths = torch.tensor([20, 0, 9], dtype=torch.int32)
     wanted = torch.tensor([4, 0, 2], dtype=torch.int32)
-    program = torch.export.export(Program(), (rows, history, lengths, wanted), strict=False).module()
+    graph = torch.export.export(Graph(), (rows, history, lengths, wanted), strict=False).module()
     again = (rows.flip(0), history.roll(1, 0), lengths.flip(0), wanted.flip(0))
-    for exported, eager in zip(program(*again), Program()(*again), strict=True):
+    for exported, eager in zip(graph(*again), Graph()(*again), strict=True):
         assert torch.equal(exported, eager)
 
 

@@ -44,7 +44,7 @@ class Languages:
             self.target, self.drafter, Encoder(self.models[1], len(self.tokenizers[1])), self.map.target_to_draft
         )
 
-    def said(self, text: str) -> list[int]:
+    def target_ids(self, text: str) -> list[int]:
         """By the target."""
         ids: list[int] = self.tokenizers[0].encode(text, add_special_tokens=False)
         return ids
@@ -83,7 +83,7 @@ def test_a_growing_text_is_encoded_like_a_whole_one(languages: Languages) -> Non
     # Without words, the best way to cut a text depends on all of it.
     compared = languages.spelled if "unigram" in languages.name else list
     for text in [*random_texts(3, 10), " ".join(random_texts(5, 40))]:
-        ids = languages.said(text)
+        ids = languages.target_ids(text)
         grown = Timeline(languages.reader)
         for piece in pieces(ids, rng):
             grown.extend(piece)
@@ -96,7 +96,7 @@ def test_what_the_drafter_reads_spells_the_text() -> None:
     languages = Languages("sentencepiece", "byte_level")
     for text in random_texts(7, 50):
         timeline = Timeline(languages.reader)
-        timeline.extend(languages.said(text))
+        timeline.extend(languages.target_ids(text))
         assert languages.spelled(timeline.tokens(0)).decode() == text
 
 
@@ -147,7 +147,7 @@ def test_special_tokens_are_read_by_what_they_are_for() -> None:
     languages = Languages("sentencepiece", "byte_level")
     target, drafter = languages.target.roles, languages.drafter.roles
     timeline = Timeline(languages.reader)
-    timeline.extend([target.bos, *languages.said("one"), target.eos[0], *languages.said("two")])  # type: ignore[list-item]
+    timeline.extend([target.bos, *languages.target_ids("one"), target.eos[0], *languages.target_ids("two")])  # type: ignore[list-item]
     encode = languages.reader.encoder.encode
     assert timeline.tokens(0) == [drafter.bos, *encode("one").ids, drafter.eos[0], *encode("two").ids]
     assert timeline.open_text == "two"
@@ -174,7 +174,7 @@ def test_bos_stands_once() -> None:
     )
     for start in ([], [languages.target.roles.bos]):
         timeline = Timeline(reader)
-        timeline.extend([*start, *languages.said("one")])  # type: ignore[list-item]
+        timeline.extend([*start, *languages.target_ids("one")])  # type: ignore[list-item]
         assert timeline.tokens(0) == [bos, *reader.encoder.encode("one").ids]
 
 
@@ -224,20 +224,20 @@ def test_what_counts_as_read_was_read(languages: Languages, host_knows_drafts: b
     kept = 0
     for text in random_texts(13, 15):
         device = Device(timeline := Timeline(languages.reader))
-        ids, place = languages.said(text), 0
-        while place < len(ids):
+        ids, begin = languages.target_ids(text), 0
+        while begin < len(ids):
             accepted = 0
-            if place and rng.random() < 0.8:
+            if begin and rng.random() < 0.8:
                 device.read_all(rng)
                 wanted = rng.randint(1, 5)
-                right = ids[place : place + rng.randint(0, wanted)]
+                right = ids[begin : begin + rng.randint(0, wanted)]
                 accepted = next((i for i, t in enumerate(right) if languages.reader.partner(t) < 0), len(right))
                 drafts = [languages.reader.partner(token) for token in right[:accepted]]
                 drafts += [rng.randrange(300) for _ in range(wanted - accepted)]
                 device.write(len(timeline), drafts[:-1])
                 timeline.drafted(wanted, drafts if host_knows_drafts else ())
-            new = ids[place : place + accepted + 1]
-            place += accepted + 1
+            new = ids[begin : begin + accepted + 1]
+            begin += accepted + 1
             timeline.verified(new[:accepted])
             before = timeline.num_read
             timeline.extend(new)
@@ -266,8 +266,10 @@ def test_a_draft_is_written_anew(languages: Languages) -> None:
         cut = rng.randrange(len(text) + 1)
         known, rest = text[:cut], text[cut:]
         drafts = draft(languages, rest)
-        said = takewhile(lambda piece: piece is not None, (languages.drafter.bytes_by_id[token] for token in drafts))
-        meant = b"".join(said)  # type: ignore[arg-type]  # what a drafter has no tokens for is a special one
+        spellings = takewhile(
+            lambda piece: piece is not None, (languages.drafter.bytes_by_id[token] for token in drafts)
+        )
+        meant = b"".join(spellings)  # type: ignore[arg-type]  # what a drafter has no tokens for is a special one
         found = spelled(languages, rewriter.rewrite(drafts, known))
         assert found == meant or not found
         whole += found == meant
@@ -292,32 +294,35 @@ def test_the_end_of_a_draft_ends_it_on_the_other_side() -> None:
 
 
 def test_a_draft_that_goes_on_within_a_word_is_written_as_the_target_would() -> None:
-    """Behind "the", " the" and not "t", "h", "e": the known text stands before it when it is encoded."""
+    """After "the", " the" and not "t", "h", "e": the earlier text stands before it when it is encoded."""
     languages = Languages("byte_level", "small byte_level")
-    known, rest = "the ", "the"
-    whole = languages.said(known + rest)
-    begin = len(languages.said(known))
-    assert languages.rewriter().rewrite(draft(languages, rest), known) in (whole[begin:], languages.said(rest))
+    text_before, rest = "the ", "the"
+    whole = languages.target_ids(text_before + rest)
+    begin = len(languages.target_ids(text_before))
+    assert languages.rewriter().rewrite(draft(languages, rest), text_before) in (
+        whole[begin:],
+        languages.target_ids(rest),
+    )
 
 
 # ---- coverage ------------------------------------------------------------------------------------------
 
 
-def test_too_few_common_tokens_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_too_few_common_tokens_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
 
     def warn(message: str, *args: Any) -> None:
-        said.append(message % args)
+        messages.append(message % args)
 
     monkeypatch.setattr(logging.getLogger("vllm_gaudi_spec.drafting.universal.pairs"), "warning", warn)
     half = np.where(np.arange(100) < 50, 1, -1)
     for covered, expected in ((np.zeros(100), 0), (half, 1)):
-        said.clear()
+        messages.clear()
         coverage = Coverage(covered)
         coverage.saw(list(range(100)))
-        assert not said, "too early"
+        assert not messages, "too early"
         for _ in range(100):
             coverage.saw(list(range(100)))
-        assert len(said) == expected
-    assert "50%" in said[0]
-    assert "slem" in said[0]
+        assert len(messages) == expected
+    assert "50%" in messages[0]
+    assert "slem" in messages[0]

@@ -42,7 +42,7 @@ def assert_best(draft: Draft, expected: list[tuple[list[int], float]]) -> None:
 def test_drafts_equal_the_count_over_all_substrings(
     options: tuple[int, int, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suffix, "MAX_PLACES", 10_000)
+    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 10_000)
     depth, max_drafts, factor, min_prob = options
     rng = np.random.default_rng(depth)
     for _ in range(60):
@@ -63,8 +63,8 @@ def test_drafts_equal_the_count_over_all_substrings(
         assert_best(draft, [way for each in ways for way in each])
 
 
-def test_only_the_newest_places_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_PLACES", 3)
+def test_only_the_newest_occurrences_count_and_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 3)
     text = Text(24)
     text.append([1, 5] * 10 + [1, 6] * 3 + [1])
     assert text.speculate([1], [0, 1], 0.0, Draft()) == Draft([6], 1.0)
@@ -113,7 +113,7 @@ def test_no_cached_requests_means_no_memory_of_responses() -> None:
 
 
 class FakeCache(SuffixCache):
-    """Arctic's methods; remembers what it was told."""
+    """Arctic's methods; remembers its inputs."""
 
     def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
         super().__init__(max_tree_depth, max_cached_requests)
@@ -191,12 +191,12 @@ def test_no_more_drafts_than_wanted(proposer: SuffixProposer) -> None:
 
 
 def test_without_arctic_the_own_cache_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(suffix.logger, "info", lambda message, *args: said.append(message % args))
+    messages: list[str] = []
+    monkeypatch.setattr(suffix.logger, "info", lambda message, *args: messages.append(message % args))
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
     assert ask(SuffixProposer(24, 10, 1.0, 0.1), [1, 2, 3, 1, 2], 5) == [3, 1]
-    assert len(said) == 1
-    assert "built-in" in said[0]
+    assert len(messages) == 1
+    assert "built-in" in messages[0]
 
 
 def test_the_real_arctic_accepts_what_it_is_fed() -> None:

@@ -114,9 +114,9 @@ class Rows:
             recorder=self.recorder,
             shapes=self.shapes,
             choice=DraftChoice(self.speculation, TORCH),
-            laws=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
+            draft_probs=DraftProbs(self.speculation, NUM_ROWS, vocab, device),
             num_drafts=num_drafts,
-            guard=Guard(alone=True),
+            guard=Guard(independent=True),
             coverage=None,
         )
         self.recorder.expect(listed(self.drafting.jobs(self.sampling)))
@@ -132,8 +132,8 @@ class Rows:
         self.drafting.apply(self.requests)
         self.tokens |= {name: list(prompt) for name, prompt in prompts.items()}
 
-    def sample(self, answers: dict[str, list[int]], most: int | None = None) -> dict[str, list[int]]:
-        """Each named row gets these tokens from the target; returns the drafts that wait behind them."""
+    def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
+        """Each named row gets these tokens from the target; returns the drafts that wait after them."""
         members = [self.requests.by_id[name] for name in answers]
         batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, [100] * len(members))
         verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
@@ -144,10 +144,12 @@ class Rows:
         inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verification.num_sampled_B
         assert self.drafting.propose(batch, lengths, inputs, 0) is None
         done = StepResult(members, verification)
-        self.drafting.propose_on_host(done, self.num_drafts if most is None else most)
+        self.drafting.propose_on_host(done, self.num_drafts if max_drafts is None else max_drafts)
         waiting = {name: self.waiting(name) for name in answers}
-        told = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
-        assert {name: len(drafts) for name, drafts in waiting.items()} == {name: len(told[name]) for name in told}
+        reported = dict(zip(answers, self.drafting.drafts_of(done).draft_token_ids, strict=True))
+        assert {name: len(drafts) for name, drafts in waiting.items()} == {
+            name: len(reported[name]) for name in reported
+        }
         return waiting
 
     def waiting(self, name: str) -> list[int]:
@@ -160,7 +162,7 @@ class Rows:
         return timeline.tokens(0)
 
     def own_drafts(self, name: str) -> list[int]:
-        """What the drafter should say behind all of the text, as its translation has it."""
+        """What the drafter should draft after all of the text, by its translation."""
         read, drafts = self.read(name), []
         for _ in range(max(min(self.num_drafts, self.model.longest - len(read)), 0)):
             hidden = torch.tensor([[following(read, self.model.vocab)]])
@@ -182,8 +184,10 @@ TEXTS = random_texts(23, 40)
 
 def prompts(rows: Rows) -> dict[str, list[int]]:
     """One of a single token, one that takes a chunk, one that takes several."""
-    said = [rows.languages.said(text) for text in (TEXTS[0][:1] or "a", " ".join(TEXTS[1:3]), " ".join(TEXTS[3:6]))]
-    return dict(zip("abc", (ids[:110] for ids in said), strict=True))
+    texts = [
+        rows.languages.target_ids(text) for text in (TEXTS[0][:1] or "a", " ".join(TEXTS[1:3]), " ".join(TEXTS[3:6]))
+    ]
+    return dict(zip("abc", (ids[:110] for ids in texts), strict=True))
 
 
 @pytest.mark.parametrize("match", ["tli", "slem"])
@@ -202,8 +206,8 @@ def test_every_draft_follows_from_the_whole_text(
         answers = {}
         for name in rng.sample("abc", rng.randint(1, 3)):
             accepted = drafts[name][: rng.randint(0, num_drafts)]
-            answers[name] = [*accepted, rng.choice(rows.languages.said("a b cd e"))]
-        drafts |= rows.sample(answers, most=0 if rng.random() < 0.1 else None)
+            answers[name] = [*accepted, rng.choice(rows.languages.target_ids("a b cd e"))]
+        drafts |= rows.sample(answers, max_drafts=0 if rng.random() < 0.1 else None)
         for name in answers:
             if drafts[name]:
                 assert drafts[name] == rows.expected(name), name
@@ -214,7 +218,7 @@ def test_every_draft_follows_from_the_whole_text(
 
 def test_a_long_prompt_is_read_in_chunks_that_were_warmed_up() -> None:
     rows = Rows(num_drafts=3)
-    rows.start({"a": rows.languages.said(" ".join(TEXTS[:6]))[:150]})
+    rows.start({"a": rows.languages.target_ids(" ".join(TEXTS[:6]))[:150]})
     assert rows.sample({"a": [5]})["a"] == rows.expected("a")
     chunks = [signature for signature in rows.recorder._seen if signature[0] == "read"]  # type: ignore[index]
     assert chunks
@@ -225,7 +229,7 @@ def test_a_row_that_did_not_draft_for_a_while_drafts_again() -> None:
     rows = Rows(num_drafts=3)
     rows.start(prompts(rows))
     for token in (5, 6, 7, 8, 9, 10):
-        assert rows.sample({"b": [token]}, most=0)["b"] == []
+        assert rows.sample({"b": [token]}, max_drafts=0)["b"] == []
     assert rows.sample({"b": [11], "c": [12]}) == {"b": rows.expected("b"), "c": rows.expected("c")}
 
 
@@ -235,15 +239,15 @@ def test_a_preempted_row_reads_its_text_again() -> None:
     rows.sample({name: [7] for name in "abc"})
     known = list(rows.tokens["b"])
     rows.requests.apply(step({}, preempted={"b"}))
-    rows.start({"d": rows.languages.said(TEXTS[7])})  # takes the row
+    rows.start({"d": rows.languages.target_ids(TEXTS[7])})  # takes the row
     rows.start({"b": known})
     assert rows.sample({"b": [8], "d": [9]}) == {"b": rows.expected("b"), "d": rows.expected("d")}
 
 
-def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
+def test_a_row_that_outgrows_the_kv_region_goes_on_without_drafts() -> None:
     rows = Rows(num_drafts=4, length=40)
-    told = prompts(rows)
-    rows.start(told)
+    texts = prompts(rows)
+    rows.start(texts)
     assert len(rows.read("c")) > 40
     drafts = rows.sample({"a": [7], "c": [7]})
     assert drafts == {"a": rows.expected("a"), "c": []}
@@ -260,9 +264,9 @@ def test_a_row_that_outgrows_the_slab_goes_on_without_drafts() -> None:
     for _ in range(80):  # at first it may come back, for its end may be read anew in fewer tokens
         assert rows.sample({"a": [7]})["a"] == []
         assert outgrown() == {"a", "c"}
-    rows.sample({"a": [7]}, most=0)
+    rows.sample({"a": [7]}, max_drafts=0)
     assert outgrown() == {"c"}
-    rows.start({"d": rows.languages.said(TEXTS[7])}, preempted={"c"})  # takes the row
+    rows.start({"d": rows.languages.target_ids(TEXTS[7])}, preempted={"c"})  # takes the row
     assert not outgrown()
 
 
@@ -299,18 +303,18 @@ def test_a_grammar_sees_the_drafts() -> None:
     assert rows.drafting.drafts_of(StepResult(members)).draft_token_ids == [drafts]
 
 
-def test_the_law_of_a_sampled_draft_is_kept() -> None:
+def test_the_probs_of_a_sampled_draft_are_kept() -> None:
     rows = Rows(num_drafts=2, drafting="probabilistic", temperature=0.7)
     rows.start(prompts(rows))
     drafts = rows.sample({"a": [7], "b": [8]})
     for name in "ab":
-        laws = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
-        assert laws is not None
+        probs = rows.drafting.probs(torch.tensor([rows.requests.by_id[name].row]))
+        assert probs is not None
         read = rows.read(name)
-        for law, draft in zip(laws[0], drafts[name], strict=True):
+        for probs_V, draft in zip(probs[0], drafts[name], strict=True):
             hidden = torch.tensor([[following(read, rows.model.vocab)]])
             expected = (rows.translation.to_target(rows.model.logits(hidden)) / 0.7).softmax(-1)
-            torch.testing.assert_close(law[None], expected)
+            torch.testing.assert_close(probs_V[None], expected)
             read += rows.translation.to_drafter(torch.tensor([draft])).tolist()
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import exact, laws
-from tests.support.laws import ALPHA, Table, random_table, write
+from tests.support import distributions, exact
+from tests.support.distributions import ALPHA, Table, random_table, write
 from tests.support.verify_cases import random_case
 from vllm_gaudi_spec.sampling import drafts as drafting
 from vllm_gaudi_spec.sampling.rules import block, standard
@@ -28,8 +28,8 @@ def test_weights_and_acceptance_by_hand() -> None:
 
 def test_accepted_lengths_by_hand() -> None:
     context, num = np.zeros(1, dtype=np.int64), np.full(1, 2)
-    by_block = exact.step_law(exact.block_stops, TARGET, DRAFTER, context, 2, num)
-    by_standard = exact.step_law(exact.standard_stops, TARGET, DRAFTER, context, 2, num)
+    by_block = exact.step_distribution(exact.block_stops, TARGET, DRAFTER, context, 2, num)
+    by_standard = exact.step_distribution(exact.standard_stops, TARGET, DRAFTER, context, 2, num)
     # 2/3 + 2/3 * 2/3, and the means of the weights above: 2/3 + 5/9.
     np.testing.assert_allclose(by_standard.mean_accepted, 10 / 9, atol=1e-6)
     np.testing.assert_allclose(by_block.mean_accepted, 11 / 9, atol=1e-6)
@@ -60,6 +60,6 @@ def test_noise_of_the_position_alone_is_too_little(forgotten: str, monkeypatch: 
     monkeypatch.setattr(module, "keys_of_block", lambda keys_B2, starts_B: keys_B2)
     target, drafter = random_table(3, 2, seed=1), random_table(3, 2, seed=2)
     texts, _ = write(block.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000)
-    first, *joint = laws.p_values(texts, target)
+    first, *joint = distributions.p_values(texts, target)
     assert first > ALPHA
     assert min(joint) < ALPHA, joint

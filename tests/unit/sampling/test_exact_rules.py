@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import exact, laws
-from tests.support.laws import ALPHA, Table, random_table, text_law, write
+from tests.support import distributions, exact
+from tests.support.distributions import ALPHA, Table, random_table, text_probs, write
 from tests.support.reference import rules as loops
 from tests.support.verify_cases import counted, loop_tokens, random_case
 from vllm_gaudi_spec.sampling import logits as edit
@@ -188,7 +188,7 @@ def test_joint_law_of_two_steps(rule: str, vocab: int, num_positions: int, ragge
             else (lambda n: np.full(n, num_positions))
         )
         law = exact.two_step_text(STOPS[rule], target, drafter, num_positions, pick)
-        assert np.abs(law - text_law(target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING
+        assert np.abs(law - text_probs(target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING
 
 
 @every_rule
@@ -199,7 +199,7 @@ def test_law_of_one_step_over_many_models(rule: str, vocab: int) -> None:
         contexts = np.arange(vocab)
         for num in range(4):
             law = exact.one_step_text(STOPS[rule], target, drafter, contexts, 3, np.full(vocab, num))
-            assert np.abs(law - text_law(target, 4, contexts)).sum(1).max() / 2 < ROUNDING
+            assert np.abs(law - text_probs(target, 4, contexts)).sum(1).max() / 2 < ROUNDING
 
 
 # ---- the law, by sampling -----------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_two_sampled_steps(rule: str, vocab: int, num_positions: int, ragged: bo
         rows=DRAWS,
         ragged=ragged,
     )
-    p_values = laws.p_values(texts, target)
+    p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
 
 
@@ -334,7 +334,7 @@ def test_adversaries(rule: str, adversary: str, vocab: int) -> None:
     texts, _ = write(
         RULES[rule].verify, target, drafter, num_positions=2, steps=2, length=3, rows=DRAWS, ragged=adversary == "zeros"
     )
-    p_values = laws.p_values(texts, target)
+    p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values
 
 
@@ -348,8 +348,8 @@ def test_large_vocabulary(rule: str) -> None:
     texts, accepted = write(
         RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=2, rows=DRAWS, chunk=32
     )
-    law = text_law(target, 1)[0]
-    p_values = [laws.p_value(texts[:, place], law, most=200) for place in (0, 1)]
+    law = text_probs(target, 1)[0]
+    p_values = [distributions.p_value(texts[:, place], law, max_bins=200) for place in (0, 1)]
     assert min(p_values) > ALPHA, p_values
     overlap = np.minimum(target.probs_CV, drafter.probs_CV).sum()
     assert abs(accepted - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / DRAWS)
@@ -373,7 +373,10 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
     for seed in range(10):
         target, drafter = random_table(4, 1, seed), random_table(4, 1, 10 + seed)
         contexts, num = np.arange(4), np.full(4, 3)
-        by_rule = {rule: exact.step_law(STOPS[rule], target, drafter, contexts, 3, num).mean_accepted for rule in RULES}
+        by_rule = {
+            rule: exact.step_distribution(STOPS[rule], target, drafter, contexts, 3, num).mean_accepted
+            for rule in RULES
+        }
         np.testing.assert_allclose(by_rule["standard"], expected_standard(target, drafter, 3), atol=1e-5)
         np.testing.assert_allclose(by_rule["block"], expected_block(target, drafter, 3), atol=1e-5)
         assert (by_rule["block"] > by_rule["standard"] - ROUNDING).all()
@@ -432,7 +435,7 @@ def test_power_against_a_small_bias() -> None:
         few = order[:3] if most else order[[0, 2]]
         shifted[few] += 0.01 * np.where(np.arange(len(few)) == 0, -1, 1 / (len(few) - 1))
         assert (shifted >= 0).all()
-        assert laws.power(shifted, table.probs_CV[0], DRAWS, most) > 0.99, vocab
+        assert distributions.power(shifted, table.probs_CV[0], DRAWS, most) > 0.99, vocab
 
 
 @every_rule
@@ -441,12 +444,12 @@ def test_a_small_bias_is_rejected(rule: str, repetitions: int) -> None:
     """A rule that is exact for a law 0.01 away from the target's."""
     target, drafter = random_table(8, 0, seed=5), random_table(8, 0, seed=6)
     wrong = off_by(target, 0.01)
-    assert laws.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
+    assert distributions.power(wrong.probs_CV[0], target.probs_CV[0], DRAWS) > 0.99
     for seed in range(repetitions):
         texts, _ = write(
             RULES[rule].verify, wrong, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
         )
-        assert min(laws.p_values(texts, target)) < ALPHA, seed
+        assert min(distributions.p_values(texts, target)) < ALPHA, seed
 
 
 def shared_stream_law(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -479,10 +482,10 @@ def test_a_shared_noise_stream_is_rejected(rule: str, repetitions: int, monkeypa
     # The residual needs mass at token 0 for the sharing to matter.
     target.logits_CV[0, 0] = 1.0
     law = shared_stream_law(target.probs_CV[0], drafter.probs_CV[0])
-    assert laws.power(law, target.probs_CV[0], DRAWS) > 0.99
+    assert distributions.power(law, target.probs_CV[0], DRAWS) > 0.99
     for seed in range(repetitions):
         texts, _ = write(
             RULES[rule].verify, target, drafter, num_positions=1, steps=1, length=1, rows=DRAWS, seed=1 + seed
         )
-        assert laws.p_value(texts[:, 0], law) > ALPHA, "the control is not what its analysis says"
-        assert min(laws.p_values(texts, target)) < ALPHA, seed
+        assert distributions.p_value(texts[:, 0], law) > ALPHA, "the control is not what its analysis says"
+        assert min(distributions.p_values(texts, target)) < ALPHA, seed

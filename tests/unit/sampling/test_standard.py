@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.support import laws
-from tests.support.laws import ALPHA, random_table, write
+from tests.support import distributions
+from tests.support.distributions import ALPHA, random_table, write
 from vllm_gaudi_spec.sampling import stop
 from vllm_gaudi_spec.sampling.rules import standard
 
@@ -32,5 +32,5 @@ def test_noise_of_the_position_alone_is_enough() -> None:
     texts, _ = write(
         standard.verify, target, drafter, num_positions=2, steps=2, length=6, rows=200_000, draft_starts=False
     )
-    p_values = laws.p_values(texts, target)
+    p_values = distributions.p_values(texts, target)
     assert min(p_values) > ALPHA, p_values

@@ -38,7 +38,7 @@ def test_a_reason_is_there_exactly_where_a_row_has_no_use_for_drafts(
     max_context = speculation.longest(MAX_MODEL_LEN)
     limits = DraftLimits.of(params, NUM_PROMPT, num_drafts=K, max_context=max_context)
     lengths = range(NUM_PROMPT, MAX_MODEL_LEN + 1)
-    counts = split.wanted_np(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
+    counts = split.max_drafts_np(np.zeros(len(lengths), np.int64), np.array(lengths, dtype=np.int32), K).tolist()
     assert [why_no_drafts(limits, length) is None for length in lengths] == [count > 0 for count in counts]
 
 

@@ -167,11 +167,11 @@ def test_several_runs_are_compared() -> None:
     text = rendered(slow, fast).text
     assert "2 runs" in text
     assert (
-        "run1.json ngram drafts what followed the same words before drafter 60.0 tokens a second 1.50 × 1.25 to 2.00"
+        "run1.json ngram drafts what came after the same words before drafter 60.0 tokens a second 1.50 × 1.25 to 2.00"
         in text
     )
     assert (
-        "run2.json ngram drafts what followed the same words before drafter 200.0 tokens a second 2.50 × 2.25 to 3.00"
+        "run2.json ngram drafts what came after the same words before drafter 200.0 tokens a second 2.50 × 2.25 to 3.00"
         in text
     )
     assert "target: ngram was 2.50 times as fast" in text

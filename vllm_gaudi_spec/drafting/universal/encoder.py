@@ -1,4 +1,4 @@
-"""From text to tokens, and where in the text each token ends: so that a growing text is not encoded anew each time."""
+"""From text to tokens and their ends in the text, so that a growing text is not encoded anew each time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _UNSURE = 8
 class Encoded:
     ids: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Where each token ends, in characters. Tokens that share a character all end behind it."""
+    """The end of each token, in characters. Tokens that share a character all end after it."""
 
-    def tokens_before(self, place: int) -> int | None:
-        """How many tokens stand before this place in the text; None if one stands across it."""
-        count = bisect_right(self.ends, place)
-        return count if place == (self.ends[count - 1] if count else 0) else None
+    def tokens_before(self, position: int) -> int | None:
+        """How many tokens are before this position in the text; None if one extends across it."""
+        count = bisect_right(self.ends, position)
+        return count if position == (self.ends[count - 1] if count else 0) else None
 
 
 class Encoder:
@@ -50,7 +50,7 @@ class Encoder:
         self._backend.no_padding()
         bare, whole = self._backend.encode("a", add_special_tokens=False).ids, self._backend.encode("a").ids
         self.opening: list[int] = [token for token in whole[: _index(whole, bare)] if token < size]
-        """What the tokenizer puts in front of a text, such as bos."""
+        """Tokens that the tokenizer puts in front of a text, such as bos."""
         # A special token's name in a text is text: the target wrote it letter by letter.
         self._backend.encode_special_tokens = True
         # Some post-processors report tokens without the spaces around them.
@@ -58,41 +58,41 @@ class Encoder:
 
     def encode(self, text: str) -> Encoded:
         found = self._backend.encode(text, add_special_tokens=False)
-        known = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
-        return Encoded([token for token, _ in known], [end for _, end in known])
+        pairs = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True) if token < self._size]
+        return Encoded([token for token, _ in pairs], [end for _, end in pairs])
 
-    def extend(self, known: Encoded, text: str) -> int:
-        """Bring `known`, the tokens of a text that has grown to `text`, up to date. Returns how many tokens at its
+    def extend(self, encoded: Encoded, text: str) -> int:
+        """Brings `encoded`, the tokens of a text that has grown to `text`, up to date. Returns how many tokens at its
         beginning stayed as they were."""
-        before = max(len(known.ids) - _WINDOW, 0)
-        begin = known.ends[before - 1] if before else 0
-        before = bisect_right(known.ends, begin) if before else 0
+        before = max(len(encoded.ids) - _WINDOW, 0)
+        begin = encoded.ends[before - 1] if before else 0
+        before = bisect_right(encoded.ends, begin) if before else 0
         window = self.encode(text[begin:])
         window.ends = [begin + end for end in window.ends]
         if before:
-            for place in known.ends[before + _UNSURE :]:
-                old, new = known.tokens_before(place), window.tokens_before(place)
+            for position in encoded.ends[before + _UNSURE :]:
+                old, new = encoded.tokens_before(position), window.tokens_before(position)
                 if old is not None and new:
-                    return _splice(known, old, window, new)
+                    return _splice(encoded, old, window, new)
             window = self.encode(text)
-        return _splice(known, 0, window, 0)
+        return _splice(encoded, 0, window, 0)
 
 
-def _splice(known: Encoded, old: int, window: Encoded, new: int) -> int:
-    """Replace what stands from `old` on by what the window has from `new` on."""
+def _splice(encoded: Encoded, old: int, window: Encoded, new: int) -> int:
+    """Replaces the tokens from `old` on by those of the window from `new` on."""
     fresh = window.ids[new:]
-    same = old + num_equal(known.ids[old:], fresh)
-    known.ids[old:] = fresh
-    known.ends[old:] = window.ends[new:]
+    same = old + num_equal(encoded.ids[old:], fresh)
+    encoded.ids[old:] = fresh
+    encoded.ends[old:] = window.ends[new:]
     return same
 
 
 def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many at the beginning of both are the same."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
 def _index(whole: list[int], part: list[int]) -> int:
-    places = (i for i in range(len(whole) - len(part) + 1) if whole[i : i + len(part)] == part)
-    return next(places, 0)
+    found = (i for i in range(len(whole) - len(part) + 1) if whole[i : i + len(part)] == part)
+    return next(found, 0)

@@ -1,4 +1,4 @@
-"""How two loaded models understand each other: found out from their tokenizers, at start-up."""
+"""How the vocabularies of two loaded models relate: read from their tokenizers, at start-up."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def same_tokens(vllm_config: VllmConfig) -> SameTokens:
     speculative = vllm_config.speculative_config
     assert speculative is not None
     target, draft = vllm_config.model_config, speculative.draft_model_config
-    # vLLM gives the drafter the target's tokenizer; its own lies with its weights.
-    own = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
-    if own != _tokenizer(target).tokenizer.get_vocab():
+    # vLLM gives the drafter the target's tokenizer; its own is with its weights.
+    draft_vocab = load_tokenizer(draft.model, draft.revision, draft.trust_remote_code).tokenizer.get_vocab()
+    if draft_vocab != _tokenizer(target).tokenizer.get_vocab():
         raise UnsupportedConfigError(
             f"{draft.model} has other tokens than {target.model}; use method {UNIVERSAL_DRAFT} in --speculative-config."
         )
@@ -66,7 +66,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """What it takes to go through text from one vocabulary to the other."""
+    """The parts that go through text from one vocabulary to the other."""
 
     pair: Pair
     target: Vocabulary
@@ -92,12 +92,12 @@ class Texts:
             self.pair.map.draft_to_target,
         )
 
-    def own(self, device: torch.device) -> OwnTokens:
-        """All that spells something, and what has a partner by its role."""
-        sayable = self.pair.map.draftable.copy()
-        spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(sayable)]) if piece is not None]
-        sayable[spelled] = True
-        return OwnTokens(sayable, device)
+    def untranslated(self, device: torch.device) -> OwnTokens:
+        """All tokens that spell something, and those with a partner by role."""
+        draftable = self.pair.map.draftable.copy()
+        spelled = [token for token, piece in enumerate(self.drafter.bytes_by_id[: len(draftable)]) if piece is not None]
+        draftable[spelled] = True
+        return OwnTokens(draftable, device)
 
 
 def _tokenizer(model: ModelConfig) -> ModelTokenizer:
@@ -105,9 +105,9 @@ def _tokenizer(model: ModelConfig) -> ModelTokenizer:
 
 
 def _stand_in(drafter: ModelTokenizer) -> int:
-    """What the drafter reads where the target wrote a token that it does not have: there is one position for each.
+    """The token that the drafter reads for a target's token that it does not have: each token has one position.
 
-    A space says least. The drafter's unk is often its end of text, which tells it that a document ended.
+    A space means least. The drafter's unk is often its end of text, which means that a document ended.
     """
     ids: list[int] = drafter.tokenizer.encode(" ", add_special_tokens=False)
     return ids[0] if ids else 0
@@ -127,21 +127,21 @@ class Coverage:
     def __init__(self, target_to_draft: np.ndarray) -> None:
         self._matched_V = target_to_draft >= 0
         self._num_seen = self._num_matched = 0
-        self._judged = False
+        self._is_checked = False
 
     def saw(self, prompt: Sequence[int]) -> None:
-        if self._judged:
+        if self._is_checked:
             return
         self._num_seen += len(prompt)
         self._num_matched += int(self._matched_V[np.asarray(prompt, dtype=np.int64)].sum())
         if self._num_seen < _NUM_SEEN:
             return
-        self._judged = True
+        self._is_checked = True
         share = self._num_matched / self._num_seen
         if share < ENOUGH:
             logger.warning(
-                "The drafter has only %.0f%% of the tokens in the prompts seen (%d of %d), so most of its drafts can "
-                "not be what the target says. universal_context retokenize with universal_match slem, in "
+                "The drafter has only %.0f%% of the tokens in the prompts seen (%d of %d), so most of its drafts "
+                "cannot be what the target generates. universal_context retokenize with universal_match slem, in "
                 "additional_config.gaudi_spec, drafts with the drafter's whole vocabulary; another drafter, or method "
                 "ngram, may serve better.",
                 100 * share,

@@ -1,10 +1,10 @@
-"""A drafter that is a model and reads the target's text in its own tokens, at positions of its own, after a step's one
-read.
+"""A drafter that is a model and reads the target's text in its own tokens, at positions of its own, after the one
+device-to-host sync of a step.
 
-The host keeps every row's text in the drafter's tokens. What the drafter has not read of it, a first call of a round
-takes, if it is little; a longer rest, as a prompt's, is read before in the shapes of prompt chunks. So it makes no
-difference why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while. The proposer
-works on the device, in static shapes.
+The host keeps every row's text in the drafter's tokens. The first call of a round reads what the drafter has not read,
+if it is little; a longer rest, as a prompt's, is read before in the shapes of prompt chunks. So it makes no difference
+why a row lags: it is new, it came back, its prefix was cached or it did not draft for a while. The proposer works on
+the device, in static shapes.
 
 N is the number of tokens that a row reads in a call.
 """
@@ -54,12 +54,12 @@ _SLACK = 64
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """What the drafter has still to read before it can draft; a row that does not draft has none."""
+    """Tokens that the drafter has to read before it can draft; a row that does not draft has none."""
 
     tokens_BN: torch.Tensor
     """int32, the drafter's."""
     starts_B: torch.Tensor
-    """int32: where the first stands in the drafter's count."""
+    """int32: the position of the first, in the drafter's count."""
     num_real_B: torch.Tensor
     """int32."""
 
@@ -70,7 +70,7 @@ class RetokenizedProposer:
         self._translation = translation
 
     def read(self, chunk: Inputs) -> None:
-        """Of a text that is longer than a round reads."""
+        """Writes KV of a text that is longer than a round reads."""
         self._model.forward(chunk)
 
     def propose(self, request: DraftRequest, unread: Unread) -> Drafts:
@@ -83,7 +83,7 @@ class RetokenizedProposer:
 
 
 class _Sampled(NamedTuple):
-    """What the device knows of the rows that the step sampled."""
+    """State on the device of the rows that sampled in the step."""
 
     batch: SampleBatch
     lengths_B: torch.Tensor
@@ -103,13 +103,13 @@ class TextDrafting(Drafting):
         recorder: StepRecorder,
         shapes: Shapes,
         choice: DraftChoice,
-        laws: DraftProbs,
+        draft_probs: DraftProbs,
         num_drafts: int,
         guard: Guard,
         coverage: Coverage | None,
     ) -> None:
         """`shapes`: for rows as long as the KV region has room for. With a `rewriter` drafts are the drafter's own
-        tokens, to be written anew in the target's."""
+        tokens, which the host rewrites in the target's."""
         self._guard = guard
         self._proposer = proposer
         self._reader = reader
@@ -120,7 +120,7 @@ class TextDrafting(Drafting):
         self._recorder = recorder
         self._shapes = shapes
         self._choice = choice
-        self._laws = laws
+        self._draft_probs = draft_probs
         self._num_drafts = num_drafts
         self._coverage = coverage
         self._widths = (NUM_NEWEST, NUM_NEWEST + num_drafts)
@@ -132,7 +132,7 @@ class TextDrafting(Drafting):
         """By row, until it samples again: requests that got no drafts because of the drafter's own length."""
         self._sampled: _Sampled | None = None
         self._drafts: dict[str, list[int]] = {}
-        """Where the host knows them; else places for them, of which only the number counts."""
+        """By request: the drafts if they are on the host, else zeros, of which only the number counts."""
         self._unread_drafts: Drafts | None = None
         self._read_rows = requests.backend.graphs.graph(self._read)
         self._draft_rows = requests.backend.graphs.graph(self._draft_chain)
@@ -162,7 +162,7 @@ class TextDrafting(Drafting):
             self._history.exclude(request.row)
 
     def _start_anew(self, requests: list[Request]) -> None:
-        """As if the drafter had read nothing of them. Rows that it gave up stay so."""
+        """As if the drafter had read nothing of these requests. Rows without a timeline stay without."""
         for request in requests:
             if request.row in self._timelines:
                 self._timelines[request.row] = Timeline(self._reader)
@@ -175,9 +175,11 @@ class TextDrafting(Drafting):
         return tuple(self._outgrown.values())  # as they are now: proposing changes them
 
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        return self._laws.of(rows_B)
+        return self._draft_probs.of(rows_B)
 
-    def propose(self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, most: int) -> Drafts | None:
+    def propose(
+        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
+    ) -> Drafts | None:
         if not batch.is_padding:
             self._sampled = _Sampled(batch, lengths_B, inputs)
         return None
@@ -185,15 +187,15 @@ class TextDrafting(Drafting):
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
         if self._unread_drafts is not None and any(request.params.structured_outputs for request in step.requests):
-            # A grammar looks at the drafts before they are verified.
+            # A grammar checks the drafts before they are verified.
             tokens = self._backend.memory.download(self._unread_drafts.tokens_BK).tolist()
             for name, row in zip(names, tokens, strict=False):
                 self._drafts[name] = row[: len(self._drafts.get(name, ()))]
         return DraftTokenIds(names, [self._drafts.get(name, []) for name in names])
 
-    # --- behind a step ---
+    # --- after a step ---
 
-    def propose_on_host(self, step: StepResult, most: int) -> None:
+    def propose_on_host(self, step: StepResult, max_drafts: int) -> None:
         self._drafts, self._unread_drafts = {}, None
         for request in step.requests:
             self._outgrown.pop(request.row, None)
@@ -201,25 +203,25 @@ class TextDrafting(Drafting):
             return
         new = self._history.append(step)
         try:
-            self._draft_for(step, new, most)
+            self._draft_for(step, new, max_drafts)
         except Exception as error:
             self._guard.caught(error, step.requests)
             self._start_anew(step.requests)
             self._drafts, self._unread_drafts = {}, None
         self._sampled = None
 
-    def _draft_for(self, step: StepResult, new: list[list[int]], most: int) -> None:
+    def _draft_for(self, step: StepResult, new: list[list[int]], max_drafts: int) -> None:
         for request, tokens in zip(step.requests, new, strict=True):
             if (timeline := self._timelines.get(request.row)) is not None:
                 timeline.verified(tokens[:-1])
-        found = map(self._limited, self._history.drafting_rows(step, new, most))
+        found = map(self._limited, self._history.drafting_rows(step, new, max_drafts))
         members = [member for member in found if member is not None]
         if not members:
             return
         self._catch_up([member.request.row for member in members])
         unread = max(self._num_unread(member.request.row) for member in members)
         longest = max(len(self._timelines[member.request.row]) for member in members)
-        # Padding reaches behind the longest row, as do its drafts.
+        # Padding reaches beyond the longest row, as do its drafts.
         context = self._shapes.fit_context(longest + self._widths[-1])
         assert self._sampled is not None
         width = next(width for width in self._widths if width >= unread)
@@ -236,11 +238,11 @@ class TextDrafting(Drafting):
         if timeline is None:
             self._outgrown[row] = member.request.req_id
             return None
-        news_np = self._history.tokens_np(row, self._num_followed[row])
-        timeline.extend(news_np.tolist())
-        self._num_followed[row] += len(news_np)
+        new_np = self._history.tokens_np(row, self._num_followed[row])
+        timeline.extend(new_np.tolist())
+        self._num_followed[row] += len(new_np)
         if len(timeline) > self._kv_region.length + _SLACK:
-            del self._timelines[row]  # it never comes back
+            del self._timelines[row]  # for good
             self._outgrown[row] = member.request.req_id
             return None
         if not timeline.is_complete or not len(timeline):
@@ -254,28 +256,28 @@ class TextDrafting(Drafting):
         return replace(member, max_drafts=max_drafts)
 
     def _num_unread(self, row: int) -> int:
-        """The last token is read in any case: what stands behind it is wanted."""
+        """At least 1: the logits after the last token are needed in any case."""
         timeline = self._timelines[row]
         return max(len(timeline) - timeline.num_read, 1)
 
     def _catch_up(self, rows: list[int]) -> None:
-        """Until a round can read the rest."""
-        most = self._widths[-1]
-        while behind := sorted(
-            (row for row in rows if self._num_unread(row) > most), key=self._num_unread, reverse=True
+        """Reads until a round can read the rest."""
+        max_unread = self._widths[-1]
+        while lagging := sorted(
+            (row for row in rows if self._num_unread(row) > max_unread), key=self._num_unread, reverse=True
         ):
-            queries = min(self._num_unread(behind[0]) - 1, self._shapes.prefill_queries[-1])
-            group = behind[: self._shapes.prefill_rows_at(queries)]
+            queries = min(self._num_unread(lagging[0]) - 1, self._shapes.prefill_queries[-1])
+            group = lagging[: self._shapes.prefill_rows_at(queries)]
             counts = [min(self._num_unread(row) - 1, queries) for row in group]
             end = max(self._timelines[row].num_read for row in group) + max(counts)
             shape = self._shapes.prefill(len(group), max(counts), end)
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
-        """Rows and how many tokens each is to read."""
+        """`members`: rows, and how many tokens each reads."""
         self._recorder.saw(self._read_signature(num_rows, width, context))
         rows_np = self._padded([row for row, _ in members], num_rows)
-        unread = self._upload_unread([(place, *member) for place, member in enumerate(members)], num_rows, width)
+        unread = self._upload_unread([(index, *member) for index, member in enumerate(members)], num_rows, width)
         ends = [self._timelines[row].num_read + count for row, count in members]
         self._read_rows(unread, self._kv_region.blocks(rows_np, ends, context))
         for row, count in members:
@@ -285,16 +287,16 @@ class TextDrafting(Drafting):
         batch, lengths_B, inputs = sampled
         num_rows, branch = len(batch.rows_np), self._choice.branch(inputs)
         self._recorder.saw(self._signature(num_rows, width, context, branch))
-        wanted_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
+        max_drafts_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
         for member in members:
             row = member.request.row
-            wanted_np[member.index] = member.max_drafts
+            max_drafts_np[member.index] = member.max_drafts
             ends[member.index] = len(self._timelines[row]) + member.max_drafts
             unread.append((member.index, row, self._num_unread(row)))
         drafts = self._draft_rows(
             batch.rows_B,
             lengths_B,
-            self._backend.memory.upload(torch.from_numpy(wanted_np)),
+            self._backend.memory.upload(torch.from_numpy(max_drafts_np)),
             self._upload_unread(unread, num_rows, width),
             self._kv_region.blocks(batch.rows_np, ends, context),
             inputs.for_drafting(branch),
@@ -305,13 +307,13 @@ class TextDrafting(Drafting):
         return drafts
 
     def _upload_unread(self, members: list[tuple[int, int, int]], num_rows: int, width: int) -> torch.Tensor:
-        """int32 [B, N + 2] of places in the batch, rows, and how many tokens each: what `_unread` cuts up."""
+        """int32 [B, N + 2], which `_unread` splits. `members`: indices in the batch, rows, and how many tokens each."""
         small = np.zeros((num_rows, width + 2), dtype=np.int32)
-        for place, row, count in members:
+        for index, row, count in members:
             timeline = self._timelines[row]
             begin = min(timeline.num_read, len(timeline) - count)
-            small[place, :count] = timeline.tokens(begin, begin + count)
-            small[place, width:] = begin, count
+            small[index, :count] = timeline.tokens(begin, begin + count)
+            small[index, width:] = begin, count
         return self._backend.memory.upload(torch.from_numpy(small))
 
     def _padded(self, rows: list[int], num_rows: int) -> np.ndarray:
@@ -322,27 +324,27 @@ class TextDrafting(Drafting):
     # --- what runs on the device ---
 
     def _read(self, unread: torch.Tensor, blocks: Blocks) -> None:
-        cut = _unread(unread)
-        self._proposer.read(rectangle(cut.tokens_BN, cut.starts_B, cut.num_real_B, blocks))
+        chunk = _unread(unread)
+        self._proposer.read(rectangle(chunk.tokens_BN, chunk.starts_B, chunk.num_real_B, blocks))
 
     def _draft_chain(
         self,
         rows_B: torch.Tensor,
         lengths_B: torch.Tensor,
-        wanted_B: torch.Tensor,
+        max_drafts_B: torch.Tensor,
         unread: torch.Tensor,
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
-        request = self._choice.request(self._requests, rows_B, lengths_B, wanted_B, blocks, inputs)
-        said = self._proposer.propose(request, _unread(unread))
+        request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs)
+        proposed = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
-            drafts = self._guard.usable(said, request, self._laws.vocab_size)
-            self._laws.put(rows_B, drafts)
+            drafts = self._guard.usable(proposed, request, self._draft_probs.vocab_size)
+            self._draft_probs.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
-            return drafts.known
-        # Of the drafter's own tokens the host reads nothing else: a row with a fault says so in their place.
-        drafts = self._guard.usable(said, request, None)
+            return drafts.for_host
+        # The host copies only the tokens of the drafter's vocabulary: in a row with a fault they are `FAULTY`.
+        drafts = self._guard.usable(proposed, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)
         return Drafts(tokens_BK, drafts.num_drafts_B)
 
@@ -356,23 +358,22 @@ class TextDrafting(Drafting):
 
     def _put_rewritten(self, step: StepResult, members: list[DraftingRow], drafts: Drafts) -> None:
         assert self._rewriter is not None
-        said = self._backend.memory.download(drafts.tokens_BK).tolist()
-        faulty = [member.request.req_id for member in members if FAULTY in said[member.index]]
+        tokens = self._backend.memory.download(drafts.tokens_BK).tolist()
+        faulty = [member.request.req_id for member in members if FAULTY in tokens[member.index]]
         self._guard.done(faulty, len(members))
         for member in members:
             if member.request.req_id in faulty:
                 continue
             timeline = self._timelines[member.request.row]
-            own = said[member.index][: member.max_drafts]
-            known = timeline.open_text
-            assert known is not None
-            timeline.drafted(len(own), own)
-            if rewritten := self._rewriter.rewrite(own, known)[: member.max_drafts]:
+            text, row = timeline.open_text, tokens[member.index][: member.max_drafts]
+            assert text is not None
+            timeline.drafted(len(row), row)
+            if rewritten := self._rewriter.rewrite(row, text)[: member.max_drafts]:
                 self._drafts[member.request.req_id] = rewritten
         self._history.put(step, self._drafts)
 
     def in_use(self) -> dict[str, int]:
-        return {"slab_rows": len(self._timelines)}
+        return {"drafter_kv_rows": len(self._timelines)}
 
     # --- warm-up ---
 
@@ -383,7 +384,7 @@ class TextDrafting(Drafting):
         return ("read", num_rows, width, context)
 
     def jobs(self, sampling: Sampling) -> Iterator[Job]:
-        """What is read, and rounds of drafts. In service nothing is read before a step has sampled."""
+        """Reads, and rounds of drafts. In service nothing is read before a step has sampled."""
         shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
         if self._rewriter is not None:
             yield Job("states", self._history.warm_up)

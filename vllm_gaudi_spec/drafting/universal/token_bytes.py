@@ -1,6 +1,6 @@
 """The byte string that each token of a tokenizer stands for, and what its special tokens are for.
 
-The tokenizer's own decoder says how a token is spelled, never the model's name:
+The tokenizer's own decoder defines how a token is spelled, never the model's name:
 
 * Byte-level BPE (GPT-2's alphabet of printable signs; converted tiktoken vocabularies too): each sign is one byte.
 * SentencePiece, BPE or Unigram: `▁` is a space, `<0x0A>` is that byte where the decoder knows byte fallback. Many add
@@ -9,8 +9,8 @@ The tokenizer's own decoder says how a token is spelled, never the model's name:
   stood before it is not in the ids. It stands for what the decoder writes anywhere but at the start of a text: a
   space and the word, or the sign alone where the decoder takes that space away again ("," and the like).
 * tiktoken and mistral-common (Tekken) objects are asked for their bytes.
-* A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: nothing in
-  them says how they are spelled.
+* A slow tokenizer around a SentencePiece model is read like a fast one. Other slow tokenizers are refused: they do not
+  define how they are spelled.
 
 Added tokens stand for their literal text. Special tokens stand for no text; they have roles and names.
 """
@@ -44,7 +44,7 @@ class Roles:
 
     bos: int | None = None
     end_of_turn: int | None = None
-    """The one that the chat template writes behind an answer."""
+    """The one that the chat template writes after an answer."""
     eos: tuple[int, ...] = ()
     """All others that end a generation, the tokenizer's own first."""
     pad: int | None = None
@@ -124,7 +124,7 @@ def content_hash(model: ModelTokenizer) -> str:
         content = hashlib.sha256()
         for piece in _read_pieces(tokenizer).by_id:
             content.update(b"-" if piece is None else b"%d:%b" % (len(piece), piece))
-    # What stands outside the tokenizer's file and decides on roles.
+    # Outside the tokenizer's file, and relevant for roles.
     names = [getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk")]
     special = sorted(getattr(tokenizer, "all_special_ids", ()))
     template = getattr(tokenizer, "chat_template", None)
@@ -258,7 +258,7 @@ _CLEANUP = (
 
 
 def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
-    """The steps of the tokenizer's decoder. Without one, its pre-tokenizer and normalizer tell what to undo."""
+    """The steps of the tokenizer's decoder. Without one, those that undo its pre-tokenizer and normalizer."""
     backend = tokenizer.backend_tokenizer
     steps = list(_flat(backend.decoder))
     if steps:
@@ -271,7 +271,7 @@ def _spelling(tokenizer: Any) -> list[dict[str, Any]]:
             undo = {"type": "Replace", "pattern": {"String": step["content"]}, "content": " "}
         if undo is not None:
             return [undo, {"type": "ByteFallback"}] if getattr(backend.model, "byte_fallback", False) else [undo]
-    raise _unreadable(tokenizer, "its tokenizer.json has no decoder and no pre-tokenizer that says what a space is")
+    raise _unreadable(tokenizer, "its tokenizer.json has no decoder and no pre-tokenizer that defines a space")
 
 
 def _flat(component: Any) -> Iterator[dict[str, Any]]:
@@ -315,7 +315,7 @@ def _spelled(
         elif kind == "Fuse":
             fused = True
         elif kind == "Strip":
-            # Behind Fuse it sees the text as a whole and takes away the leading space only.
+            # After Fuse it sees the text as a whole and takes away the leading space only.
             if not fused:
                 texts = [_stripped(text, step) for text in texts]
         else:
@@ -338,7 +338,7 @@ def _alphabet() -> dict[int, str]:
     others = [byte for byte in range(256) if byte not in prints]
     # These are signs that the alphabet does not have; as code points below 256 they would pass for bytes.
     table |= dict.fromkeys(others, "\uffff")
-    return table | {256 + place: chr(byte) for place, byte in enumerate(others)}
+    return table | {256 + index: chr(byte) for index, byte in enumerate(others)}
 
 
 _ALPHABET = _alphabet()
@@ -387,7 +387,7 @@ def _emitted(pieces: _Pieces, by_id: Sequence[bytes | None]) -> dict[bytes, int]
 
 
 def _emitted_one(pieces: _Pieces, by_id: Sequence[bytes | None], piece: bytes, candidates: list[int]) -> int:
-    # Behind a line break no tokenizer puts the space that some put in front of a text.
+    # After a line break no tokenizer puts the space that some put in front of a text.
     with contextlib.suppress(UnicodeDecodeError):
         text = piece.decode()
         for front in ("", "\n"):
@@ -420,18 +420,18 @@ def _roles(model: ModelTokenizer, pieces: _Pieces) -> Roles:
 
 
 def _end_of_turn(tokenizer: Any, ends: dict[int, str]) -> int | None:
-    """The end token that the chat template writes first behind an answer."""
+    """The end token that the chat template writes first after an answer."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     answer = "Answer"
     messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template is a program of its own and may refuse this conversation in any way
+    except Exception:  # a template is code and may refuse this conversation in any way
         return None
-    _, found, behind = text.rpartition(answer)
-    places = {behind.find(name): token_id for token_id, name in ends.items() if name and name in behind}
-    return places[min(places)] if found and places else None
+    _, found, after = text.rpartition(answer)
+    by_position = {after.find(name): token_id for token_id, name in ends.items() if name and name in after}
+    return by_position[min(by_position)] if found and by_position else None
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -444,6 +444,6 @@ def _as_ids(value: Any) -> list[int]:
 def _unreadable(tokenizer: Any, reason: str) -> UnsupportedConfigError:
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     return UnsupportedConfigError(
-        f"Universal drafting cannot tell which bytes the tokens of {name} stand for: {reason}. Give a model with a "
+        f"Universal drafting cannot derive which bytes the tokens of {name} stand for: {reason}. Give a model with a "
         f"fast tokenizer (tokenizer.json) of a known family: byte-level BPE, SentencePiece or WordPiece."
     )

@@ -141,7 +141,7 @@ def _special_pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int,
 
 # ---- file ------------------------------------------------------------------------------------------------
 #
-# A line of JSON that says what the file is, then the pairs as little-endian int32, then a byte for each pair.
+# A line of JSON that describes the file, then the pairs as little-endian int32, then a byte for each pair.
 
 
 def _write(path: Path, key: str, made: VocabMap) -> None:

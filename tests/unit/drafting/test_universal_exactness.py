@@ -1,5 +1,5 @@
 """Exactness through another vocabulary: the drafter reads and speaks through MappedTokens, knows a part of the target's
-tokens, and has tokens of its own; what is written follows the target's law all the same.
+tokens, and has tokens of its own; what is written follows the target's distribution all the same.
 
 By enumeration where the drafts can be enumerated, and by sampling with the noise that is really used.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import exact, laws
-from tests.support.laws import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_law, write
+from tests.support import distributions, exact
+from tests.support.distributions import ALPHA, FIRST, Table, Texts, random_table, request_keys, text_probs, write
 from tests.unit.sampling.test_exact_rules import ROUNDING, RULES, STOPS, every_rule
 from vllm_gaudi_spec.drafting.universal.vocab_map import VocabMap
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens
@@ -62,27 +62,27 @@ def pair(vocab: int, share: float, order: int = 1, seed: int = 0, drafter_is_tar
     read = np.zeros(vocab**order, dtype=np.int64)
     for token in translation.to_drafter(written).numpy().T:
         read = drafter.after(read, token)
-    said_CU = drafter.logits_CV[read]
+    logits_CU = drafter.logits_CV[read]
     if drafter_is_target:
-        said_CU[:, draft_ids] = target.logits_CV[:, target_ids]
+        logits_CU[:, draft_ids] = target.logits_CV[:, target_ids]
     matched_V = np.zeros(vocab, dtype=bool)
     matched_V[target_ids[draftable]] = True
     partners = dict(zip(target_ids.tolist(), draft_ids.tolist(), strict=True))
-    made = Pair(target, Table(translation.to_target(said_CU)), drafter, partners, matched_V)
+    made = Pair(target, Table(translation.to_target(logits_CU)), drafter, partners, matched_V)
     if share < 1:
         assert (target.probs_CV[:, ~matched_V].sum(1) > 0.02).all(), "hardly anything stands outside the intersection"
     return made
 
 
 @every_share
-def test_the_drafters_law_is_its_own_among_the_common_tokens(share: float) -> None:
-    """Cut and normalised, behind the text as it reads it: without a partner a token is read as the stand-in."""
+def test_the_drafters_distribution_is_its_own_among_the_common_tokens(share: float) -> None:
+    """Cut and normalised, after the text as it reads it: without a partner a token is read as the stand-in."""
     made = pair(VOCAB, share)
     expected, stand_in = np.zeros((VOCAB, VOCAB)), next(iter(made.partners.values()))
     for context in range(VOCAB):
-        law = made.drafter.probs_CV[made.partners.get(context, stand_in)]
+        probs = made.drafter.probs_CV[made.partners.get(context, stand_in)]
         for target_id in np.flatnonzero(made.matched_V):
-            expected[context, target_id] = law[made.partners[target_id]]
+            expected[context, target_id] = probs[made.partners[target_id]]
     np.testing.assert_allclose(made.seen.probs_CV, expected / expected.sum(1, keepdims=True), atol=1e-6)
 
 
@@ -92,15 +92,15 @@ def test_the_drafters_law_is_its_own_among_the_common_tokens(share: float) -> No
 @every_rule
 @every_share
 @pytest.mark.parametrize("num_positions", [1, 2])
-def test_law_of_one_step(rule: str, share: float, num_positions: int) -> None:
+def test_distribution_of_one_step(rule: str, share: float, num_positions: int) -> None:
     for seed in range(2):
         made = pair(VOCAB, share, seed=seed)
         # Contexts that the drafter reads as they are, and one that it reads as the stand-in where there is any.
         contexts = np.array([0, int(made.matched_V.argmax()), int(made.matched_V.argmin())])
         for num in range(1, num_positions + 1):
             numbers = np.full(len(contexts), num)
-            law = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_positions, numbers)
-            wrong = np.abs(law - text_law(made.target, num_positions + 1, contexts)).sum(1).max() / 2
+            probs = exact.one_step_text(STOPS[rule], made.target, made.seen, contexts, num_positions, numbers)
+            wrong = np.abs(probs - text_probs(made.target, num_positions + 1, contexts)).sum(1).max() / 2
             assert wrong < ROUNDING, (seed, num)
 
 
@@ -111,26 +111,29 @@ def numbers_of_drafts(rng: np.random.Generator, least: int, most: int) -> Callab
 @every_rule
 @pytest.mark.parametrize("num_matched", [1, 2, 4])
 @pytest.mark.parametrize("num_positions", [1, 2])
-def test_joint_law_of_two_steps(rule: str, num_matched: int, num_positions: int) -> None:
+def test_joint_distribution_of_two_steps(rule: str, num_matched: int, num_positions: int) -> None:
     """A vocabulary small enough to enumerate everything that two steps can write, for numbers of drafts that vary."""
     vocab = 4
     for seed in range(3):
         made, rng = pair(vocab, num_matched / vocab, order=2, seed=seed), np.random.default_rng(seed)
         for ragged in (False, True):
             numbers = numbers_of_drafts(rng, 0 if ragged else num_positions, num_positions)
-            law = exact.two_step_text(STOPS[rule], made.target, made.seen, num_positions, numbers)
-            assert np.abs(law - text_law(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (seed, ragged)
+            probs = exact.two_step_text(STOPS[rule], made.target, made.seen, num_positions, numbers)
+            assert np.abs(probs - text_probs(made.target, 2 * (num_positions + 1))[0]).sum() / 2 < ROUNDING, (
+                seed,
+                ragged,
+            )
 
 
 @every_rule
 @every_share
 def test_two_sampled_steps(rule: str, share: float) -> None:
-    """Drawn, drafted and judged as in the engine. Of one draft a step the overlap of the two laws is accepted."""
+    """Drawn, drafted and verified as in the engine. Of one draft a step the overlap is accepted."""
     made = pair(VOCAB, share)
     texts, _ = write(
         RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=4, rows=DRAWS, seed=3, ragged=True
     )
-    p_values = laws.p_values(texts[:, :2], made.target, BINS)
+    p_values = distributions.p_values(texts[:, :2], made.target, BINS)
     assert min(p_values) > ALPHA, p_values
     _, accepted = write(RULES[rule].verify, made.target, made.seen, num_positions=1, steps=1, length=1, rows=DRAWS)
     overlap = np.minimum(made.target.probs_CV, made.seen.probs_CV)[0].sum()
@@ -138,7 +141,7 @@ def test_two_sampled_steps(rule: str, share: float) -> None:
 
 
 def forbid(made: Pair, contexts: slice) -> Pair:
-    """Behind these contexts the request allows no token that the drafter has."""
+    """After these contexts the request allows no token that the drafter has."""
     target, seen = (Table(table.logits_CV.clone()) for table in (made.target, made.seen))
     for table in (target, seen):
         table.logits_CV[contexts, torch.from_numpy(made.matched_V)] = -torch.inf
@@ -156,11 +159,11 @@ def forbid(made: Pair, contexts: slice) -> Pair:
     ids=["standard-all", "block-all", "standard-half", "block-half"],
 )
 def test_a_drafter_whose_tokens_are_all_forbidden(rule: str, contexts: slice) -> None:
-    """It then drafts what cannot be accepted; behind all contexts, or with sound drafts before and behind."""
+    """It then drafts what cannot be accepted; after all contexts, or with sound drafts before and behind."""
     made = forbid(pair(VOCAB, 0.5), contexts)
     assert torch.isinf(made.seen.logits_CV[0]).all()
     texts, _ = write(RULES[rule].verify, made.target, made.seen, num_positions=2, steps=2, length=2, rows=DRAWS, seed=5)
-    p_values = laws.p_values(texts, made.target, BINS)
+    p_values = distributions.p_values(texts, made.target, BINS)
     assert min(p_values) > ALPHA, p_values
 
 
@@ -175,9 +178,9 @@ def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tup
         starts_N = torch.from_numpy(texts.length_N + FIRST).int()
         positions_NQ = starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32)
         context, drafts, logits = texts.context_N, torch.zeros(rows, 0, dtype=torch.int32), []
-        for place in range(num_positions):
+        for offset in range(num_positions):
             logits.append(made.target.logits_CV[context])
-            positions_N = positions_NQ[:, place]
+            positions_N = positions_NQ[:, offset]
             drafted = draft(
                 TORCH, made.seen.logits_CV[context], "coupled", temperature_N, keys_N2, positions_N, starts_N
             )
@@ -188,8 +191,8 @@ def write_coupled(made: Pair, num_positions: int, length: int, rows: int) -> tup
         verification = strict.verify(own_NQ, drafts, torch.full((rows,), num_positions, dtype=torch.int32))
         steps.append(verification.num_sampled_B.numpy() - 1)
         tokens_NQ = verification.tokens_BQ.numpy().astype(np.int64)
-        for place in range(num_positions + 1):
-            texts.append(made.target, tokens_NQ[:, place], place <= steps[-1])
+        for offset in range(num_positions + 1):
+            texts.append(made.target, tokens_NQ[:, offset], offset <= steps[-1])
     return texts, steps
 
 

@@ -1,4 +1,4 @@
-"""Small language models given as tables, the law of what they write, and tests of samples against it.
+"""Small language models given as tables, the distribution of their texts, and tests of samples against it.
 
 The next token of a table depends on the last `order` tokens. C contexts, V tokens, L the length of a text, N rows.
 """
@@ -54,14 +54,14 @@ def request_keys(first: int, count: int) -> torch.Tensor:
     return torch.tensor([fold_seed(seed) for seed in range(first, first + count)], dtype=torch.int32)
 
 
-def text_law(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
-    """[N, V ** L]: the law of the next `length` tokens behind each context; a text's cell is its base-V number."""
+def text_probs(table: Table, length: int, contexts: np.ndarray | None = None) -> np.ndarray:
+    """[N, V ** L]: probabilities of the next `length` tokens after each context. A text's cell is its base-V number."""
     contexts = np.zeros(1, dtype=np.int64) if contexts is None else contexts
-    law, now = np.ones((len(contexts), 1)), contexts[:, None]
+    probs, now = np.ones((len(contexts), 1)), contexts[:, None]
     for _ in range(length):
-        law = (law[..., None] * table.probs_CV[now]).reshape(len(contexts), -1)
+        probs = (probs[..., None] * table.probs_CV[now]).reshape(len(contexts), -1)
         now = table.after(now[..., None], np.arange(table.vocab)).reshape(len(contexts), -1)
-    return law
+    return probs
 
 
 def cells(tokens_NL: np.ndarray, vocab: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def cells(tokens_NL: np.ndarray, vocab: int) -> np.ndarray:
 
 @dataclass
 class Texts:
-    """What N requests have written so far."""
+    """The texts of N requests so far."""
 
     tokens_NL: np.ndarray
     length_N: np.ndarray
@@ -105,9 +105,9 @@ def step(
     rows = len(texts.context_N)
     starts_N = torch.from_numpy(texts.length_N + FIRST).int()
     temperature_N = torch.ones(rows)
-    context, drafts, laws, logits = texts.context_N, [], [], []
-    for place in range(num_positions):
-        positions_N = starts_N + place
+    context, drafts, draft_probs, logits = texts.context_N, [], [], []
+    for offset in range(num_positions):
+        positions_N = starts_N + offset
         drafted = draft(
             TORCH,
             drafter.logits_CV[context],
@@ -118,13 +118,13 @@ def step(
             starts_N if draft_starts else torch.zeros_like(starts_N),
         )
         drafts.append(drafted.tokens_B)
-        laws.append(drafted.probs_BV)
+        draft_probs.append(drafted.probs_BV)
         logits.append(target.logits_CV[context])
         context = target.after(context, drafted.tokens_B.numpy())
     logits.append(target.logits_CV[context])
     verification = rule(
         torch.stack(logits, 1),
-        torch.stack(laws, 1),
+        torch.stack(draft_probs, 1),
         torch.stack(drafts, 1),
         torch.from_numpy(num_drafts_N).int(),
         temperature_N,
@@ -132,13 +132,13 @@ def step(
         starts_N[:, None] + torch.arange(num_positions + 1, dtype=torch.int32),
     )
     tokens, num = verification.tokens_BQ.numpy().astype(np.int64), verification.num_sampled_B.numpy()
-    for place in range(num_positions + 1):
-        texts.append(target, tokens[:, place], place < num)
+    for offset in range(num_positions + 1):
+        texts.append(target, tokens[:, offset], offset < num)
     return num - 1
 
 
 def finish(target: Table, texts: Texts, rng: np.random.Generator) -> np.ndarray:
-    """Texts that stopped early go on with ordinary sampling: a rule is exact when that gives the target's law."""
+    """Texts that stopped early go on with ordinary sampling: a rule is exact when the target's distribution results."""
     cumulative = target.probs_CV.cumsum(1)
     cumulative[:, -1] = 1
     while (short := texts.length_N < texts.tokens_NL.shape[1]).any():
@@ -177,20 +177,20 @@ def write(
     return np.concatenate(written), accepted / rows / steps
 
 
-def pool(law: np.ndarray, total: int, most: int | None = None) -> np.ndarray:
-    """A bin for every cell: cells too rare to test are pooled, and there are at most `most` bins of like mass."""
-    order = np.argsort(-law, kind="stable")
-    if most is None:
-        expected = law[order] * total
+def pool(probs: np.ndarray, total: int, max_bins: int | None = None) -> np.ndarray:
+    """A bin for every cell: cells too rare to test are pooled, and there are at most `max_bins` bins of like mass."""
+    order = np.argsort(-probs, kind="stable")
+    if max_bins is None:
+        expected = probs[order] * total
         rare = int((expected < MIN_EXPECTED).sum())
         # The pool itself must not be rare.
-        while 0 < rare < len(law) and expected[len(law) - rare :].sum() < MIN_EXPECTED:
+        while 0 < rare < len(probs) and expected[len(probs) - rare :].sum() < MIN_EXPECTED:
             rare += 1
-        ranks = np.minimum(np.arange(len(law)), max(len(law) - rare, 0))
+        ranks = np.minimum(np.arange(len(probs)), max(len(probs) - rare, 0))
     else:
-        before = np.cumsum(law[order]) - law[order]
-        ranks = np.minimum((before / law.sum() * most).astype(np.int64), most - 1)
-    bins = np.empty(len(law), dtype=np.int64)
+        before = np.cumsum(probs[order]) - probs[order]
+        ranks = np.minimum((before / probs.sum() * max_bins).astype(np.int64), max_bins - 1)
+    bins = np.empty(len(probs), dtype=np.int64)
     bins[order] = ranks
     return bins
 
@@ -199,30 +199,33 @@ def binned(values: np.ndarray, bins: np.ndarray) -> np.ndarray:
     return np.bincount(bins, weights=values, minlength=bins.max() + 1)
 
 
-def p_value(sampled: np.ndarray, law: np.ndarray, most: int | None = None) -> float:
-    """Chi-square p-value of sampled cells under `law`; 0 if anything impossible was seen."""
-    counts = np.bincount(sampled, minlength=len(law))
-    if counts[law <= 0].any():
+def p_value(sampled: np.ndarray, probs: np.ndarray, max_bins: int | None = None) -> float:
+    """Chi-square p-value of sampled cells under `probs`; 0 if anything impossible was seen."""
+    counts = np.bincount(sampled, minlength=len(probs))
+    if counts[probs <= 0].any():
         return 0.0
-    bins = pool(law, counts.sum(), most)
-    expected, observed = binned(law, bins) * counts.sum(), binned(counts, bins)
+    bins = pool(probs, counts.sum(), max_bins)
+    expected, observed = binned(probs, bins) * counts.sum(), binned(counts, bins)
     possible = expected > 0
     if possible.sum() < 2:
         return 1.0
     return float(stats.chisquare(observed[possible], expected[possible] * (counts.sum() / expected.sum())).pvalue)
 
 
-def power(biased: np.ndarray, law: np.ndarray, total: int, most: int | None = None) -> float:
+def power(biased: np.ndarray, probs: np.ndarray, total: int, max_bins: int | None = None) -> float:
     """How often `p_value` < ALPHA for `total` draws from `biased`: noncentral chi-square."""
-    bins = pool(law, total, most)
-    expected, shifted = binned(law, bins), binned(biased, bins)
+    bins = pool(probs, total, max_bins)
+    expected, shifted = binned(probs, bins), binned(biased, bins)
     possible = expected > 0
     noncentrality = total * ((shifted - expected)[possible] ** 2 / expected[possible]).sum()
     freedom = possible.sum() - 1
     return float(stats.ncx2.sf(stats.chi2.isf(ALPHA, freedom), freedom, noncentrality))
 
 
-def p_values(texts_NL: np.ndarray, target: Table, most: int | None = None) -> list[float]:
-    """The whole text against its joint law, and its first one and two tokens alone: fewer cells see a bias better."""
+def p_values(texts_NL: np.ndarray, target: Table, max_bins: int | None = None) -> list[float]:
+    """The whole text against its joint distribution, and its first tokens alone: fewer cells show a bias better."""
     lengths = sorted({length for length in (1, 2, texts_NL.shape[1]) if length <= texts_NL.shape[1]})
-    return [p_value(cells(texts_NL[:, :length], target.vocab), text_law(target, length)[0], most) for length in lengths]
+    return [
+        p_value(cells(texts_NL[:, :length], target.vocab), text_probs(target, length)[0], max_bins)
+        for length in lengths
+    ]
