@@ -139,7 +139,7 @@ def other_platform_plugins() -> tuple[str, ...]:
 @cache
 def _log_inactive(others: tuple[str, ...]) -> None:
     logger = logging.getLogger("vllm")
-    if others == ("ascend",):  # whether integrations/ serves there is said as soon as it is known
+    if others == ("ascend",):  # whether integrations/ serves there is logged as soon as it is known
         logger.info("The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's.")
     else:
         logger.warning(

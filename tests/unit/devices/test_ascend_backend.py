@@ -22,7 +22,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
-from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
@@ -259,15 +259,15 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
         workspaces.append(lengths)
         return torch.empty(0)
 
-    operation = HostTold(run, workspace, "lengths")
+    operation = HostLengthsOperation(run, workspace, "lengths")
 
-    def program(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    def step(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(query)
         for _ in range(2):
             captures.issue(operation, dict(query=query), lengths_B, 256, [out])
         return out
 
-    graphed = Graphed(program, captures)
+    graphed = Graphed(step, captures)
 
     def told(*lengths: int) -> list[Any]:
         runtime.asked.clear()
@@ -286,7 +286,7 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
     assert updates is by
     assert runs is at is runtime.main
     assert updates is not runtime.main
-    assert len(captures.names) == 1, "lengths make no program"
+    assert len(captures.names) == 1, "lengths make no graph"
     assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
 
 
@@ -299,9 +299,7 @@ def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
 
     captures.record(lambda: None)
     message = "ACL error 207008: stream resources are insufficient"
-    with pytest.raises(
-        UnsupportedConfigError, match=r"no room for more than 0 programs.*batch_buckets and prefill_buck"
-    ):
+    with pytest.raises(UnsupportedConfigError, match=r"no room for more than 0 graphs.*batch_buckets and prefill_buck"):
         captures.record(full)
     message = "another fault"
     with pytest.raises(RuntimeError, match="another fault"):

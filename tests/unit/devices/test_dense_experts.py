@@ -112,10 +112,10 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_own_experts() -> None:
-    from vllm_gaudi_spec.devices.common.dense_experts import _own_experts
+def test_local_experts() -> None:
+    from vllm_gaudi_spec.devices.common.dense_experts import _local_experts
 
-    assert _own_experts(None) is None
-    assert _own_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
+    assert _local_experts(None) is None
+    assert _local_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
     with pytest.raises(UnsupportedConfigError, match="--expert-placement-strategy linear"):
-        _own_experts(torch.tensor([0, -1, 1, -1]))
+        _local_experts(torch.tensor([0, -1, 1, -1]))

@@ -77,8 +77,8 @@ class Measured:
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
         # INC keeps one list for all models of a process; what it measures carries this.
-        own = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
-        files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in own])
+        measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
+        files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
 
 def apply(model: nn.Module, given: QuantConfig, place: Place) -> Measured | None:
@@ -111,7 +111,7 @@ def _import(given: QuantConfig) -> Any:
 
 @contextmanager
 def _without_shared(model: nn.Module, given: QuantConfig, place: Place) -> Iterator[str]:
-    """A file that says what the user's does, and blocks what belongs to another model."""
+    """The user's file, or a copy of it that blocks what belongs to another model."""
     shared = [name for name, module in model.named_modules() if name and module in place.apart]
     if not shared:
         yield given.path
