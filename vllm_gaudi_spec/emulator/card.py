@@ -143,7 +143,7 @@ class Device:
 
     @property
     def compile_only(self) -> bool:
-        """Whether the calling thread makes programs and computes nothing."""
+        """Whether the calling thread makes graphs and computes nothing."""
         if self._compile_only:
             return True
         capture = self.capture
