@@ -17,7 +17,7 @@ from vllm_gaudi_spec.sampling.rules.table import RULES
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-ROWS, PLACES = 400, 3
+ROWS, POSITIONS = 400, 3
 # Few tokens, of which drafts are often right; many, for what is sampled of them.
 FEW_TOKENS, MANY_TOKENS = 6, 1000
 INPUTS = {
@@ -31,7 +31,7 @@ MOST_DIFFERING = ROWS // 100
 
 
 def case(vocab: int) -> dict[str, torch.Tensor]:
-    made = random_case(ROWS, PLACES, vocab)
+    made = random_case(ROWS, POSITIONS, vocab)
     made.temperature_B[::4] = 0
     return made.tensors()
 
@@ -48,7 +48,7 @@ def test_verifications(backend: DeviceBackend, rule: str) -> None:
     found = Verification(backend.memory.download(found.tokens_BQ), backend.memory.download(found.num_sampled_B))
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING
-    assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, PLACES + 1))
+    assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, POSITIONS + 1))
 
 
 @pytest.mark.parametrize("stream", [None, Stream.TARGET, Stream.DRAFT])
@@ -60,6 +60,6 @@ def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
 
     names = ("logits_BQV", "temperature_B", "keys_B2", "positions_BQ")
     expected = sample(TORCH, *(given[name].clone() for name in names))
-    program = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
-    found = backend.memory.download(program(*(backend.memory.upload(given[name].clone()) for name in names)))
+    graph = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
+    found = backend.memory.download(graph(*(backend.memory.upload(given[name].clone()) for name in names)))
     assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)

@@ -173,7 +173,7 @@ class Capture:
         return id(memory) in self._own_memory
 
     def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
-        """Note where each slot is read last, except `kept_slots`; and the most bytes alive at once."""
+        """Note where each slot is read last, except `kept_slots`; and the largest sum of bytes alive at once."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.program.calls):
             for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:

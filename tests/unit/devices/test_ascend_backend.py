@@ -1,4 +1,4 @@
-"""The Ascend backend without a device: when it is chosen, what it refuses, what it tells graphs and is told of rows."""
+"""The Ascend backend without a device: when it is chosen, what it refuses, what it gives graphs and gets of rows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AscendSpecPlatform.card_of(1, [4, 6]) == 2
 
 
-def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.make_backend()
@@ -189,7 +189,7 @@ def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
         assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
 
 
-# --- what it says to graphs ---
+# --- what it gives to graphs ---
 
 
 class PlayedRuntime:
@@ -242,8 +242,8 @@ class PlayedRuntime:
         )
 
 
-def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream of their own, behind the graph's last run, and before the graph may pass."""
+def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own, after the graph's last run, and before the graph may pass."""
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
     monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
     runtime = PlayedRuntime()
@@ -269,16 +269,16 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
 
     graphed = Graphed(step, captures)
 
-    def told(*lengths: int) -> list[Any]:
+    def updated_lengths(*lengths: int) -> list[Any]:
         runtime.asked.clear()
         graphed(torch.ones(2), torch.tensor(lengths, dtype=torch.int32))
         return [asked if isinstance(asked, list | str) else asked[0] for asked in runtime.asked]
 
     recorded = ["graph_task_group_begin", [3, 4], "graph_task_group_end"]
-    assert told(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
+    assert updated_lengths(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
     update = ["graph_task_update_begin", [5, 6], "graph_task_update_end"]
     for _ in range(2):
-        assert told(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
+        assert updated_lengths(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
     (_, done, updates), (_, updated, by), (_, awaited, runs), (_, done_again, at) = (
         asked for asked in runtime.asked if asked[0] in ("wait", "record")
     )
@@ -290,7 +290,7 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
     assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
 
 
-def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
+def test_a_card_without_room_for_more_graphs_names_what_to_do() -> None:
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
 
@@ -306,7 +306,7 @@ def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
         captures.record(full)
 
 
-# --- what the runner says of rows ---
+# --- what the runner reports of rows ---
 
 BLOCK = 16
 
@@ -325,7 +325,7 @@ def rows_of(backend: HostBackend) -> Requests:
     return requests
 
 
-def test_devices_that_do_not_ask_are_told_nothing() -> None:
+def test_devices_that_do_not_ask_get_nothing() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
     batch = make_batch(
@@ -341,7 +341,7 @@ def test_devices_that_do_not_ask_are_told_nothing() -> None:
     [
         (Shape(PREFILL, 4, 48, 64), [0, 1], [40, 1], [40, 2, 1, 1]),
         (Shape(PREFILL, 2, 16, 64), [16, 1], [16, 1], [32, 2]),
-        # A verify step may write as many tokens as it has places, whatever the device knows of drafts.
+        # A verify step may write as many tokens as it has positions, whatever the device knows of drafts.
         (Shape(DECODE, 4, 4, 64), [40, 2], [4, 1], [44, 6, 1, 1]),
         # No more than the table has, where the host allows for drafts in flight.
         (Shape(DECODE, 2, 4, 64), [62, 2], [4, 1], [64, 6]),

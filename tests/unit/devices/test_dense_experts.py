@@ -1,4 +1,4 @@
-"""The experts of Gaudi: who is chosen, with what weight, and what they say, against plain loops over tokens."""
+"""The experts of Gaudi: who is chosen, with what weight, and what they compute, against plain loops over tokens."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, 
         top_groups=top_groups,
     )
     for token, row in enumerate(logits):
-        law = row.sigmoid() if scoring == "sigmoid" else row.softmax(0)
-        scores = law.tolist()
-        wanted = (law + bias).tolist() if biased else scores
+        probs = row.sigmoid() if scoring == "sigmoid" else row.softmax(0)
+        scores = probs.tolist()
+        wanted = (probs + bias).tolist() if biased else scores
         chosen = choose(scores, wanted, groups, top_groups, top_k=3)
         total = sum(chosen.values()) if renormalize else 1.0
         expected = torch.tensor([chosen.get(expert, 0.0) / total for expert in range(16)])
@@ -73,7 +73,7 @@ def best_by_sigmoid(
 @pytest.mark.parametrize("weighted_inputs", [False, True])
 @pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
 def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itself: bool) -> None:
-    """All of them; or under expert parallelism a part, whose sum over ranks is what all say."""
+    """All of them; or under expert parallelism a part, whose sum over ranks is what all compute."""
     from vllm_gaudi_spec.devices.common.dense_experts import DenseExperts, route
 
     torch.manual_seed(0)

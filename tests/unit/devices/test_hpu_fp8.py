@@ -120,7 +120,7 @@ def test_quantising_leaves_alone_what_is_another_models(log: list[Any], tmp_path
     assert (model.first.kv_dtype, model.second.kv_dtype) == (torch.float8_e4m3fn, None)
 
 
-def test_without_inc_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_inc_the_refusal_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "neural_compressor", None)
     with pytest.raises(UnsupportedConfigError, match=r"QUANT_CONFIG: QUANTIZE on a Gaudi needs .*neural-compressor-pt"):
         hpu_fp8._import(given(tmp_path, "QUANTIZE"))

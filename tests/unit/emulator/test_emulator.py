@@ -432,7 +432,7 @@ def test_kv_bytes(card: Any) -> None:
         (lambda kv, x: kv.normal_(), 0, 32),
         (lambda kv, x: torch.add(x, 1, out=kv), 0, 64),
         (lambda kv, x: torch._foreach_mul_([kv, x], 2), 32, 128),
-        # Of a target with indices, the places that they name: 1 row of 2, and 8 bytes of index.
+        # Of a target with indices, the elements that they name: 1 row of 2, and 8 bytes of index.
         (lambda kv, x: kv.index_copy_(0, ids(3), x[:1]), 0, 8 + 8 + 8),
         (lambda kv, x: kv.index_fill_(0, ids(3), 1.0), 0, 8 + 8),
         (lambda kv, x: kv.index_add_(0, ids(3), x[:1]), 8, 8 + 8 + 16),

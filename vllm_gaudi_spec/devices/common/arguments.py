@@ -11,7 +11,7 @@ import torch
 class _Tensor(NamedTuple):
     """Stands for the tensor at an index of the list."""
 
-    index: int
+    tensor_index: int
 
 
 class _Tuple(NamedTuple):
@@ -42,7 +42,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
 
 def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
     if isinstance(rest, _Tensor):
-        return tensors[rest.index]
+        return tensors[rest.tensor_index]
     if isinstance(rest, _Tuple):
         items = [rebuild(tensors, item) for item in rest.items]
         return rest.make(*items) if hasattr(rest.make, "_fields") else tuple(items)
