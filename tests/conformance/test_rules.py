@@ -25,7 +25,7 @@ INPUTS = {
     "strict_random": ("logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"),
 }
 BY_PROBS = [name for name, rule in RULES.items() if rule.needs_probs]
-BY_PROBS = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
+PROBS_INPUTS = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
 # Of what is drawn, a score or a draw may lie within rounding of another.
 MOST_DIFFERING = ROWS // 100
 
@@ -42,7 +42,7 @@ def test_verifications(backend: DeviceBackend, rule: str) -> None:
         return rules.verify[rule] if rule in BY_PROBS else getattr(rules, rule)
 
     given = case(FEW_TOKENS)
-    inputs = [given[name].clone() for name in INPUTS.get(rule, BY_PROBS)]
+    inputs = [given[name].clone() for name in INPUTS.get(rule, PROBS_INPUTS)]
     expected = run(TORCH)(*inputs)
     found = backend.graphs.graph(run(backend.rules))(*(backend.memory.upload(tensor.clone()) for tensor in inputs))
     found = Verification(backend.memory.download(found.tokens_BQ), backend.memory.download(found.num_sampled_B))

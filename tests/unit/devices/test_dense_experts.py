@@ -97,7 +97,7 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
     if routes_itself:
         weights = torch.where(logits >= logits.topk(2).values[:, 1:], logits.sigmoid(), 0.0) * 1.5
-    here: Any = SimpleNamespace(own=own)
+    here: Any = SimpleNamespace(local_experts=own)
     mine = range(experts) if own is None else range(own[0], sum(own))
     all_w13, all_w2 = layer.w13_weight, layer.w2_weight
     layer.w13_weight, layer.w2_weight = all_w13[list(mine)], all_w2[list(mine)]
