@@ -121,7 +121,7 @@ def counted(step: Callable[[], Any]) -> tuple[Any, Tally, list[str]]:
     result = step()
     DEVICE.mark_step()
     new = DEVICE.counters.events - before
-    return result, DEVICE.next_step(), [event.where for event in new.elements() if event.kind == "host read"]
+    return result, DEVICE.next_step(), [event.where for event in new.elements() if event.kind == "device-to-host sync"]
 
 
 def accept_theirs(outside: Outside, logits: torch.Tensor, drafts: torch.Tensor) -> tuple[list[list[int]], Any, Any]:

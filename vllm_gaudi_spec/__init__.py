@@ -14,9 +14,9 @@ def platform_plugin() -> str | None:
         REFUSING_PLATFORM,
         asked_for,
         choose_device,
+        log_wrong_vllm,
         other_platform_plugins,
         platform_class,
-        say_wrong_vllm,
     )
 
     device = choose_device()
@@ -24,7 +24,7 @@ def platform_plugin() -> str | None:
         return None
     if (reason := versions.wrong_vllm()) is not None:
         if not asked_for():
-            say_wrong_vllm(reason)
+            log_wrong_vllm(reason)
             return None
         compat.end_errors_with_their_message()
         return REFUSING_PLATFORM

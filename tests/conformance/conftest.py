@@ -1,4 +1,4 @@
-"""One backend a process: an emulated device changes torch for good. VGS_DEVICE says which."""
+"""One backend a process: an emulated device changes torch for good. VGS_DEVICE names it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LAYERS: dict[str, dict[str, set[str]]] = {
 
 
 class Called(TorchDispatchMode):
-    """Notes them while programs are made."""
+    """Notes them while graphs are made."""
 
     def __init__(self) -> None:
         super().__init__()

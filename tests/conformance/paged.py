@@ -53,21 +53,21 @@ class Kind:
 
 
 def allocate(backend: DeviceBackend, kinds: dict[str, Kind], num_blocks: int) -> dict[str, Any]:
-    """What `allocate_kv` makes of a plan in which each layer has a place of its own."""
+    """What `allocate_kv` makes of a plan in which each layer has an offset of its own."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheLayout, KVCacheTensor
 
     specs = {name: kind.kv_spec(backend.traits.block_size) for name, kind in kinds.items()}
     sizes = {name: spec.page_size_bytes * num_blocks for name, spec in specs.items()}
-    tensors, place = [], 0
+    tensors, offset = [], 0
     for name, spec in specs.items():
-        tensors.append(KVCacheTensor(sum(sizes.values()), [name], sizes[name], spec.page_size_bytes, place))
-        place += sizes[name]
+        tensors.append(KVCacheTensor(sum(sizes.values()), [name], sizes[name], spec.page_size_bytes, offset))
+        offset += sizes[name]
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
     return backend.memory.allocate_kv(KVCacheConfig(num_blocks, tensors, groups), KVCacheLayout.LBHNC)
 
 
 class Layer:
-    """Writes and attends in one program, as a layer of a model does."""
+    """Writes and attends in one graph, as a layer of a model does."""
 
     def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any, operations: Operations | None = None) -> None:
         self.backend, self.kind, self.kv_cache = backend, kind, kv_cache
@@ -144,9 +144,9 @@ class Texts:
         query = self._random(rows, queries, kind.heads, kind.head_size)
         # What padding holds is finite, and its keys larger than others.
         key, value = (self._random(rows, queries, kind.kv_heads, kind.head_size) * 10 for _ in range(2))
-        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+        for index, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
             for given, stored in ((key, self.keys), (value, self.values)):
-                given[place, :count] = stored[row, start : start + count]
+                given[index, :count] = stored[row, start : start + count]
         upload = self.layer.backend.memory.upload
         padding = [0] * pad_rows
         out = self.layer.step(
@@ -167,14 +167,14 @@ class Texts:
     ) -> Blocks:
         backend, size, window = self.layer.backend, self.layer.spec.block_size, self.layer.kind.window
         rows = len(starts) + pad_rows
-        # Padding of a row may stand behind its last block.
+        # Padding of a row may stand after its last block.
         table = torch.zeros(rows, -(-(self.length + queries) // size), dtype=torch.int32)
         entries = []
-        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+        for index, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
             for block in range(-(-(start + count) // size)):
                 if window is None or (block + 1) * size > start - window + 1:  # else vLLM has taken it back
-                    table[place, block] = self.table_BW[row, block]
-                    entries.append((int(self.table_BW[row, block]), place, block))
+                    table[index, block] = self.table_BW[row, block]
+                    entries.append((int(self.table_BW[row, block]), index, block))
         listed: tuple[torch.Tensor, ...] = ()
         if decode and backend.traits.flat_decode:
             entries += [(0, rows, 0)] * (table.numel() - len(entries))
@@ -189,12 +189,12 @@ class Texts:
     ) -> None:
         kind = self.layer.kind
         atol, rtol = TOLERANCE[kind.dtype]
-        for place, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
+        for index, (row, start, count) in enumerate(zip(members, starts, real, strict=True)):
             keys = self.keys[row]
             values = self.values[row] if kind.value_size is None else keys[..., : kind.value_size]
             for q in range(count):
                 expected = attend_one(
-                    query[place, q],
+                    query[index, q],
                     keys,
                     values,
                     start + q,
@@ -204,7 +204,7 @@ class Texts:
                     soft_cap=kind.soft_cap,
                 )
                 torch.testing.assert_close(
-                    out_BQHD[place, q].double(),
+                    out_BQHD[index, q].double(),
                     expected,
                     atol=atol,
                     rtol=rtol,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.conformance.fused import Called, of_attention
+from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, Texts, allocate
-from tests.conformance.programs import compiled
 from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.attention.operations import OWN, PLAIN
 from vllm_gaudi_spec.attention.packing import packed
@@ -59,7 +59,7 @@ def read_prompts(found: Texts, lengths: list[int]) -> None:
 
 @every_kind
 def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBackend, kind: Kind) -> None:
-    """Rows of all lengths over the ends of blocks; steps of one shape are one program, whose lengths change."""
+    """Rows of all lengths over the ends of blocks; steps of one shape are one graph, whose lengths change."""
     block, chunk = backend.traits.block_size, backend.traits.smallest_prefill
     done = [2 * max(block, chunk) - 5, chunk, 3]
     found = texts(backend, kind, rows=3, length=max(done) + 20)
@@ -75,7 +75,7 @@ def test_prompts_in_chunks_then_verify_steps_then_plain_ones(backend: DeviceBack
         done = [start + count for start, count in zip(done, accepted, strict=True)]
         for row, start in enumerate(done):
             found.rejected(row, start)
-    assert made[0] == made[1] == made[2], "wherever rows stand, a shape is one program"
+    assert made[0] == made[1] == made[2], "wherever rows stand, a shape is one graph"
     for _ in range(2):
         found.step(done, [1, 1, 1], 1, decode=True, pad_rows=1)
         done = [start + 1 for start in done]
@@ -100,7 +100,7 @@ def test_contexts_at_the_ends_of_blocks(backend: DeviceBackend, kind: Kind, quer
 
 
 def write_all(found: Texts, lengths: list[int]) -> None:
-    """What is cached, by one write; what is said over it is looked at elsewhere."""
+    """What is cached, by one write; attention over it is tested elsewhere."""
     layer, longest = found.layer, max(lengths)
     upload = layer.backend.memory.upload
     key, value = (stored[:, :longest].flatten(0, 1) for stored in (found.keys, found.values))
@@ -121,7 +121,7 @@ def write_all(found: Texts, lengths: list[int]) -> None:
 
 
 @every_kind
-def test_as_many_drafts_as_it_says(backend: DeviceBackend, kind: Kind) -> None:
+def test_as_many_drafts_as_its_traits_allow(backend: DeviceBackend, kind: Kind) -> None:
     ends = [backend.traits.block_size - 3, 0]
     queries = 1 + backend.traits.max_drafts
     found = texts(backend, kind, rows=2, length=max(ends) + queries)
@@ -185,8 +185,8 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
     together = backend.graphs.graph(step)
     for name, found in each.items():
         # The layer's own step goes through all of them: with its inputs, its own result is right.
-        place = list(each).index(name)
-        found.layer.step = lambda *given, place=place: together(*given)[place]
+        index = list(each).index(name)
+        found.layer.step = lambda *given, index=index: together(*given)[index]
         seen[name] = found.step(ends, [queries, 2], queries, decode=True)
     assert not torch.equal(seen["full"], seen["soft"])
     assert torch.equal(seen["full"][1, :2], seen["full again"][1, :2])
@@ -216,7 +216,7 @@ class Noted:
 
 
 @every_kind
-def test_without_its_padding_a_rectangle_says_the_same(backend: DeviceBackend, kind: Kind) -> None:
+def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, kind: Kind) -> None:
     """Where shapes may follow values, models compute real tokens only."""
     if backend.traits.captures:
         pytest.skip("shapes follow no values here")

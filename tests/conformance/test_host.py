@@ -34,10 +34,10 @@ def test_there_and_back(backend: DeviceBackend) -> None:
 
 def test_results_are_on_their_way_before_the_next_step_overwrites_them(backend: DeviceBackend) -> None:
     """Several at a time; each is counted once."""
-    program = backend.graphs.graph(lambda x: x + 1)
+    graph = backend.graphs.graph(lambda x: x + 1)
     before = backend.memory.num_host_syncs
     arrives = [
-        backend.memory.start_download(program(backend.memory.upload(torch.tensor([10 * i, 20 * i])))) for i in range(4)
+        backend.memory.start_download(graph(backend.memory.upload(torch.tensor([10 * i, 20 * i])))) for i in range(4)
     ]
     backend.graphs.step_done()
     for i in (2, 0, 1, 3):

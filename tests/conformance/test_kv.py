@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, allocate
-from tests.conformance.programs import compiled
 from vllm_gaudi_spec.attention.inputs import Blocks
 from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.runner.requests import host_lengths
@@ -47,7 +47,7 @@ class Peek:
         return out
 
     def write(self, numbers: torch.Tensor, blocks: list[int], offset: int) -> None:
-        """A number a block, in each place of its token at `offset`."""
+        """A number a block, at each slot of its tokens at `offset`."""
         kind, upload = self.layer.kind, self.layer.backend.memory.upload
         tokens = numbers[:, None, None].expand(-1, 1, kind.head_size).contiguous()
         slots = torch.tensor(blocks) * self.layer.spec.block_size + offset

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.sampling.rules.table import RULES
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-ROWS, PLACES = 400, 3
+ROWS, POSITIONS = 400, 3
 # Few tokens, of which drafts are often right; many, for what is sampled of them.
 FEW_TOKENS, MANY_TOKENS = 6, 1000
 INPUTS = {
@@ -25,13 +25,13 @@ INPUTS = {
     "strict_random": ("logits_BQV", "drafts_BK", "num_drafts_B", "temperature_B", "keys_B2", "positions_BQ"),
 }
 BY_PROBS = [name for name, rule in RULES.items() if rule.needs_probs]
-BY_PROBS = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
+PROBS_INPUTS = ("logits_BQV", "draft_probs_BKV", *INPUTS["strict_random"][1:])
 # Of what is drawn, a score or a draw may lie within rounding of another.
 MOST_DIFFERING = ROWS // 100
 
 
 def case(vocab: int) -> dict[str, torch.Tensor]:
-    made = random_case(ROWS, PLACES, vocab)
+    made = random_case(ROWS, POSITIONS, vocab)
     made.temperature_B[::4] = 0
     return made.tensors()
 
@@ -42,13 +42,13 @@ def test_verifications(backend: DeviceBackend, rule: str) -> None:
         return rules.verify[rule] if rule in BY_PROBS else getattr(rules, rule)
 
     given = case(FEW_TOKENS)
-    inputs = [given[name].clone() for name in INPUTS.get(rule, BY_PROBS)]
+    inputs = [given[name].clone() for name in INPUTS.get(rule, PROBS_INPUTS)]
     expected = run(TORCH)(*inputs)
     found = backend.graphs.graph(run(backend.rules))(*(backend.memory.upload(tensor.clone()) for tensor in inputs))
     found = Verification(backend.memory.download(found.tokens_BQ), backend.memory.download(found.num_sampled_B))
     differing = [row for row in range(ROWS) if counted(found, row) != counted(expected, row)]
     assert len(differing) <= MOST_DIFFERING
-    assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, PLACES + 1))
+    assert {len(counted(expected, row)) for row in range(ROWS)} >= set(range(1, POSITIONS + 1))
 
 
 @pytest.mark.parametrize("stream", [None, Stream.TARGET, Stream.DRAFT])
@@ -60,6 +60,6 @@ def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
 
     names = ("logits_BQV", "temperature_B", "keys_B2", "positions_BQ")
     expected = sample(TORCH, *(given[name].clone() for name in names))
-    program = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
-    found = backend.memory.download(program(*(backend.memory.upload(given[name].clone()) for name in names)))
+    graph = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
+    found = backend.memory.download(graph(*(backend.memory.upload(given[name].clone()) for name in names)))
     assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)

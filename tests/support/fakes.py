@@ -77,7 +77,7 @@ class CapturingGraphs(Graphs):
                 if isinstance(value, torch.Tensor):
                     own.copy_(value)
                 else:
-                    assert own == value, "a program says one thing about what is no tensor"
+                    assert own == value, "what is no tensor is the same in every run"
             return trees.tree_unflatten(results[program], form)
 
         return run

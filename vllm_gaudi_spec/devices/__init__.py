@@ -96,7 +96,7 @@ def choose_device() -> str | None:
     if (requested := environment.requested_device()) is not None:
         return requested
     if others := other_platform_plugins():
-        _say_inactive(others)
+        _log_inactive(others)
         return None
     return next((name for name in DEVICES if has_card(name)), "cpu")
 
@@ -137,9 +137,9 @@ def other_platform_plugins() -> tuple[str, ...]:
 
 
 @cache
-def _say_inactive(others: tuple[str, ...]) -> None:
+def _log_inactive(others: tuple[str, ...]) -> None:
     logger = logging.getLogger("vllm")
-    if others == ("ascend",):  # whether integrations/ serves there is said as soon as it is known
+    if others == ("ascend",):  # whether integrations/ serves there is logged as soon as it is known
         logger.info("The platforms of vllm_gaudi_spec stay inactive beside vllm-ascend's.")
     else:
         logger.warning(
@@ -148,7 +148,7 @@ def _say_inactive(others: tuple[str, ...]) -> None:
 
 
 @cache
-def say_wrong_vllm(reason: str) -> None:
+def log_wrong_vllm(reason: str) -> None:
     logging.getLogger("vllm").warning("vllm_gaudi_spec stays inactive: %s.", reason)
 
 

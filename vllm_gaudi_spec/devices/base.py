@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.place import Measuring, Place
+    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
@@ -50,7 +50,7 @@ class DeviceTraits:
     """True when decodes read the blocks of all rows as one list, and so do not pay for the longest row."""
     needs_host_lengths: bool = False
     """True when attention needs an upper bound of each row's keys on the host: then functions that attend get
-    `Blocks.lengths_B`, which does not tell graphs apart."""
+    `Blocks.lengths_B`, whose values make no new graph."""
     exact_context_width: bool = False
     """True when attention reads only the blocks a row has, so that one table width serves every context."""
     prefill_rows: tuple[int, ...] = (1,)
@@ -117,7 +117,7 @@ class Memory:
         return host
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host and wait. Every call is counted as a host read."""
+        """Copy to the host and wait. Every call counts as one device-to-host sync."""
         self.num_host_syncs += 1
         return tensor
 
@@ -163,7 +163,7 @@ class Attention:
         operations: Operations = PLAIN,
     ) -> None:
         """Store keys and values at their slots; values are None where they are a part of the keys. Duplicated slots may
-        only be pad slots. `operations`: the layer's, to be called where `spec` says that they are its own."""
+        only be pad slots. `operations`: the layer's, to be called where `spec.layer_operations` is set."""
         raise NotImplementedError
 
     def attend(
@@ -195,7 +195,7 @@ class Weights:
         """Around the loading of a model that is going to be measured or quantised."""
         raise NotImplementedError("refused at start-up")
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
         raise NotImplementedError("refused at start-up")
 

@@ -154,9 +154,9 @@ class Capture:
         slot = self.program.num_slots
         self.program.num_slots += 1
         tensor.capture, tensor.slot = self, slot
-        own = not (tensor.part or info.view)
-        self._sizes[slot] = tensor.memory.nbytes if own else 0
-        if own:
+        owns_memory = not (tensor.part or info.view)
+        self._sizes[slot] = tensor.memory.nbytes if owns_memory else 0
+        if owns_memory:
             self._own_memory.add(id(tensor.memory))
         if self.made is not None:
             self.made.append(weakref.ref(tensor))
@@ -172,8 +172,8 @@ class Capture:
         """Whether this memory was made while recording."""
         return id(memory) in self._own_memory
 
-    def finish(self, kept: set[int]) -> tuple[Program, int]:
-        """Note where each slot is read last, except `kept`; and the largest sum of sizes alive at once, in bytes."""
+    def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
+        """Note where each slot is read last, except `kept_slots`; and the largest sum of bytes alive at once."""
         last: dict[int, int] = {}
         for number, call in enumerate(self.program.calls):
             for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:
@@ -181,7 +181,7 @@ class Capture:
             for _, _, slot in call.holes:
                 last[slot] = number
         for slot, number in last.items():
-            if slot >= self.num_inputs and slot not in kept:
+            if slot >= self.num_inputs and slot not in kept_slots:
                 self.program.calls[number].dead.append(slot)
         alive = peak = 0
         for call in self.program.calls:

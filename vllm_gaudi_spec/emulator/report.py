@@ -1,4 +1,4 @@
-"""The counters for people and for programs."""
+"""The counters for people and for scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_table(device: Device) -> str:
         lines.append(f"{kind}: {sum(event['count'] for event in events)}")
         lines += [f"  {event['count']:>8} x {event['what']} at {event['where']}" for event in events[:_SHOWN]]
         if len(events) > _SHOWN:
-            lines.append(f"  and {len(events) - _SHOWN} more places")
+            lines.append(f"  and {len(events) - _SHOWN} more lines")
     if report["graphs"]:
         lines.append(f"graphs: {len(report['graphs'])}, {report['graphs_held']} of them held")
         lines += [

@@ -1,4 +1,4 @@
-"""A tensor that says it lives on the card and keeps its values in a CPU tensor. Every operation on it comes by here."""
+"""A tensor that reports the card as its device and keeps its values in a CPU tensor. Each operation on it ends here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def data(self) -> DeviceTensor:
-        # No autograd here, so nothing tells it from the tensor; `detach` fails on weights made outside inference mode.
+        # No autograd here, so it is the tensor itself; `detach` fails on weights made outside inference mode.
         return self
 
     @data.setter

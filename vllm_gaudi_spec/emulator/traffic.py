@@ -26,7 +26,7 @@ def distinct_bytes(tensor: torch.Tensor) -> int:
 
 
 def read_bytes(packet: str, position: int, args: Sequence[Any], kwargs: dict[str, Any], operand: torch.Tensor) -> int:
-    """Of an operand, all, unless the operation says that it needs a part."""
+    """All of an operand, unless the operation is listed as reading a part."""
     part = READS.get(packet)
     nbytes = part(position, args, kwargs) if part is not None else None
     return distinct_bytes(operand) if nbytes is None else nbytes
@@ -44,7 +44,7 @@ def changed_bytes(packet: str, overload: str, args: Sequence[Any], target: torch
     read = packet not in _OVERWRITES and overload != "out" and not overload.endswith("_out")
     touched = TOUCHED.get(packet)
     if touched is not None and read:
-        # Of repeated indices each place counts once.
+        # Of repeated indices each element counts once.
         elements = min(elements, touched(args))
         read = packet in _ACCUMULATES or "reduce" in overload or _accumulates(packet, args)
     nbytes = elements * target.element_size()
@@ -56,17 +56,17 @@ def _accumulates(packet: str, args: Sequence[Any]) -> bool:
 
 
 def _put(args: Sequence[Any]) -> int:
-    """Places that index_put_ addresses; a mask may address them all."""
+    """Elements that index_put_ addresses; a mask may address them all."""
     tensor, indices = args[0], args[1]
-    given = [index for index in indices if index is not None]
+    index_tensors = [index for index in indices if index is not None]
     numel: int = tensor.numel()
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+    if any(index.dtype in (torch.bool, torch.uint8) for index in index_tensors):
         return numel
-    places = torch.broadcast_shapes(*(index.shape for index in given)).numel()
+    num_elements = torch.broadcast_shapes(*(index.shape for index in index_tensors)).numel()
     for dim, size in enumerate(tensor.shape):
         if dim >= len(indices) or indices[dim] is None:
-            places *= size
-    return places
+            num_elements *= size
+    return num_elements
 
 
 def _filled(args: Sequence[Any]) -> int:

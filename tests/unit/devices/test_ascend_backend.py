@@ -1,4 +1,4 @@
-"""The Ascend backend without a device: when it is chosen, what it refuses, what it tells graphs and is told of rows."""
+"""The Ascend backend without a device: when it is chosen, what it refuses, what it gives graphs and gets of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
-from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
@@ -91,7 +91,7 @@ def test_the_card_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AscendSpecPlatform.card_of(1, [4, 6]) == 2
 
 
-def test_without_torch_npu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(UnsupportedConfigError, match=r"needs torch_npu and CANN.*set VGS_DEVICE to ascend-emulated"):
         ascend.make_backend()
@@ -189,7 +189,7 @@ def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
         assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
 
 
-# --- what it says to graphs ---
+# --- what it gives to graphs ---
 
 
 class PlayedRuntime:
@@ -242,8 +242,8 @@ class PlayedRuntime:
         )
 
 
-def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream of their own, behind the graph's last run, and before the graph may pass."""
+def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own, after the graph's last run, and before the graph may pass."""
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
     monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
     runtime = PlayedRuntime()
@@ -259,26 +259,26 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
         workspaces.append(lengths)
         return torch.empty(0)
 
-    operation = HostTold(run, workspace, "lengths")
+    operation = HostLengthsOperation(run, workspace, "lengths")
 
-    def program(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    def step(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(query)
         for _ in range(2):
             captures.issue(operation, dict(query=query), lengths_B, 256, [out])
         return out
 
-    graphed = Graphed(program, captures)
+    graphed = Graphed(step, captures)
 
-    def told(*lengths: int) -> list[Any]:
+    def updated_lengths(*lengths: int) -> list[Any]:
         runtime.asked.clear()
         graphed(torch.ones(2), torch.tensor(lengths, dtype=torch.int32))
         return [asked if isinstance(asked, list | str) else asked[0] for asked in runtime.asked]
 
     recorded = ["graph_task_group_begin", [3, 4], "graph_task_group_end"]
-    assert told(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
+    assert updated_lengths(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
     update = ["graph_task_update_begin", [5, 6], "graph_task_update_end"]
     for _ in range(2):
-        assert told(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
+        assert updated_lengths(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
     (_, done, updates), (_, updated, by), (_, awaited, runs), (_, done_again, at) = (
         asked for asked in runtime.asked if asked[0] in ("wait", "record")
     )
@@ -286,11 +286,11 @@ def test_lengths_are_told_anew_before_each_run(monkeypatch: pytest.MonkeyPatch) 
     assert updates is by
     assert runs is at is runtime.main
     assert updates is not runtime.main
-    assert len(captures.names) == 1, "lengths make no program"
+    assert len(captures.names) == 1, "lengths make no graph"
     assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
 
 
-def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
+def test_a_card_without_room_for_more_graphs_names_what_to_do() -> None:
     runtime = PlayedRuntime()
     captures = NpuCaptures(runtime, torch.device("cpu"))
 
@@ -299,16 +299,14 @@ def test_a_card_without_room_for_more_graphs_says_what_to_do() -> None:
 
     captures.record(lambda: None)
     message = "ACL error 207008: stream resources are insufficient"
-    with pytest.raises(
-        UnsupportedConfigError, match=r"no room for more than 0 programs.*batch_buckets and prefill_buck"
-    ):
+    with pytest.raises(UnsupportedConfigError, match=r"no room for more than 0 graphs.*batch_buckets and prefill_buck"):
         captures.record(full)
     message = "another fault"
     with pytest.raises(RuntimeError, match="another fault"):
         captures.record(full)
 
 
-# --- what the runner says of rows ---
+# --- what the runner reports of rows ---
 
 BLOCK = 16
 
@@ -327,7 +325,7 @@ def rows_of(backend: HostBackend) -> Requests:
     return requests
 
 
-def test_devices_that_do_not_ask_are_told_nothing() -> None:
+def test_devices_that_do_not_ask_get_nothing() -> None:
     requests = rows_of(HostBackend())
     members = list(requests.by_id.values())
     batch = make_batch(
@@ -343,7 +341,7 @@ def test_devices_that_do_not_ask_are_told_nothing() -> None:
     [
         (Shape(PREFILL, 4, 48, 64), [0, 1], [40, 1], [40, 2, 1, 1]),
         (Shape(PREFILL, 2, 16, 64), [16, 1], [16, 1], [32, 2]),
-        # A verify step may write as many tokens as it has places, whatever the device knows of drafts.
+        # A verify step may write as many tokens as it has positions, whatever the device knows of drafts.
         (Shape(DECODE, 4, 4, 64), [40, 2], [4, 1], [44, 6, 1, 1]),
         # No more than the table has, where the host allows for drafts in flight.
         (Shape(DECODE, 2, 4, 64), [62, 2], [4, 1], [64, 6]),

@@ -35,8 +35,8 @@ def work(rank: int, world: int, folder: str, shared: bool, results: Any) -> None
     engines = CpuSpecCommunicator(dist.group.WORLD, device_group=dist.group.WORLD, unique_name="dp:0")
     each = engines.all_gatherv([tokens, experts], dim=0, sizes=[2] * world)
     own = engines.reduce_scatterv(each[0] * 10**rank, dim=0, sizes=[2] * world)
-    said = [gathered, states, *each, own]
-    results.put((rank, ranks.supports_tensor_dict, [part.numpy().tobytes() for part in said], own.tolist()))
+    results_of_rank = [gathered, states, *each, own]
+    results.put((rank, ranks.supports_tensor_dict, [part.numpy().tobytes() for part in results_of_rank], own.tolist()))
     dist.barrier()
     os._exit(0)  # torch's groups would wait for each other
 

@@ -92,7 +92,7 @@ def test_few_rows_read_the_copy_and_many_do_not() -> None:
 @needs_int8
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_int8_errs_as_much_as_its_steps_say(wide: bool, shape: tuple[int, int]) -> None:
+def test_int8_errs_as_much_as_its_steps_allow(wide: bool, shape: tuple[int, int]) -> None:
     """Each product is off by half a step of the weight's scale and half a step of the row's; they add up as noise."""
     weight = weight_of(shape)
     linear = Int8Linear(weight, wide)
@@ -177,11 +177,11 @@ def test_missing_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_are_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(cpu_linear, "logger", SimpleNamespace(info=lambda *words: said.append(words)))
+    logged: list[Any] = []
+    monkeypatch.setattr(cpu_linear, "logger", SimpleNamespace(info=lambda *words: logged.append(words)))
     model = nn.ModuleList([layer_of(weight_of((96, 64)), None), layer_of(weight_of((96, 64), torch.float32), None)])
     cpu_linear.report(model)
-    ((_, copies, matrices, size, _),) = said
+    ((_, copies, matrices, size, _),) = logged
     assert (copies, matrices, size) == (1, 2, 96 * 64 * 2 / 2**30)
 
 

@@ -1,4 +1,4 @@
-"""The CPU's own rules say what the reference says."""
+"""The CPU's own rules return what the reference returns."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def backend() -> Iterator[Any]:
         yield make_backend()
 
 
-def test_captured_programs_are_named(backend: Any) -> None:
+def test_captured_graphs_are_named(backend: Any) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 

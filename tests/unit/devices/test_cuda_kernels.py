@@ -92,7 +92,7 @@ def test_half_precision(splits: None, queries: int, dtype: torch.dtype) -> None:
     check(make_scene([0, 200], queries, dtype=dtype, heads=8, kv_heads=2, head_size=128, pad_size=1.0))
 
 
-def test_rows_of_one_query_say_the_same_as_one_row_of_several() -> None:
+def test_rows_of_one_query_equal_one_row_of_several() -> None:
     scene = make_scene([0, 31, 70], 5, pad_rows=0)
     apart = dataclasses.replace(
         scene.call,

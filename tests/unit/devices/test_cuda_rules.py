@@ -32,8 +32,8 @@ def on_gpu(case: Case) -> dict[str, torch.Tensor]:
     return {name: value.to(DEVICE) for name, value in case.tensors().items()}
 
 
-def case_on_gpu(rows: int, places: int, vocab: int, seed: int = 0, masked: float = 0.2) -> dict[str, torch.Tensor]:
-    case = random_case(rows, places, vocab, seed, masked)
+def case_on_gpu(rows: int, positions: int, vocab: int, seed: int = 0, masked: float = 0.2) -> dict[str, torch.Tensor]:
+    case = random_case(rows, positions, vocab, seed, masked)
     case.temperature_B[::4] = 0
     return on_gpu(case)
 
@@ -64,14 +64,14 @@ def shortfall(given: dict[str, torch.Tensor], sampled_BQ: torch.Tensor, stream: 
 
 # One chunk and many, a last one that is not full, rows that are not aligned, chunks of either size.
 SHAPES = [(200, 3, 6), (50, 1, 1025), (9, 4, 5000), (200, 2, 32_000), (17, 16, 16_001)]
-if DEVICE.type == "cpu":  # a program of the interpreter takes milliseconds
+if DEVICE.type == "cpu":  # an instance in the interpreter takes milliseconds
     SHAPES = [(60, 3, 6), (4, 1, 1025), (2, 4, 2500)]
 
 
-@pytest.mark.parametrize(("rows", "places", "vocab"), SHAPES)
+@pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_samples(cuda: Rules, rows: int, places: int, vocab: int, dtype: torch.dtype) -> None:
-    given = case_on_gpu(rows, places, vocab)
+def test_samples(cuda: Rules, rows: int, positions: int, vocab: int, dtype: torch.dtype) -> None:
+    given = case_on_gpu(rows, positions, vocab)
     logits = given["logits_BQV"].to(dtype)
     given["logits_BQV"] = logits.float()
     assert torch.equal(cuda.sample_greedy(logits), TORCH.sample_greedy(logits))  # in bfloat16 many are equal
@@ -83,10 +83,10 @@ def test_samples(cuda: Rules, rows: int, places: int, vocab: int, dtype: torch.d
         assert shortfall(given, sampled, stream) <= TIE
 
 
-@pytest.mark.parametrize(("rows", "places", "vocab"), SHAPES)
+@pytest.mark.parametrize(("rows", "positions", "vocab"), SHAPES)
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random", "standard", "block"])
-def test_verifications(cuda: Rules, rule: str, rows: int, places: int, vocab: int) -> None:
-    given = case_on_gpu(rows, places, vocab, seed=1)
+def test_verifications(cuda: Rules, rule: str, rows: int, positions: int, vocab: int) -> None:
+    given = case_on_gpu(rows, positions, vocab, seed=1)
     found, expected = counted(verify(cuda, rule, given)), counted(verify(TORCH, rule, given))
     # A draw may lie within rounding of a probability, a score of another.
     differing = sum(own != other for own, other in zip(found, expected, strict=True))
@@ -96,7 +96,7 @@ def test_verifications(cuda: Rules, rule: str, rows: int, places: int, vocab: in
 
 @pytest.fixture(params=[None, (512, 8, 48, True), (1024, 8, 64, True)], ids=["one wave", "waves", "many waves"])
 def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs as there are where they run one behind the other, and look whether they are needed."""
+    """Kernel instances as there are where they run one after the other, and look whether they are needed."""
     from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
 
     if request.param:
@@ -105,26 +105,26 @@ def work(cuda: Rules, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes minutes")
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
-def test_programs_that_run_one_behind_the_other(cuda: Rules, work: None, rule: str) -> None:
+def test_instances_that_run_one_after_the_other(cuda: Rules, work: None, rule: str) -> None:
     test_verifications(cuda, rule, 280, 4, 32_000)
 
 
 @pytest.mark.parametrize("rule", ["strict_greedy", "strict_random"])
-def test_what_lies_behind_an_end_is_no_answer_and_leaves_nothing_behind(cuda: Rules, work: None, rule: str) -> None:
-    """Ends at every place: no drafts, a wrong one, all right. Whether places behind them are read is left open."""
-    rows, places, vocab = 12, 4, 3000
-    given = case_on_gpu(rows, places - 1, vocab, seed=4)
-    right = verify(TORCH, rule, given).tokens_BQ[:, : places - 1]
+def test_what_lies_after_an_end_is_no_answer_and_leaves_nothing(cuda: Rules, work: None, rule: str) -> None:
+    """Ends at every position: no drafts, a wrong one, all right. Whether positions after them are read is left open."""
+    rows, positions, vocab = 12, 4, 3000
+    given = case_on_gpu(rows, positions - 1, vocab, seed=4)
+    right = verify(TORCH, rule, given).tokens_BQ[:, : positions - 1]
     given["drafts_BK"].copy_(right)
-    given["num_drafts_B"].fill_(places - 1)
+    given["num_drafts_B"].fill_(positions - 1)
     for row in range(rows):
-        if row % places < places - 1:
-            given["drafts_BK"][row, row % places] += 1
+        if row % positions < positions - 1:
+            given["drafts_BK"][row, row % positions] += 1
     given["num_drafts_B"][:2] = 0
     for _ in range(3):
         found = verify(cuda, rule, given)
         assert counted(found) == counted(verify(TORCH, rule, given))
-        assert [len(row) for row in counted(found)] == [1, 1, *(row % places + 1 for row in range(2, rows))]
+        assert [len(row) for row in counted(found)] == [1, 1, *(row % positions + 1 for row in range(2, rows))]
         assert int(found.tokens_BQ.min()) >= 0
         assert int(found.tokens_BQ.max()) < vocab
 
@@ -136,7 +136,7 @@ def test_more_rows_than_can_be_counted(cuda: Rules) -> None:
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
 def test_where_nothing_is_left_of_the_target_it_is_sampled(cuda: Rules, rule: str) -> None:
-    """Drafts that are no tokens are rejected; the drafter's law is the target's, so there is no residual."""
+    """Drafts that are no tokens are rejected; the drafter's distribution is the target's, so there is no residual."""
     given = case_on_gpu(8, 2, 3000)
     given["draft_probs_BKV"] = given["logits_BQV"][:, :2].softmax(-1) + 1e-6
     given["drafts_BK"].fill_(-1)

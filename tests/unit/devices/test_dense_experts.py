@@ -1,4 +1,4 @@
-"""The experts of Gaudi: who is chosen, with what weight, and what they say, against plain loops over tokens."""
+"""The experts of Gaudi: who is chosen, with what weight, and what they compute, against plain loops over tokens."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_routing(scoring: str, groups: int, top_groups: int, renormalize: bool, 
         top_groups=top_groups,
     )
     for token, row in enumerate(logits):
-        law = row.sigmoid() if scoring == "sigmoid" else row.softmax(0)
-        scores = law.tolist()
-        wanted = (law + bias).tolist() if biased else scores
+        probs = row.sigmoid() if scoring == "sigmoid" else row.softmax(0)
+        scores = probs.tolist()
+        wanted = (probs + bias).tolist() if biased else scores
         chosen = choose(scores, wanted, groups, top_groups, top_k=3)
         total = sum(chosen.values()) if renormalize else 1.0
         expected = torch.tensor([chosen.get(expert, 0.0) / total for expert in range(16)])
@@ -73,7 +73,7 @@ def best_by_sigmoid(
 @pytest.mark.parametrize("weighted_inputs", [False, True])
 @pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
 def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itself: bool) -> None:
-    """All of them; or under expert parallelism a part, whose sum over ranks is what all say."""
+    """All of them; or under expert parallelism a part, whose sum over ranks is what all compute."""
     from vllm_gaudi_spec.devices.common.dense_experts import DenseExperts, route
 
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
     if routes_itself:
         weights = torch.where(logits >= logits.topk(2).values[:, 1:], logits.sigmoid(), 0.0) * 1.5
-    here: Any = SimpleNamespace(own=own)
+    here: Any = SimpleNamespace(local_experts=own)
     mine = range(experts) if own is None else range(own[0], sum(own))
     all_w13, all_w2 = layer.w13_weight, layer.w2_weight
     layer.w13_weight, layer.w2_weight = all_w13[list(mine)], all_w2[list(mine)]
@@ -112,10 +112,10 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_own_experts() -> None:
-    from vllm_gaudi_spec.devices.common.dense_experts import _own_experts
+def test_local_experts() -> None:
+    from vllm_gaudi_spec.devices.common.dense_experts import _local_experts
 
-    assert _own_experts(None) is None
-    assert _own_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
+    assert _local_experts(None) is None
+    assert _local_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
     with pytest.raises(UnsupportedConfigError, match="--expert-placement-strategy linear"):
-        _own_experts(torch.tensor([0, -1, 1, -1]))
+        _local_experts(torch.tensor([0, -1, 1, -1]))

@@ -26,12 +26,12 @@ def plan(layers: list[dict[str, Any]]) -> KVCacheConfig:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=layer["size"], dtype=torch.float32)
         page = spec.page_size_bytes
         groups.append(KVCacheGroupSpec([layer["name"]], spec))
-        tensors.append(KVCacheTensor(1 << 30, [layer["name"]], page * BLOCKS, page, layer["place"]))
+        tensors.append(KVCacheTensor(1 << 30, [layer["name"]], page * BLOCKS, page, layer["offset"]))
     return KVCacheConfig(BLOCKS, tensors, groups)
 
 
-def test_layers_at_one_place_share_their_kv() -> None:
-    layers = [dict(name=name, size=64, place=place) for name, place in (("a", 0), ("b", 4096), ("c", 0))]
+def test_layers_at_one_offset_share_their_kv() -> None:
+    layers = [dict(name=name, size=64, offset=offset) for name, offset in (("a", 0), ("b", 4096), ("c", 0))]
     found = kv_pair.allocate(plan(layers), torch.device("cpu"))
     assert found["a"] is found["c"]
     assert found["a"].keys is not found["b"].keys

@@ -1,4 +1,4 @@
-"""What devices of recorded streams promise about programs, graphs played by plain calls; and how the GPU is chosen."""
+"""What devices of recorded streams promise about graphs, which plain calls play; and how the GPU is chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def captures() -> PlayedCaptures:
     return PlayedCaptures(None, object, torch.device("cpu"))
 
 
-def test_nothing_is_collected_while_a_program_is_recorded() -> None:
+def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
     runtime = SimpleNamespace(
         graph_pool_handle=object,
         Stream=object,
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
     right: torch.Tensor | None
 
 
-def test_a_step_is_applied_once_whether_its_program_is_new_or_not(captures: PlayedCaptures) -> None:
+def test_a_step_is_applied_once_whether_its_graph_is_new_or_not(captures: PlayedCaptures) -> None:
     state = torch.zeros(1)
 
     def advance(by: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_a_step_is_applied_once_whether_its_program_is_new_or_not(captures: Play
     assert len(captures.names) == 1
 
 
-def test_programs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCaptures) -> None:
+def test_graphs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCaptures) -> None:
     def scale(x: torch.Tensor, by: int, pair: Pair) -> Pair:
         return Pair(x * by + pair.left, pair.right)
 
@@ -84,7 +84,7 @@ def test_programs_follow_shapes_dtypes_and_what_is_no_tensor(captures: PlayedCap
     assert captures.names == [scale.__qualname__] * len(calls)
 
 
-def test_inputs_are_taken_when_the_program_is_called(captures: PlayedCaptures) -> None:
+def test_inputs_are_taken_when_the_graph_is_called(captures: PlayedCaptures) -> None:
     run = Graphed(torch.clone, captures)
     x = torch.tensor([1.0, 2.0])
     first = run(x)
@@ -94,7 +94,7 @@ def test_inputs_are_taken_when_the_program_is_called(captures: PlayedCaptures) -
     assert first.tolist() == [7, 8]
 
 
-def test_another_program_leaves_results_alone(captures: PlayedCaptures) -> None:
+def test_another_graph_leaves_results_alone(captures: PlayedCaptures) -> None:
     """They share the buffers that they read, and a result may be what was given."""
     give = Graphed(lambda x: x, captures)
     negate = Graphed(lambda x: -x, captures)
@@ -120,7 +120,7 @@ def test_it_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.choose_device() != "cuda"
 
 
-def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_refusal_names_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.devices.cuda.backend import make_backend
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.emulator import report
 THIS_FILE = os.path.basename(__file__)
 
 
-class Program(nn.Module):
+class Graph(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = run
@@ -26,7 +26,7 @@ class Program(nn.Module):
 def graph(run: Callable[..., Any], disable_tensor_cache: bool = True, **kwargs: Any) -> Any:
     import habana_frameworks.torch as htorch
 
-    return htorch.hpu.wrap_in_hpu_graph(Program(run), disable_tensor_cache=disable_tensor_cache, **kwargs)
+    return htorch.hpu.wrap_in_hpu_graph(Graph(run), disable_tensor_cache=disable_tensor_cache, **kwargs)
 
 
 def compile_only() -> Any:
@@ -309,7 +309,7 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
 
     first = step.__code__.co_firstlineno
     assert step().tolist() == [2.0, 2.0]
-    expected = {"graph capture": {3}, "host read": {3}, "sync": {4, 5}}
+    expected = {"graph capture": {3}, "device-to-host sync": {3}, "sync": {4, 5}}
     for kind, lines in expected.items():
         found = {where.split(" ")[0].rpartition("/")[2] for where in card.counters.lines(kind)}
         assert found == {f"{THIS_FILE}:{first + line}" for line in lines}
@@ -318,9 +318,9 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
     def careless(x: torch.Tensor) -> torch.Tensor:
         return backend.memory.start_download(x)()
 
-    program = backend.graphs.graph(careless)
+    graph = backend.graphs.graph(careless)
     with pytest.raises(RuntimeError, match=rf"{THIS_FILE}:\d+ \(careless\)"):
-        program(hpu(1))
+        graph(hpu(1))
 
 
 def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:

@@ -213,5 +213,7 @@ def test_an_engine_process_may_ask_for_kernels_first() -> None:
     """As one of several data-parallel engines does: it completes its configuration before it has a worker."""
     code = "from vllm.platforms import current_platform as it; print(it.get_default_ir_op_priority(None).rms_norm)"
     environment = os.environ | {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert said.stdout.strip().endswith("'native']"), said.stderr[-2000:]
+    finished = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.stdout.strip().endswith("'native']"), finished.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""What a host says of its Gaudis, and what a Gaudi process finds in its environment."""
+"""What a host reports of its Gaudis, and what a Gaudi process finds in its environment."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: py
     assert os.environ["PT_HPU_WEIGHT_SHARING"] == "0"
     assert environment.gaudi_has_lazy_collectives()
     monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false")
-    assert not environment.gaudi_has_lazy_collectives(), "what the user says stays"
+    assert not environment.gaudi_has_lazy_collectives(), "what the user set stays"
 
 
 def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

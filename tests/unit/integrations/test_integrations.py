@@ -134,7 +134,7 @@ def test_our_platform_stays_inactive_beside_theirs(
         )
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    kept = (devices.other_platform_plugins, devices._say_inactive)
+    kept = (devices.other_platform_plugins, devices._log_inactive)
     for cached in kept:
         cached.cache_clear()
     try:

@@ -463,7 +463,7 @@ def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) ->
     return result_of(meter)
 
 
-READ = ("host read", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
+READ = ("device-to-host sync", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
 GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
 
 
@@ -504,7 +504,7 @@ def test_a_compile_is_found_with_its_line() -> None:
 
 
 def test_a_second_read_is_found_with_its_line() -> None:
-    item = ("host read", "item", "my/drafter.py:14 (propose)")
+    item = ("device-to-host sync", "item", "my/drafter.py:14 (propose)")
     result = result_after(report([GOOD, tally(host_reads=3), GOOD], {READ: 3, item: 2}))
     (finding,) = result["findings"]
     assert "1 of 3 steps read the host more than once, one of them 3 times" in finding

@@ -1,7 +1,7 @@
 """The NPU's fused attention over paged KV, for prompt chunks, decodes and verify steps alike.
 
-Which keys a query sees is said by a mask, made on the device once for all layers of a kind. The lengths that the
-operation takes on the host are bounds, behind which it reads nothing.
+A mask holds which keys a query sees; it is made on the device once for all layers of a kind. The lengths that the
+operation takes on the host are bounds, after which it reads nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
 # What the operation's documentation allows with paged KV, in layout BSND.
@@ -22,18 +22,18 @@ _MOST_GROUP = 64
 _MOST_HEADS = 256
 _MOST_KV_WIDTH = 65535
 _MOST_KEYS_OF_ONE_QUERY = 262_144
-# It makes a difference to padding alone: behind a window, or behind a bound, a query of it may see no key at all. It
+# It makes a difference to padding alone: after a window, or after a bound, a query of it may see no key at all. It
 # comes out zero.
 _CORRECTS_EMPTY_ROWS = 2
 
 
-def fused_operation(torch_npu: Any) -> HostTold | None:
+def fused_operation(torch_npu: Any) -> HostLengthsOperation | None:
     """None on builds that do not have it."""
     attention = getattr(torch_npu, "npu_fused_infer_attention_score", None)
     workspace = getattr(torch_npu, "_npu_fused_infer_attention_score_get_max_workspace", None)
     if attention is None or workspace is None:
         return None
-    return HostTold(attention.out, workspace, "actual_seq_lengths_kv")
+    return HostLengthsOperation(attention.out, workspace, "actual_seq_lengths_kv")
 
 
 def takes_blocks(block_size: int) -> bool:
@@ -59,7 +59,7 @@ def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: fro
 
 
 def attend(
-    fused: HostTold,
+    fused: HostLengthsOperation,
     captures: NpuCaptures,
     query_THD: torch.Tensor,
     kv_cache: KVPair,

@@ -17,7 +17,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend.device import torch_npu
-from vllm_gaudi_spec.devices.ascend.graphs import HostTold, NpuCaptures
+from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
 from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMemory, StreamWeights
@@ -107,7 +107,7 @@ class AscendAttention(PairAttention):
         self.fused_dtypes = fused_dtypes
 
     @cached_property
-    def _fused(self) -> HostTold | None:
+    def _fused(self) -> HostLengthsOperation | None:
         return ascend_attention.fused_operation(self._torch_npu)
 
     @cached_property

@@ -1,6 +1,6 @@
 """torch_npu, which gives torch the device "npu" and the process group "hccl".
 
-vLLM names the device before a backend is made, in a configuration, say, that another process unpacks. So this is
+vLLM names the device before a backend is made, for example in a configuration that another process unpacks. So this is
 imported with the platform.
 """
 
@@ -27,6 +27,6 @@ def torch_npu() -> Any:
 
 if choose_device() == "ascend-emulated":
     emulator.install_npu()
-# Where it is missing or broken, the backend says so when it is made.
+# Where it is missing or broken, the backend refuses when it is made.
 with suppress(UnsupportedConfigError):
     torch_npu()

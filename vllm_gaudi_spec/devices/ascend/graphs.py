@@ -1,7 +1,7 @@
-"""NPU graphs. Fused operations that were told lengths on the host are told new ones before their graph runs again.
+"""NPU graphs. Fused operations that take lengths on the host get new ones before their graph runs again.
 
 Such an operation is recorded as a group of tasks. Before the graph is replayed it is issued once more on a stream for
-updates, which computes nothing and writes what it is told into the recorded tasks. On the device the updates of a graph
+updates, which computes nothing and writes its arguments into the recorded tasks. On the device the updates of a graph
 wait for its last run, and its next run for them; the host waits for nothing.
 """
 
@@ -16,12 +16,12 @@ import torch
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures, Recorded
 
-# How CANN says that graphs have taken all streams of a card.
+# How CANN reports that graphs have taken all streams of a card.
 _NO_STREAMS_LEFT = ("207008", "stream resources are insufficient", "insufficient_stream_resources")
 
 
-class HostTold(NamedTuple):
-    """A fused operation with a form that writes to given memory."""
+class HostLengthsOperation(NamedTuple):
+    """A fused operation that takes lengths on the host, in the form that writes to memory of the caller."""
 
     run: Callable[..., Any]
     workspace: Callable[..., torch.Tensor]
@@ -33,10 +33,10 @@ class HostTold(NamedTuple):
 class _Task(NamedTuple):
     """One operation of a recorded graph."""
 
-    operation: HostTold
+    operation: HostLengthsOperation
     arguments: dict[str, Any]
     lengths_B: torch.Tensor
-    """The program's buffer on the host."""
+    """The graph's buffer on the host."""
     handle: Any
 
 
@@ -56,7 +56,7 @@ class NpuCaptures(Captures):
             if not any(mark in str(error).lower() for mark in _NO_STREAMS_LEFT):
                 raise
             raise UnsupportedConfigError(
-                f"the card has no room for more than {len(self.names)} programs ({error}); give fewer sizes as "
+                f"the card has no room for more than {len(self.names)} graphs ({error}); give fewer sizes as "
                 "batch_buckets and prefill_buckets in additional_config.gaudi_spec, or lower --max-num-seqs."
             ) from error
         finally:
@@ -67,27 +67,27 @@ class NpuCaptures(Captures):
 
     def issue(
         self,
-        operation: HostTold,
+        operation: HostLengthsOperation,
         arguments: dict[str, Any],
         lengths_B: torch.Tensor,
         longest: int,
         out: list[torch.Tensor],
     ) -> None:
-        """Run `operation` into `out`. `lengths_B`, an argument of the program, never says more than `longest`."""
-        told = arguments | {operation.lengths: lengths_B.tolist()}
-        # Enough for whatever the recorded operation will be told.
+        """Run `operation` into `out`. `lengths_B`, an argument of the graph, is never above `longest`."""
+        arguments_now = arguments | {operation.lengths: lengths_B.tolist()}
+        # Enough for all lengths that the recorded operation will get.
         workspace = operation.workspace(**arguments, **{operation.lengths: [longest] * len(lengths_B)})
-        given = {"workspace": workspace, "out": out}
+        outputs = {"workspace": workspace, "out": out}
         if self._tasks is None:
-            operation.run(**told, **given)
+            operation.run(**arguments_now, **outputs)
             return
         stream = self._runtime.current_stream()
         self._runtime.graph_task_group_begin(stream)
-        operation.run(**told, **given)
+        operation.run(**arguments_now, **outputs)
         handle = self._runtime.graph_task_group_end(stream)
-        # What is kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
-        kept = {name: _place_of(value) for name, value in (arguments | given).items()}
-        self._tasks.append(_Task(operation, kept, lengths_B, handle))
+        # Kept for updates is where things lie: were it the tensors, no memory of the graph could be shared.
+        references = {name: _weak_reference(value) for name, value in (arguments | outputs).items()}
+        self._tasks.append(_Task(operation, references, lengths_B, handle))
 
 
 class _Updated:
@@ -98,7 +98,7 @@ class _Updated:
         self._tasks = tasks
         self._runtime = runtime
         self._updates = updates
-        self._told, self._done = runtime.Event(), runtime.Event()
+        self._written, self._done = runtime.Event(), runtime.Event()
         self._buffers = list({id(task.lengths_B): task.lengths_B for task in tasks}.values())
 
     def replay(self) -> None:
@@ -110,15 +110,15 @@ class _Updated:
                 runtime.graph_task_update_begin(updates, handle)
                 operation.run(**arguments, **{operation.lengths: lengths[id(lengths_B)]})
                 runtime.graph_task_update_end(updates)
-            self._told.record(updates)
-        runtime.current_stream().wait_event(self._told)
+            self._written.record(updates)
+        runtime.current_stream().wait_event(self._written)
         self._graph.replay()
         self._done.record()
 
 
-def _place_of(value: Any) -> Any:
+def _weak_reference(value: Any) -> Any:
     if isinstance(value, list):
-        return [_place_of(item) for item in value]
+        return [_weak_reference(item) for item in value]
     if isinstance(value, torch.Tensor):
         return importlib.import_module("torch_npu")._C._weak_ref_tensor(value)
     return value

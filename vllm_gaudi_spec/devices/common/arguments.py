@@ -1,4 +1,4 @@
-"""A function's arguments as a list of tensors and a hashable rest: what devices tell captured programs apart by."""
+"""A function's arguments as a list of tensors and a hashable rest: the key of a captured graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class _Tensor(NamedTuple):
-    """Stands for the tensor at a place of the list."""
+    """Stands for the tensor at an index of the list."""
 
-    place: int
+    tensor_index: int
 
 
 class _Tuple(NamedTuple):
@@ -34,7 +34,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
             return _Tensor(len(tensors) - 1)
         if isinstance(part, tuple):
             return _Tuple(type(part), tuple(walk(item) for item in part))
-        hash(part)  # what has none would make a program at every call
+        hash(part)  # what has none would make a graph at every call
         return part
 
     return tensors, walk(value)
@@ -42,7 +42,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
 
 def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
     if isinstance(rest, _Tensor):
-        return tensors[rest.place]
+        return tensors[rest.tensor_index]
     if isinstance(rest, _Tuple):
         items = [rebuild(tensors, item) for item in rest.items]
         return rest.make(*items) if hasattr(rest.make, "_fields") else tuple(items)

@@ -49,21 +49,21 @@ class DenseExperts(UnquantizedFusedMoEMethod):
     is_monolithic = True
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        for given, what in (
+        for is_unsupported, what in (
             (self.moe.has_bias, "biases"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
         ):
-            if given:
+            if is_unsupported:
                 raise UnsupportedConfigError(f"{layer.layer_name}: experts with {what} are not supported.")
-        self.own = _own_experts(layer.expert_map)
+        self.local_experts = _local_experts(layer.expert_map)
         super().create_weights(layer, *args, **kwargs)
 
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         weights_TE = _weights(layer, x, router_logits)
-        if self.own is not None:
-            weights_TE = weights_TE.narrow(1, *self.own)
+        if self.local_experts is not None:
+            weights_TE = weights_TE.narrow(1, *self.local_experts)
         weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
         gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
         weights_ET1 = weights_TE.T.unsqueeze(-1)
@@ -94,14 +94,14 @@ def _weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.
     return weights_TE.scatter(-1, ids_TK.long(), chosen_TK.float())
 
 
-def _own_experts(map_of_all: torch.Tensor | None) -> tuple[int, int] | None:
+def _local_experts(expert_map: torch.Tensor | None) -> tuple[int, int] | None:
     """With expert parallelism: the first of this rank's experts, and how many follow each other from there."""
-    if map_of_all is None:
+    if expert_map is None:
         return None
-    own = (map_of_all >= 0).nonzero().flatten().tolist()
-    if own != list(range(own[0], own[0] + len(own))):
+    ids = (expert_map >= 0).nonzero().flatten().tolist()
+    if ids != list(range(ids[0], ids[0] + len(ids))):
         raise UnsupportedConfigError("experts are placed one after the other; use --expert-placement-strategy linear.")
-    return own[0], len(own)
+    return ids[0], len(ids)
 
 
 def route(
@@ -114,19 +114,19 @@ def route(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> torch.Tensor:
-    """float32 [T, E]: the weight of each expert, 0 for those not chosen. A bias has a say in the choice only.
+    """float32 [T, E]: the weight of each expert, 0 for those not chosen. A bias counts in the choice only.
 
     Of several groups of experts the best are chosen first: by their best expert, or with a bias by their best two.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
-    wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if top_groups < num_groups:
-        groups_TGE = wanted_TE.unflatten(-1, (num_groups, -1))
+        groups_TGE = biased_TE.unflatten(-1, (num_groups, -1))
         group_scores_TG = groups_TGE.topk(1 if bias_E is None else 2, dim=-1).values.sum(-1)
         open_TG = _chosen(group_scores_TG, top_groups)
-        wanted_TE = torch.where(open_TG.unsqueeze(-1), groups_TGE, float("-inf")).flatten(1)
-    weights_TE = torch.where(_chosen(wanted_TE, top_k), scores_TE, 0.0)
+        biased_TE = torch.where(open_TG.unsqueeze(-1), groups_TGE, float("-inf")).flatten(1)
+    weights_TE = torch.where(_chosen(biased_TE, top_k), scores_TE, 0.0)
     return weights_TE / weights_TE.sum(-1, keepdim=True) if renormalize else weights_TE
 
 

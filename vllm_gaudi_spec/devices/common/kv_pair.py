@@ -117,14 +117,14 @@ class PairAttention(Attention):
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:
     """By layer name; zero."""
-    by_place: dict[int, KVPair] = {}
+    by_offset: dict[int, KVPair] = {}
     by_layer: dict[str, KVPair] = {}
     for layer in kv_layers(kv_cache_config):
-        if layer.place not in by_place:
+        if layer.offset not in by_offset:
             shape = (layer.num_blocks * layer.block_size, layer.num_kv_heads, layer.head_size)
             make = partial(torch.zeros, shape, dtype=layer.dtype, device=device)
-            by_place[layer.place] = KVPair(make(), make() if layer.has_values else None, layer.block_size)
-        by_layer[layer.name] = by_place[layer.place]
+            by_offset[layer.offset] = KVPair(make(), make() if layer.has_values else None, layer.block_size)
+        by_layer[layer.name] = by_offset[layer.offset]
     return by_layer
 
 
@@ -139,7 +139,7 @@ def _copy_blocks(kv_pairs: list[KVPair], blocks_2N: torch.Tensor) -> None:
 @dataclass(frozen=True, slots=True)
 class KVLayer:
     name: str
-    place: int
+    offset: int
     """Layers of different groups may have the same: a block belongs to one group at a time, so they share memory."""
     num_blocks: int
     block_size: int
@@ -151,17 +151,17 @@ class KVLayer:
 
 
 def kv_layers(kv_cache_config: KVCacheConfig) -> Iterator[KVLayer]:
-    by_place: dict[int, tuple[object, ...]] = {}
+    by_offset: dict[int, tuple[object, ...]] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             spec = _spec_of(kv_cache_config, name)
-            place = tensor.offset + index * tensor.layer_stride
+            offset = tensor.offset + index * tensor.layer_stride
             kind = (spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.head_size_v > 0)
-            if by_place.setdefault(place, kind) != kind:
+            if by_offset.setdefault(offset, kind) != kind:
                 raise UnsupportedConfigError(
                     f"{name} shares KV memory with a layer of another shape; set --disable-hybrid-kv-cache-manager."
                 )
-            yield KVLayer(name, place, kv_cache_config.num_blocks, *kind)
+            yield KVLayer(name, offset, kv_cache_config.num_blocks, *kind)
 
 
 def _spec_of(kv_cache_config: KVCacheConfig, name: str) -> AttentionSpec:

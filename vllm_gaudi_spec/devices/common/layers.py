@@ -131,4 +131,4 @@ def register_rotary_class(prefix: str, mixin: type, base: type[RotaryEmbeddingBa
 
 
 def _with_subclasses(cls: type[RotaryEmbeddingBase]) -> list[type[RotaryEmbeddingBase]]:
-    return [cls, *(found for own in cls.__subclasses__() for found in _with_subclasses(own))]
+    return [cls, *(found for subclass in cls.__subclasses__() for found in _with_subclasses(subclass))]

@@ -36,7 +36,7 @@ class StreamGraphs(Graphs):
         return cast("Function", Graphed(function, self._captures))
 
     def warmed_up(self) -> None:
-        # What was computed besides the graphs has left memory behind.
+        # What was computed besides the graphs has left memory cached.
         self._runtime.empty_cache()
         self._captured_in_warmup = len(self._captures.names)
 

@@ -1,4 +1,4 @@
-"""Functions as graphs of recorded streams: one program for each set of shapes and of arguments that are no tensors.
+"""Functions as graphs of recorded streams: one graph for each set of shapes and of arguments that are no tensors.
 
 The runtime is torch's module of the device, `torch.cuda` or one of the same form.
 """
@@ -30,21 +30,21 @@ class Recorded(Protocol):
     def replay(self) -> None: ...
 
 
-class _Program(NamedTuple):
+class _Captured(NamedTuple):
     graph: Recorded
     inputs: list[list[torch.Tensor]]
     """What the graph reads, by device and dtype: one copy serves all tensors of one."""
-    places: list[list[int]]
+    argument_indices: list[list[int]]
     """Where in the arguments each of them comes from."""
     result: Any
 
 
 class Captures:
-    """All programs of a process: they share the memory in which they compute, and the buffers that they read."""
+    """All graphs of a process: they share the memory in which they compute, and the buffers that they read."""
 
     def __init__(self, runtime: Any, new_graph: Callable[[], Any], device: torch.device) -> None:
         self.names: list[str] = []
-        """One entry a program, in the order in which they were made."""
+        """One entry a graph, in the order in which they were made."""
         self._runtime = runtime
         self._new_graph = new_graph
         self._device = device
@@ -54,16 +54,16 @@ class Captures:
         self._keeper: Any = None
         """A graph of nothing: a pool that lost its last one, as between two engines, cannot be used again."""
 
-    def buffer(self, place: int, form: Form) -> torch.Tensor:
-        """Where the argument at `place` of any program goes: filled right before a program runs, in stream order; what
-        is told on the host, at once."""
-        if (place, form) not in self._buffers:
-            self._buffers[place, form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
-        return self._buffers[place, form]
+    def buffer(self, index: int, form: Form) -> torch.Tensor:
+        """Where the argument at `index` of any graph goes: filled right before a graph runs, in stream order; arguments
+        on the host, at once."""
+        if (index, form) not in self._buffers:
+            self._buffers[index, form] = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        return self._buffers[index, form]
 
     def record(self, run: Callable[[], None]) -> Recorded:
         """`run` as a graph; nothing is computed."""
-        self._give_back_what_is_kept()
+        self._give_back_cached()
         if self._keeper is None:
             self._pool, self._stream = self._runtime.graph_pool_handle(), self._runtime.Stream()
             self._keeper = self._record(partial(torch.zeros, 1, device=self._device))
@@ -80,10 +80,10 @@ class Captures:
         recorded: Recorded = graph
         return recorded
 
-    def _give_back_what_is_kept(self) -> None:
-        """Programs cannot use what torch keeps of the memory that the same work took uncaptured."""
-        kept = self._runtime.memory_reserved() - self._runtime.memory_allocated()
-        if kept > self._runtime.mem_get_info()[0]:
+    def _give_back_cached(self) -> None:
+        """Graphs cannot use what torch caches of the memory that the same work took uncaptured."""
+        cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
+        if cached > self._runtime.mem_get_info()[0]:
             self._runtime.empty_cache()
 
 
@@ -105,24 +105,24 @@ class Graphed:
     def __init__(self, function: Callable[..., Any], captures: Captures) -> None:
         self._function = function
         self._captures = captures
-        self._programs: dict[Hashable, _Program] = {}
+        self._graphs: dict[Hashable, _Captured] = {}
 
     def __call__(self, *args: Any) -> Any:
         tensors, rest = flatten(args)
         key = rest, tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._make(tensors, rest)
-            return program.result
-        for inputs, places in zip(program.inputs, program.places, strict=True):
-            torch._foreach_copy_(inputs, [tensors[place] for place in places])
-        program.graph.replay()
-        return program.result
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._make(tensors, rest)
+            return captured.result
+        for inputs, argument_indices in zip(captured.inputs, captured.argument_indices, strict=True):
+            torch._foreach_copy_(inputs, [tensors[index] for index in argument_indices])
+        captured.graph.replay()
+        return captured.result
 
-    def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Program:
+    def _make(self, tensors: list[torch.Tensor], rest: Any) -> _Captured:
         """Run the function once as it is, which compiles its kernels and gives this call's result, then record it.
 
-        Recording computes nothing, so what the function changes besides it changes once, also when a program is first
+        Recording computes nothing, so what the function changes besides it changes once, also when a graph is first
         needed while requests are served.
         """
         buffers = [self._captures.buffer(i, Form.of(tensor)) for i, tensor in enumerate(tensors)]
@@ -130,20 +130,22 @@ class Graphed:
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
         first, form = flatten(self._function(*arguments))
-        # Results lie outside of the memory that programs share: another program may run before they are read.
+        # Results lie outside of the memory that graphs share: another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
         def run() -> None:
             again, form_again = flatten(self._function(*arguments))
-            assert form_again == form, "a program says one thing about what is no tensor"
-            for own, tensor in zip(results, again, strict=True):
-                own.copy_(tensor)
+            assert form_again == form, "what is no tensor is the same in every run"
+            for result, tensor in zip(results, again, strict=True):
+                result.copy_(tensor)
 
         graph = self._captures.record(run)
         self._captures.names.append(name_of(self._function))
         by_kind: dict[Hashable, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
-        places = list(by_kind.values())
-        return _Program(graph, [[buffers[i] for i in some] for some in places], places, rebuild(results, form))
+        for index, tensor in enumerate(tensors):
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
+        argument_indices = list(by_kind.values())
+        return _Captured(
+            graph, [[buffers[i] for i in some] for some in argument_indices], argument_indices, rebuild(results, form)
+        )

@@ -1,7 +1,7 @@
 """Whether the engine process may be forked: it starts in half the time of a spawned one, which imports vLLM again.
 
 GNU OpenMP does not survive a fork once its threads exist: the child's first parallel loop waits for threads that it
-does not have. Nothing tells from outside whether they exist, so a child is forked and asked to compute.
+does not have. Nothing shows from outside whether they exist, so a child is forked and asked to compute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def start_method() -> str:
 def _forked_child_can_compute() -> bool:
     child = os.fork()
     if child == 0:
-        # Whatever happens, the child must not return into the program that was forked.
+        # Whatever happens, the child must not return into the code that forked it.
         try:
             torch.ones(_ELEMENTS).exp_()
             os._exit(0)

@@ -1,7 +1,7 @@
 """Which formats of weights this CPU computes with: a small layer of each is tried before anything is loaded.
 
 vLLM chooses kernels while it makes the layers and finds some of them missing in the first forward: its build for CPUs
-with AVX-512 has more than the one for AVX2, and no table says which.
+with AVX-512 has more than the one for AVX2, and no table lists which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# There are no groups of ranks yet, and vLLM's parameters ask for their place in one.
+# There are no groups of ranks yet, and vLLM's parameters ask for their rank in one.
 _ALONE = SimpleNamespace(rank_in_group=0, world_size=1)
 # Every format's groups and blocks divide it.
 _SIZE = 256

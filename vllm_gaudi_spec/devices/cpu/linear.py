@@ -136,16 +136,16 @@ _KERNELS = {FLOAT32: lambda: True, FLOAT16: has_float16_kernel, INT8: has_int8_k
 
 
 def refuse_missing_kernel(options: Options) -> None:
-    wanted = options.cpu_weights or FLOAT32  # without a choice there are copies where there is a kernel for them
-    if not _KERNELS[wanted]():
+    weight_format = options.cpu_weights or FLOAT32  # without a choice there are copies where there is a kernel for them
+    if not _KERNELS[weight_format]():
         found = " or ".join(name for name, is_there in _KERNELS.items() if is_there())
         raise UnsupportedConfigError(
-            f"cpu_weights {wanted} has no kernel for this CPU; use {found} in additional_config.gaudi_spec."
+            f"cpu_weights {weight_format} has no kernel for this CPU; use {found} in additional_config.gaudi_spec."
         )
 
 
 _LINEAR = "gaudi_spec_linear"
-"""On a weight that two layers share: what multiplies with it. Nobody changes a weight behind that."""
+"""On a weight that two layers share: what multiplies with it. Nobody changes a weight after that."""
 
 
 _SHAPE = "gaudi_spec_weight_shape"
@@ -212,11 +212,11 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
         layer.cpu_linear = torch.nn.functional.linear
         return
     _keep_num_threads()
-    wanted = Options.from_vllm(get_current_vllm_config()).cpu_weights
-    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or wanted == FLOAT32:
+    weight_format = Options.from_vllm(get_current_vllm_config()).cpu_weights
+    if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or weight_format == FLOAT32:
         original(layer, remove_weight)
         return
-    choose = partial(_choose, original, layer, weight.detach(), remove_weight, wanted)
+    choose = partial(_choose, original, layer, weight.detach(), remove_weight, weight_format)
     if remove_weight:
         layer.cpu_linear = choose()
     elif isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
@@ -228,12 +228,16 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
 
 
 def _choose(
-    original: Callable[..., None], layer: nn.Module, weight: torch.Tensor, remove_weight: bool, wanted: str | None
+    original: Callable[..., None],
+    layer: nn.Module,
+    weight: torch.Tensor,
+    remove_weight: bool,
+    weight_format: str | None,
 ) -> Linear:
-    if wanted is not None:
+    if weight_format is not None:
         if remove_weight:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        return Int8Linear(weight, wide=not remove_weight) if wanted == INT8 else Float16Linear.of(weight)
+        return Int8Linear(weight, wide=not remove_weight) if weight_format == INT8 else Float16Linear.of(weight)
     few = Float16Linear.exact(weight) if has_float16_kernel() else None
     chosen = getattr(layer, "cpu_linear", None)
     # It keeps the weight where it has no kernel that packs it.
@@ -292,7 +296,7 @@ def repack_tables(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> None:
-    """Say what copies there are."""
+    """Log what copies there are."""
     linears = {id(linear): linear for module in model.modules() if (linear := getattr(module, "cpu_linear", None))}
     copies = [linear.few.nbytes for linear in linears.values() if isinstance(linear, ByRows)]
     if copies:

@@ -1,9 +1,9 @@
 """Paged attention on a GPU: one Triton kernel for decodes, verify steps and prompt chunks.
 
 B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; T = B * Q. The Q * G queries of a row
-that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over programs
-where rows and heads alone would not fill the GPU; how often follows from shapes and not from lengths, so that a
-captured launch serves every step.
+that meet one KV head are the lanes of a tile, so each key is read once for all of them. Keys are split over kernel
+instances where rows and heads alone would not fill the GPU; how often follows from shapes and not from lengths, so
+that a captured launch serves every step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
 
-# Programs that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost more to
-# put together than they gain.
+# Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
+# more to put together than they gain.
 _BUSY = 528
 _MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
@@ -113,14 +113,14 @@ def _key_tile(block_size: int, key_bytes: int) -> int:
     return tile
 
 
-def _num_splits(programs: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+def _num_splits(num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
-    return max(1, min(_BUSY // programs, triton.cdiv(reach, tile_n), _MOST_SPLITS))
+    return max(1, min(_BUSY // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 
 
-# What differs from program to program is no constant: one compilation serves all batch sizes and chunk lengths.
+# What differs from instance to instance is no constant: one compilation serves all batch sizes and chunk lengths.
 @triton.jit(do_not_specialize=["queries", "splits"])
 def _attend_tile(
     query_ptr,
@@ -157,11 +157,11 @@ def _attend_tile(
     start = tl.load(starts_ptr + row)
 
     lane_M = tile * TILE_M + tl.arange(0, TILE_M)
-    place_M = lane_M // GROUP
+    offset_M = lane_M // GROUP
     head_M = head * GROUP + lane_M % GROUP
     used_M = lane_M < queries * GROUP
-    token_M = (row * queries + place_M).to(tl.int64)
-    position_M = start + place_M
+    token_M = (row * queries + offset_M).to(tl.int64)
+    position_M = start + offset_M
     dim_D = tl.arange(0, TILE_D)
     used_MD = used_M[:, None] & (dim_D < HEAD_SIZE)[None, :]
     query_MD = tl.load(

@@ -1,4 +1,4 @@
-"""The reference accelerator: every program a CUDA graph, on NVIDIA GPUs, without vLLM's compiled parts."""
+"""The reference accelerator: every step a CUDA graph, on NVIDIA GPUs, without vLLM's compiled parts."""
 
 from __future__ import annotations
 

@@ -57,18 +57,18 @@ def _norm(
     ADDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TILE)
-    used = place < SIZE
+    offset = tl.arange(0, TILE)
+    used = offset < SIZE
     dtype = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_stride + place, mask=used, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + offset, mask=used, other=0.0).to(tl.float32)
     if ADDS:
-        x += tl.load(residual_ptr + row * residual_stride + place, mask=used, other=0.0).to(tl.float32)
-        tl.store(added_ptr + row * SIZE + place, x.to(dtype), mask=used)
+        x += tl.load(residual_ptr + row * residual_stride + offset, mask=used, other=0.0).to(tl.float32)
+        tl.store(added_ptr + row * SIZE + offset, x.to(dtype), mask=used)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
-    weight = tl.load(weight_ptr + place, mask=used, other=0.0)
+    weight = tl.load(weight_ptr + offset, mask=used, other=0.0)
     # Rounded before it is weighed, as vLLM's own is.
     normed = (x * scale).to(dtype) * weight
-    tl.store(out_ptr + row * SIZE + place, normed, mask=used)
+    tl.store(out_ptr + row * SIZE + offset, normed, mask=used)
 
 
 def rotate(
@@ -124,13 +124,13 @@ def _rotate(
         num_heads = key_heads
     position = tl.load(positions_ptr + token)
     head_H = tl.arange(0, TILE_H)
-    place_R = tl.arange(0, TILE_R)
-    used_R = place_R < HALF
+    offset_R = tl.arange(0, TILE_R)
+    used_R = offset_R < HALF
     used_HR = (head_H < num_heads)[:, None] & used_R[None, :]
     entry = table_ptr + position * (2 * HALF)
-    cos_R = tl.load(entry + place_R, mask=used_R, other=0.0).to(tl.float32)
-    sin_R = tl.load(entry + HALF + place_R, mask=used_R, other=0.0).to(tl.float32)
-    at_HR = heads_ptr + head_H[:, None] * head_stride + place_R[None, :]
+    cos_R = tl.load(entry + offset_R, mask=used_R, other=0.0).to(tl.float32)
+    sin_R = tl.load(entry + HALF + offset_R, mask=used_R, other=0.0).to(tl.float32)
+    at_HR = heads_ptr + head_H[:, None] * head_stride + offset_R[None, :]
     first_HR = tl.load(at_HR, mask=used_HR, other=0.0).to(tl.float32)
     second_HR = tl.load(at_HR + HALF, mask=used_HR, other=0.0).to(tl.float32)
     dtype = query_ptr.dtype.element_ty
@@ -150,11 +150,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    used = place < SIZE
-    at = x_ptr + row * x_stride + place
+    offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    used = offset < SIZE
+    at = x_ptr + row * x_stride + offset
     dtype = out_ptr.dtype.element_ty
     gate = tl.load(at, mask=used, other=0.0).to(tl.float32)
     # Rounded before it is multiplied, as vLLM's own is.
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-    tl.store(out_ptr + row * SIZE + place, gate * tl.load(at + SIZE, mask=used, other=0.0), mask=used)
+    tl.store(out_ptr + row * SIZE + offset, gate * tl.load(at + SIZE, mask=used, other=0.0), mask=used)

@@ -1,4 +1,4 @@
-"""Noise and races in Triton: what `sampling/noise.py` says, and the argmax of logits plus noise.
+"""Noise and races in Triton: what `sampling/noise.py` does, and the argmax of logits plus noise.
 
 A race needs two logarithms a token, too much for the speed of the memory. So groups of a row's tokens are ranked by an
 upper bound of their best score, which costs none, and the scores are computed of those groups that can hold the winner:
@@ -40,17 +40,17 @@ def keys_of_block(low, high, start):
 
 
 @triton.jit
-def hash_place(low, high, position, STREAM: tl.constexpr):
+def hash_position(low, high, position, STREAM: tl.constexpr):
     """What the hash of a token needs of everything else."""
-    place = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
-    first = _mix(place ^ low)
+    hashed = _mix(position.to(tl.uint32, bitcast=True) * 0x85EBCA6B + STREAM * 0x27D4EB2F)
+    first = _mix(hashed ^ low)
     second = _mix(first + high)
     # The last shift of one finaliser and the first of the next cancel, but for these bits.
     return first, second ^ (second >> 16)
 
 
 @triton.jit
-def hash_behind(first, number):
+def hash_from(first, number):
     """`first` for tokens that are counted from this one."""
     return first + number.to(tl.uint32, bitcast=True) * 0x9E3779B1
 
@@ -96,7 +96,7 @@ _ROUGH_OFFSET = tl.constexpr(110.21040170884255)
 
 @triton.jit
 def uniform(low, high, positions):
-    first, second = hash_place(low, high, positions, _STREAM_ACCEPT)
+    first, second = hash_position(low, high, positions, _STREAM_ACCEPT)
     token_0 = tl.zeros_like(positions)
     return (_hash_tokens(token_0, first, second) >> 8).to(tl.float32) * 5.960464477539063e-08
 
@@ -105,12 +105,12 @@ def uniform(low, high, positions):
 
 
 @triton.jit
-def values_of(row, law, tokens, vocab, from_residual, peak, scale):
-    """Logits, or the logarithms of what the target has more than the drafter's law."""
+def values_of(row, probs_row, tokens, vocab, from_residual, peak, scale):
+    """Logits, or the logarithms of what the target has more than the drafter's distribution."""
     mask = tokens < vocab
     values = tl.load(row + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     if from_residual:
-        drafted = tl.load(law + tokens, mask=mask, other=0.0)
+        drafted = tl.load(probs_row + tokens, mask=mask, other=0.0)
         values = tl.log(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0))
     return values
 
@@ -126,8 +126,8 @@ def bound_of(values, tokens, random, first, second):
 
 
 @triton.jit
-def scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale):
-    values = values_of(row, law, tokens, vocab, from_residual, peak, scale)
+def scores_of(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale):
+    values = values_of(row, probs_row, tokens, vocab, from_residual, peak, scale)
     if random:
         values += _gumbel(_hash_tokens(tokens, first, second))
     return values
@@ -143,7 +143,7 @@ def first_best(scores, tokens, vocab):
 @triton.jit
 def winner_of(
     row,
-    law,
+    probs_row,
     bounds,
     num_bounds,
     vocab,
@@ -162,22 +162,22 @@ def winner_of(
 
     A bound is of SPAN tokens: WIDTH next to each other in every STRIDE, which it shares with its neighbours' tokens.
     """
-    places = tl.arange(0, PADDED_BOUNDS)
-    left = tl.load(bounds + places, mask=places < num_bounds, other=float("-inf"), cache_modifier=".cg")
-    highest, place = tl.max(left, axis=0, return_indices=True)
+    bound_indices = tl.arange(0, PADDED_BOUNDS)
+    left = tl.load(bounds + bound_indices, mask=bound_indices < num_bounds, other=float("-inf"), cache_modifier=".cg")
+    highest, bound_index = tl.max(left, axis=0, return_indices=True)
     best = tl.full((), float("-inf"), tl.float32)
     worth = best
     winner = tl.zeros((), tl.int32)
     while (highest > float("-inf")) & (highest >= worth):
         neighbours: tl.constexpr = STRIDE // WIDTH
-        start = place // neighbours * (neighbours * SPAN) + place % neighbours * WIDTH
+        start = bound_index // neighbours * (neighbours * SPAN) + bound_index % neighbours * WIDTH
         size: tl.constexpr = min(SPAN, PIECE)
         scores = tl.full((size,), float("-inf"), tl.float32)
         found = tl.zeros((size,), tl.int32)
         for piece in range(0, SPAN, size):
             at = piece + tl.arange(0, size)
             tokens = start + at // WIDTH * STRIDE + at % WIDTH
-            values = scores_of(row, law, tokens, vocab, random, first, second, from_residual, peak, scale)
+            values = scores_of(row, probs_row, tokens, vocab, random, first, second, from_residual, peak, scale)
             found = tl.where(values > scores, tokens, found)
             scores = tl.maximum(values, scores)
         top, token = first_best(scores, found, vocab)
@@ -188,6 +188,6 @@ def winner_of(
         if random:
             # Both the bound and the score are rounded.
             worth = best - (1e-3 + 1e-6 * tl.abs(best))
-        left = tl.where(places == place, float("-inf"), left)
-        highest, place = tl.max(left, axis=0, return_indices=True)
+        left = tl.where(bound_indices == bound_index, float("-inf"), left)
+        highest, bound_index = tl.max(left, axis=0, return_indices=True)
     return winner, best

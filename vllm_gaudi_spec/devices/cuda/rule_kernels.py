@@ -1,12 +1,13 @@
 """Triton kernels of the acceptance rules. `rules.py` calls them; `sampling/` is their reference.
 
-A kernel reads its rows once, in chunks, PARTS of them a program. The last program that arrives at a row finishes it,
-and the last that finishes a row of a request judges it: launches for the few numbers that are left would cost more than
-reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
+A kernel reads its rows once, in chunks, PARTS of them an instance. The last instance that arrives at a row finishes it,
+and the last that finishes a row of a request verifies it: launches for the few numbers that are left would cost more
+than reading 64 MB of logits does. Who came last is counted in `arrivals`, which is zero before and after a kernel.
 
-Races for the best token are run by `cuda_races.py`.
+Races for the best token are run by `races.py`.
 
-Names: a row is a place of a request; b counts requests, `vocab` tokens, `num_chunks` chunks of CHUNK tokens a row.
+Names: an instance has one `tl.program_id`; a row is a position of a request; b counts requests, `vocab` tokens,
+`num_chunks` chunks of CHUNK tokens a row.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from vllm_gaudi_spec.devices.cuda.races import (
     PIECE,
     bound_of,
     first_best,
-    hash_behind,
-    hash_place,
+    hash_from,
+    hash_position,
     keys_of_block,
     load_keys,
     scores_of,
@@ -30,10 +31,10 @@ from vllm_gaudi_spec.devices.cuda.races import (
 
 _STREAM_TARGET = tl.constexpr(0)
 _STREAM_RESIDUAL = tl.constexpr(3)
-# What a program that read nothing adds to its row's arrivals.
+# What an instance that read nothing adds to its row's arrivals.
 _UNREAD = tl.constexpr(1 << 16)
-# What place 0 adds to its request's arrivals where it is the end, place 1 twice as much, and so on: room for 22, of
-# which 16 drafts need 17.
+# What position 0 adds to its request's arrivals where it is the end, position 1 twice as much, and so on: room for
+# 22, of which 16 drafts need 17.
 _END = tl.constexpr(1 << 8)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -49,8 +50,8 @@ def _is_last(arrivals, expected):
 # --- strict ---
 
 
-# One program for every number of requests and drafts.
-@triton.jit(do_not_specialize=["num_requests", "num_positions", "num_programs"])
+# One compilation for every number of requests and drafts.
+@triton.jit(do_not_specialize=["num_requests", "num_positions", "num_instances"])
 def strict_kernel(
     logits,
     stride_b,
@@ -71,39 +72,39 @@ def strict_kernel(
     vocab,
     num_requests,
     num_positions,
-    num_programs,
+    num_instances,
     STREAM: tl.constexpr,
     RANDOM: tl.constexpr,
-    JUDGE: tl.constexpr,
+    VERIFY: tl.constexpr,
     LOOK: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
 ):
-    """Sample every place; where it is to JUDGE, count the drafts that equal their samples.
+    """Sample every position; where it is to VERIFY, count the drafts that equal their samples.
 
-    First places come first. A place behind one that is known to end its request is left out: one behind the drafts that
-    there are, and behind a draft that was wrong, for which a program has to LOOK. `arrivals` has, above the number of
-    places that are done, a bit for each that ends the request.
+    First positions come first. A position after one that is known to end its request is left out: one after the drafts
+    that there are, and after a draft that was wrong, for which an instance has to LOOK. `arrivals` has, above the
+    number of positions that are done, a bit for each that ends the request.
     """
     bounds_each: tl.constexpr = PARTS * CHUNK // SPAN
-    part, place = tl.program_id(0) % num_programs, tl.program_id(0) // num_programs
-    b, q = place % num_requests, place // num_requests
+    part, row_index = tl.program_id(0) % num_instances, tl.program_id(0) // num_instances
+    b, q = row_index % num_requests, row_index // num_requests
     row = logits + b.to(tl.int64) * stride_b + q.to(tl.int64) * stride_q
-    own_bounds = bounds + place * num_programs * bounds_each
+    own_bounds = bounds + row_index * num_instances * bounds_each
     random, first, second = False, 0, 0
     if RANDOM:
         random = tl.load(temperature + b) > 0
         low, high = load_keys(keys, key_stride, b)
         position = tl.load(positions + b * position_stride + q)
-        first, second = hash_place(low, high, position, STREAM)
+        first, second = hash_position(low, high, position, STREAM)
     is_needed = True
-    if JUDGE:
+    if VERIFY:
         num = tl.load(num_drafts + b)
         is_needed = q <= num
         if LOOK:
-            # Others may change it meanwhile: an atomic says one thing to all threads.
+            # Others may change it meanwhile: an atomic returns one value to all threads.
             ended = tl.atomic_or(arrivals + b, 0, sem="relaxed") // _END
             is_needed = is_needed & ((ended & ((1 << q) - 1)) == 0)
     arrival = 1 + _UNREAD
@@ -117,23 +118,23 @@ def strict_kernel(
             values = values_of(own_row + begin, own_row, tokens, length - begin, False, 0.0, 0.0)
             own_first = first
             if RANDOM:
-                own_first = hash_behind(first, start + begin)
+                own_first = hash_from(first, start + begin)
             bound = tl.maximum(bound, bound_of(values, tokens, random, own_first, second))
         # Each of them is of SPAN tokens again.
         bound = tl.max(tl.reshape(bound, (bounds_each, SPAN // bounds_each)), axis=1)
         tl.store(own_bounds + part * bounds_each + tl.arange(0, bounds_each), bound)
         arrival = 1
-    arrived = tl.atomic_add(row_arrivals + place, arrival, sem="acq_rel") + arrival
-    if arrived % _UNREAD == num_programs:
-        tl.store(row_arrivals + place, 0)
-        is_read = arrived == num_programs
+    arrived = tl.atomic_add(row_arrivals + row_index, arrival, sem="acq_rel") + arrival
+    if arrived % _UNREAD == num_instances:
+        tl.store(row_arrivals + row_index, 0)
+        is_read = arrived == num_instances
         token = tl.zeros((), tl.int32)
         if is_read:
             token, _ = winner_of(
                 row,
                 row,
                 own_bounds,
-                num_programs * bounds_each,
+                num_instances * bounds_each,
                 vocab,
                 random,
                 first,
@@ -147,16 +148,16 @@ def strict_kernel(
                 PADDED_BOUNDS,
             )
         tl.store(tokens_out + b * num_positions + q, token)
-        if JUDGE:
+        if VERIFY:
             drafted = tl.load(drafts + b * draft_stride + q, mask=q < num_positions - 1, other=-1)
             ends = is_read & ((q >= num) | (token != drafted))
             done = 1 + (ends.to(tl.int32) * _END << q)
             done += tl.atomic_add(arrivals + b, done, sem="relaxed")
             if done % _END == num_positions:
                 tl.store(arrivals + b, 0)
-                places = tl.arange(0, 32)
-                is_end = (done // _END >> places) % 2 > 0
-                tl.store(num_out + b, tl.min(tl.where(is_end, places, num_positions), axis=0) + 1)
+                offsets = tl.arange(0, 32)
+                is_end = (done // _END >> offsets) % 2 > 0
+                tl.store(num_out + b, tl.min(tl.where(is_end, offsets, num_positions), axis=0) + 1)
 
 
 # --- standard and block ---
@@ -167,9 +168,9 @@ def weigh_kernel(
     logits,
     stride_b,
     stride_q,
-    laws,
-    law_stride_b,
-    law_stride_k,
+    draft_probs,
+    probs_stride_b,
+    probs_stride_k,
     drafts,
     draft_stride,
     num_drafts,
@@ -195,14 +196,14 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The softmax of every draft's place as peak and mass, p / q of every draft; then the standard rule's number of
-    accepted drafts, or the block rule's weights. Of greedy rows the ratio says whether the draft is the argmax."""
-    chunk, place = tl.program_id(0), tl.program_id(1)
-    b, k = place // max_drafts, place % max_drafts
+    """The softmax of every draft's position as peak and mass, p / q of every draft; then the standard rule's number of
+    accepted drafts, or the block rule's weights. Of greedy rows the ratio is 1 where the draft is the argmax."""
+    chunk, row_index = tl.program_id(0), tl.program_id(1)
+    b, k = row_index // max_drafts, row_index % max_drafts
     row = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
     is_real = k < tl.load(num_drafts + b)
     random = tl.load(temperature + b) > 0
-    own_peaks, own_masses = peaks + place * num_chunks, masses + place * num_chunks
+    own_peaks, own_masses = peaks + row_index * num_chunks, masses + row_index * num_chunks
     if is_real:
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         values = values_of(row, row, tokens, vocab, False, 0.0, 0.0)
@@ -211,23 +212,23 @@ def weigh_kernel(
         if random:
             mass = tl.sum(tl.exp(values - peak), axis=0)
             tl.store(own_masses + chunk, tl.where(peak > float("-inf"), mass, 0.0))
-    if _is_last(row_arrivals + place, num_chunks):
+    if _is_last(row_arrivals + row_index, num_chunks):
         ratio = 0.0
         draft = tl.load(drafts + b * draft_stride + k)
         is_token = (draft >= 0) & (draft < vocab)
         if is_real:
             if random:
-                places = tl.arange(0, PADDED_CHUNKS)
-                is_chunk = places < num_chunks
-                all_peaks = tl.load(own_peaks + places, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
-                all_masses = tl.load(own_masses + places, mask=is_chunk, other=0.0, cache_modifier=".cg")
+                chunks = tl.arange(0, PADDED_CHUNKS)
+                is_chunk = chunks < num_chunks
+                all_peaks = tl.load(own_peaks + chunks, mask=is_chunk, other=float("-inf"), cache_modifier=".cg")
+                all_masses = tl.load(own_masses + chunks, mask=is_chunk, other=0.0, cache_modifier=".cg")
                 peak = tl.max(all_peaks, axis=0)
                 mass = tl.sum(all_masses * tl.exp(all_peaks - peak), axis=0)
-                tl.store(row_peaks + place, peak)
-                tl.store(row_masses + place, mass)
+                tl.store(row_peaks + row_index, peak)
+                tl.store(row_masses + row_index, mass)
                 if is_token:
                     p = tl.exp(tl.load(row + draft).to(tl.float32) - peak) / mass
-                    q = tl.load(laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k + draft)
+                    q = tl.load(draft_probs + b.to(tl.int64) * probs_stride_b + k.to(tl.int64) * probs_stride_k + draft)
                     if q > 0:
                         ratio = tl.minimum(p / q, _LARGEST)
             else:
@@ -250,23 +251,23 @@ def weigh_kernel(
                 )
                 if token == draft:
                     ratio = 1.0
-        tl.store(ratios + place, ratio)
+        tl.store(ratios + row_index, ratio)
         if _is_last(arrivals + b, max_drafts):
-            places = tl.arange(0, PADDED_DRAFTS)
-            is_draft = places < max_drafts
-            all_ratios = tl.load(ratios + b * max_drafts + places, mask=is_draft, other=0.0, cache_modifier=".cg")
+            offsets = tl.arange(0, PADDED_DRAFTS)
+            is_draft = offsets < max_drafts
+            all_ratios = tl.load(ratios + b * max_drafts + offsets, mask=is_draft, other=0.0, cache_modifier=".cg")
             if BLOCK_RULE:
                 weight = 1.0
                 tl.store(weights + b * (max_drafts + 1), weight)
                 for before in range(max_drafts):
-                    own_ratio = tl.sum(tl.where(places == before, all_ratios, 0.0), axis=0)
+                    own_ratio = tl.sum(tl.where(offsets == before, all_ratios, 0.0), axis=0)
                     weight = tl.minimum(weight * own_ratio, 1.0)
                     tl.store(weights + b * (max_drafts + 1) + before + 1, weight)
             else:
                 low, high = load_keys(keys, key_stride, b)
-                position = tl.load(positions + b * position_stride + places, mask=is_draft, other=0)
+                position = tl.load(positions + b * position_stride + offsets, mask=is_draft, other=0)
                 accepted = uniform(low, high, position) < all_ratios
-                tl.store(num_accepted + b, tl.min(tl.where(accepted, max_drafts, places), axis=0))
+                tl.store(num_accepted + b, tl.min(tl.where(accepted, max_drafts, offsets), axis=0))
 
 
 @triton.jit(do_not_specialize=["max_drafts", "num_chunks"])
@@ -274,9 +275,9 @@ def block_kernel(
     logits,
     stride_b,
     stride_q,
-    laws,
-    law_stride_b,
-    law_stride_k,
+    draft_probs,
+    probs_stride_b,
+    probs_stride_k,
     num_drafts,
     temperature,
     keys,
@@ -296,8 +297,8 @@ def block_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The sums of max(w p - q, 0) at the places 1 to K - 1, then the block rule's number of accepted drafts."""
-    # Place 1 has programs for K = 1 too, to judge.
+    """The sums of max(w p - q, 0) at the positions 1 to K - 1, then the block rule's number of accepted drafts."""
+    # Position 1 has instances for K = 1 too, to verify.
     inner = tl.maximum(max_drafts - 1, 1)
     chunk, row = tl.program_id(0), tl.program_id(1)
     b, k = row // inner, 1 + row % inner
@@ -309,8 +310,8 @@ def block_kernel(
         mask = tokens < vocab
         at = logits + b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_q
         values = tl.load(at + tokens, mask=mask, other=float("-inf")).to(tl.float32)
-        law = laws + b.to(tl.int64) * law_stride_b + k.to(tl.int64) * law_stride_k
-        drafted = tl.load(law + tokens, mask=mask, other=0.0)
+        probs_row = draft_probs + b.to(tl.int64) * probs_stride_b + k.to(tl.int64) * probs_stride_k
+        drafted = tl.load(probs_row + tokens, mask=mask, other=0.0)
         peak = tl.load(row_peaks + b * max_drafts + k)
         scale = tl.load(own_weights + k) / tl.load(row_masses + b * max_drafts + k)
         surplus = tl.sum(tl.maximum(tl.exp(values - peak) * scale - drafted, 0.0), axis=0)
@@ -337,13 +338,13 @@ def block_kernel(
 
 
 @triton.jit(do_not_specialize=["max_drafts", "num_chunks"])
-def behind_kernel(
+def next_token_kernel(
     logits,
     stride_b,
     stride_q,
-    laws,
-    law_stride_b,
-    law_stride_k,
+    draft_probs,
+    probs_stride_b,
+    probs_stride_k,
     drafts,
     draft_stride,
     num_drafts,
@@ -364,20 +365,24 @@ def behind_kernel(
     num_chunks,
     max_drafts,
     BLOCK_RULE: tl.constexpr,
-    PADDED_PLACES: tl.constexpr,
+    PADDED_POSITIONS: tl.constexpr,
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
-    """The token behind the accepted drafts, and the verification."""
+    """The token after the accepted drafts, and the verification."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     accepted = tl.load(num_accepted + b)
     random = tl.load(temperature + b) > 0
     from_residual = (accepted < tl.load(num_drafts + b)) & random
     row = logits + b.to(tl.int64) * stride_b + accepted.to(tl.int64) * stride_q
-    law = laws + b.to(tl.int64) * law_stride_b + tl.minimum(accepted, max_drafts - 1).to(tl.int64) * law_stride_k
+    probs_row = (
+        draft_probs
+        + b.to(tl.int64) * probs_stride_b
+        + tl.minimum(accepted, max_drafts - 1).to(tl.int64) * probs_stride_k
+    )
     low, high = load_keys(keys, key_stride, b)
     position = tl.load(positions + b * position_stride + accepted)
-    first, second = hash_place(low, high, position, _STREAM_TARGET)
+    first, second = hash_position(low, high, position, _STREAM_TARGET)
     peak, scale = 0.0, 0.0
     if from_residual:
         peak = tl.load(row_peaks + b * max_drafts + accepted)
@@ -385,15 +390,15 @@ def behind_kernel(
         if BLOCK_RULE:
             scale *= tl.load(weights + b * (max_drafts + 1) + accepted)
             low, high = keys_of_block(low, high, tl.load(positions + b * position_stride))
-        first, second = hash_place(low, high, position, _STREAM_RESIDUAL)
+        first, second = hash_position(low, high, position, _STREAM_RESIDUAL)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = values_of(row, law, tokens, vocab, from_residual, peak, scale)
+    values = values_of(row, probs_row, tokens, vocab, from_residual, peak, scale)
     own_bounds = bounds + b * num_chunks
     tl.store(own_bounds + chunk, bound_of(values, tokens, random, first, second))
     if _is_last(arrivals + b, num_chunks):
         token, best = winner_of(
             row,
-            law,
+            probs_row,
             own_bounds,
             num_chunks,
             vocab,
@@ -409,20 +414,20 @@ def behind_kernel(
             PADDED_CHUNKS,
         )
         if from_residual & (best == float("-inf")):
-            # p = q, and only rounding can have led here: the target, read by this program alone.
+            # p = q, and only rounding can have led here: the target, read by this instance alone.
             low, high = load_keys(keys, key_stride, b)
-            first, second = hash_place(low, high, position, _STREAM_TARGET)
+            first, second = hash_position(low, high, position, _STREAM_TARGET)
             for start in range(0, vocab, PIECE):
                 piece = start + tl.arange(0, PIECE)
-                scores = scores_of(row, law, piece, vocab, True, first, second, False, 0.0, 0.0)
+                scores = scores_of(row, probs_row, piece, vocab, True, first, second, False, 0.0, 0.0)
                 top, candidate = first_best(scores, piece, vocab)
                 if top > best:
                     best = top
                     token = candidate
-        places = tl.arange(0, PADDED_PLACES)
-        is_draft = places < max_drafts
-        drafted = tl.load(drafts + b * draft_stride + places, mask=is_draft, other=0)
+        offsets = tl.arange(0, PADDED_POSITIONS)
+        is_draft = offsets < max_drafts
+        drafted = tl.load(drafts + b * draft_stride + offsets, mask=is_draft, other=0)
         drafted = tl.minimum(tl.maximum(drafted, 0), vocab - 1)
-        told = tl.where((places == accepted) | (places == max_drafts), token, drafted)
-        tl.store(tokens_out + b * (max_drafts + 1) + places, told, mask=places <= max_drafts)
+        output_ids = tl.where((offsets == accepted) | (offsets == max_drafts), token, drafted)
+        tl.store(tokens_out + b * (max_drafts + 1) + offsets, output_ids, mask=offsets <= max_drafts)
         tl.store(num_out + b, accepted + 1)

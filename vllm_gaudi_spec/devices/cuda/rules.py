@@ -1,4 +1,4 @@
-"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `cuda_rule_kernels.py`."""
+"""Sampling and acceptance on a CUDA GPU: what `sampling/` does, in one to three launches of `rule_kernels.py`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 # Rows of logits of one call: no grid may be higher.
 _MOST_ROWS = 65535
-# Tokens of a chunk of the rules with laws: as many as keep its loads in flight, fewer where they would leave
-# multiprocessors idle.
-_LAW_CHUNK, _SMALL_CHUNK = 2048, 1024
-_FEW_PROGRAMS = 512
+# Tokens of a chunk of the rules with draft probabilities: as many as keep its loads in flight, fewer where they would
+# leave multiprocessors idle.
+_PROBS_CHUNK, _SMALL_CHUNK = 2048, 1024
+_FEW_INSTANCES = 512
 # Tokens of a bound on scores.
 _SPAN = 256
 _WARPS = 2
-# Places, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
-_PLACES, _CHUNKS, _BOUNDS = 8, 256, 256
+# Positions, chunks and bounds that any kernel has lanes for: fewer kernels to compile.
+_POSITIONS, _CHUNKS, _BOUNDS = 8, 256, 256
 
 
 def _padded(number: int, least: int) -> int:
@@ -36,7 +36,7 @@ class _Chunks(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, vocab: int, usual: int) -> _Chunks:
-        size = usual if rows * vocab >= _FEW_PROGRAMS * usual else _SMALL_CHUNK
+        size = usual if rows * vocab >= _FEW_INSTANCES * usual else _SMALL_CHUNK
         return cls(size, triton.cdiv(vocab, size))
 
     def settings(self) -> dict[str, int]:
@@ -44,25 +44,25 @@ class _Chunks(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a program that samples does: so many chunks, in so many registers a thread."""
+    """What an instance of a sampling kernel does: so many chunks, in so many registers a thread."""
 
     chunk: int
     parts: int
     registers: int
     waves: bool
-    """Not all programs run at once, so that a later one can know what an earlier one found."""
+    """Not all instances run at once, so that a later one can know what an earlier one found."""
 
     @classmethod
     def of(cls, rows: int, vocab: int) -> _Work:
-        # In 48 registers 21 programs fit each of an H200's 132 multiprocessors; on others this is merely slower. A
-        # second wave of few would take as long as the first, so the largest programs are for one wave or for many, and
+        # In 48 registers 21 instances fit each of an H200's 132 multiprocessors; on others this is merely slower. A
+        # second wave of few would take as long as the first, so the largest instances are for one wave or for many, and
         # at least some are for every multiprocessor.
-        programs = rows * triton.cdiv(vocab, 8192)
-        if programs > 8192:
+        num_instances = rows * triton.cdiv(vocab, 8192)
+        if num_instances > 8192:
             return cls(1024, 8, 64, True)
-        if programs > 21 * 132:
+        if num_instances > 21 * 132:
             return cls(512, 8, 48, True)
-        parts = next(parts for parts in (16, 8, 4, 2, 1) if parts == 1 or programs * 16 >= 8 * 132 * parts)
+        parts = next(parts for parts in (16, 8, 4, 2, 1) if parts == 1 or num_instances * 16 >= 8 * 132 * parts)
         return cls(512, parts, 48, False)
 
 
@@ -74,7 +74,7 @@ def _zeros(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def _arrivals(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
-    """Counters of programs that arrived, by row and by request. Kernels of one stream share them: each leaves zeros."""
+    """Counters of instances that arrived, by row and by request. Kernels of one stream share them, and leave zeros."""
     if rows > _MOST_ROWS:
         raise ValueError(
             f"a step samples at most {_MOST_ROWS} rows of logits on a GPU, not {rows}: fewer requests or drafts"
@@ -91,15 +91,15 @@ def _strict(
     positions_BQ: torch.Tensor | None,
     stream: Stream = Stream.TARGET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples, and how many tokens of a row count; the latter not written where there are no drafts to judge."""
-    rows, places, vocab = logits_BQV.shape
-    work = _Work.of(rows * places, vocab)
-    num_programs = triton.cdiv(vocab, work.parts * work.chunk)
-    num_bounds = num_programs * work.parts * work.chunk // _SPAN
-    bounds = logits_BQV.new_empty(rows * places, num_bounds, dtype=torch.float32)
-    sampled_BQ = logits_BQV.new_empty(rows, places, dtype=torch.int32)
+    """Samples, and how many tokens of a row count; the latter not written where there are no drafts to verify."""
+    rows, num_positions, vocab = logits_BQV.shape
+    work = _Work.of(rows * num_positions, vocab)
+    num_instances = triton.cdiv(vocab, work.parts * work.chunk)
+    num_bounds = num_instances * work.parts * work.chunk // _SPAN
+    bounds = logits_BQV.new_empty(rows * num_positions, num_bounds, dtype=torch.float32)
+    sampled_BQ = logits_BQV.new_empty(rows, num_positions, dtype=torch.int32)
     num_sampled_B = logits_BQV.new_empty(rows, dtype=torch.int32)
-    kernels.strict_kernel[(num_programs * rows * places,)](
+    kernels.strict_kernel[(num_instances * rows * num_positions,)](
         logits_BQV,
         *logits_BQV.stride()[:2],
         temperature_B,
@@ -111,16 +111,16 @@ def _strict(
         0 if drafts_BK is None else drafts_BK.stride(0),
         num_drafts_B,
         bounds,
-        *_arrivals(logits_BQV.device, rows * places),
+        *_arrivals(logits_BQV.device, rows * num_positions),
         sampled_BQ,
         num_sampled_B,
         vocab,
         rows,
-        places,
-        num_programs,
+        num_positions,
+        num_instances,
         STREAM=int(stream),
         RANDOM=temperature_B is not None,
-        JUDGE=drafts_BK is not None,
+        VERIFY=drafts_BK is not None,
         LOOK=work.waves,
         PARTS=work.parts,
         CHUNK=work.chunk,
@@ -175,20 +175,20 @@ def _by_probs(
     vocab = logits_BQV.shape[2]
     row_arrivals, arrivals = _arrivals(logits_BQV.device, rows * (num_drafts + 1))
     logits = logits_BQV, *logits_BQV.stride()[:2]
-    laws = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
+    draft_probs = draft_probs_BKV, *draft_probs_BKV.stride()[:2]
     drafts = drafts_BK, drafts_BK.stride(0), num_drafts_B
     noise = temperature_B, keys_B2, keys_B2.stride(0), positions_BQ, positions_BQ.stride(0)
-    padded_drafts = _padded(num_drafts, _PLACES)
+    padded_drafts = _padded(num_drafts, _POSITIONS)
     peaks_BK, masses_BK, ratios_BK = logits_BQV.new_empty(3, rows, num_drafts, dtype=torch.float32).unbind(0)
     weights_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.float32)
     num_accepted_B, num_sampled_B = logits_BQV.new_empty(2, rows, dtype=torch.int32).unbind(0)
     tokens_BQ = logits_BQV.new_empty(rows, num_drafts + 1, dtype=torch.int32)
 
-    chunks = _Chunks.of(rows * num_drafts, vocab, _LAW_CHUNK)
+    chunks = _Chunks.of(rows * num_drafts, vocab, _PROBS_CHUNK)
     parts = logits_BQV.new_empty(2, rows * num_drafts, chunks.number, dtype=torch.float32)
     kernels.weigh_kernel[(chunks.number, rows * num_drafts)](
         *logits,
-        *laws,
+        *draft_probs,
         *drafts,
         *noise,
         *parts.unbind(0),
@@ -209,7 +209,7 @@ def _by_probs(
     if is_block:
         kernels.block_kernel[(chunks.number, rows * max(num_drafts - 1, 1))](
             *logits,
-            *laws,
+            *draft_probs,
             num_drafts_B,
             *noise,
             peaks_BK,
@@ -224,10 +224,10 @@ def _by_probs(
             PADDED_DRAFTS=padded_drafts,
             **chunks.settings(),
         )
-    chunks = _Chunks.of(rows, vocab, _LAW_CHUNK)
-    kernels.behind_kernel[(chunks.number, rows)](
+    chunks = _Chunks.of(rows, vocab, _PROBS_CHUNK)
+    kernels.next_token_kernel[(chunks.number, rows)](
         *logits,
-        *laws,
+        *draft_probs,
         *drafts,
         *noise,
         peaks_BK,
@@ -242,7 +242,7 @@ def _by_probs(
         chunks.number,
         num_drafts,
         BLOCK_RULE=is_block,
-        PADDED_PLACES=_padded(num_drafts + 1, _PLACES),
+        PADDED_POSITIONS=_padded(num_drafts + 1, _POSITIONS),
         **chunks.settings(),
     )
     return Verification(tokens_BQ, num_sampled_B)

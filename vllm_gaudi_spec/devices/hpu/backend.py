@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.place import Measuring, Place
+    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 logger = init_logger(__name__)
 
@@ -95,7 +95,7 @@ class HpuGraphs(Graphs):
 
     def graph(self, function: Function) -> Function:
         if not self._bridge.is_lazy:
-            # Stray sizes would otherwise be traced as symbols and end in programs of dynamic shape.
+            # Stray sizes would otherwise be traced as symbols and end in graphs of dynamic shape.
             return cast("Function", torch.compile(function, backend="hpu_backend", dynamic=False))
         module = _Module(function)
         wrapped = self._bridge.habana.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
@@ -175,7 +175,7 @@ class HpuMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
-        # A captured graph puts its results in the same place again, maybe before they have left: so they leave from
+        # A captured graph puts its results in the same memory again, maybe before they have left: so they leave from
         # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
         # of the published bridge it cannot be read.
         copy = tensor.clone()
@@ -251,8 +251,8 @@ class HpuWeights(Weights):
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
-        return hpu_fp8.apply(model, quant_config, place)
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
+        return hpu_fp8.apply(model, quant_config, load_context)
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
@@ -272,8 +272,8 @@ def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
 
 
 class _Module(nn.Module):
-    """A function as the module that HPU graphs are made of. Graphs are told apart by shapes of tensors and the hash
-    of the rest."""
+    """A function as the module that HPU graphs are made of. The key of a graph is the shapes of tensors and the
+    hash of the rest."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

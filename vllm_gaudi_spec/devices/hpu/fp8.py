@@ -23,7 +23,7 @@ from vllm_gaudi_spec.attention.operations import VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
-from vllm_gaudi_spec.quantization.place import Place
+from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 logger = init_logger(__name__)
 
@@ -77,50 +77,50 @@ class Measured:
     def write(self) -> None:
         self._inc.finalize_calibration(self._model)
         # INC keeps one list for all models of a process; what it measures carries this.
-        own = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
-        files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in own])
+        measured = [name for name, module in self._model.named_modules() if getattr(module, "_mod_extra_config", None)]
+        files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in measured])
 
 
-def apply(model: nn.Module, given: QuantConfig, place: Place) -> Measured | None:
+def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measured | None:
     """As `Weights.quantize`."""
-    inc = _import(given)
-    with _without_shared(model, given, place) as path:
-        (inc.prepare if given.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
+    inc = _import(quant_config)
+    with _without_shared(model, quant_config, load_context) as path:
+        (inc.prepare if quant_config.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
     model.to("hpu")
     core = importlib.import_module("habana_frameworks.torch.core")
     core.hpu_initialize(model, mark_only_scales_as_const=True)
-    if given.measures:
-        return Measured(inc, model, files.stem(given.dump_stats_path, place.rank, place.world))
+    if quant_config.measures:
+        return Measured(inc, model, files.stem(quant_config.dump_stats_path, load_context.rank, load_context.world))
     for module in model.modules():
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:
             module.kv_dtype = torch.float8_e4m3fn
-    logger.info("%s: quantised by Intel Neural Compressor.", given.option)
+    logger.info("%s: quantised by Intel Neural Compressor.", quant_config.option)
     return None
 
 
-def _import(given: QuantConfig) -> Any:
+def _import(quant_config: QuantConfig) -> Any:
     try:
         return importlib.import_module("neural_compressor.torch.quantization")
     except ImportError as error:
         raise UnsupportedConfigError(
-            f"{given.option}: {given.mode} on a Gaudi needs Intel Neural Compressor ({error}); install "
+            f"{quant_config.option}: {quant_config.mode} on a Gaudi needs Intel Neural Compressor ({error}); install "
             "neural-compressor-pt, or leave the option out."
         ) from error
 
 
 @contextmanager
-def _without_shared(model: nn.Module, given: QuantConfig, place: Place) -> Iterator[str]:
-    """A file that says what the user's does, and blocks what belongs to another model."""
-    shared = [name for name, module in model.named_modules() if name and module in place.apart]
+def _without_shared(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
+    """The user's file, or a copy of it that blocks what belongs to another model."""
+    shared = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not shared:
-        yield given.path
+        yield quant_config.path
         return
     blocked = {
-        "names": [*given.blocked_names, *(f"^{re.escape(name)}$" for name in shared)],
-        "types": list(given.blocked_types),
+        "names": [*quant_config.blocked_names, *(f"^{re.escape(name)}$" for name in shared)],
+        "types": list(quant_config.blocked_types),
     }
-    rest = {name: value for name, value in given.given.items() if name != "blacklist"}
+    rest = {name: value for name, value in quant_config.fields.items() if name != "blacklist"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(rest | {"blocklist": blocked}, file)
         file.flush()

@@ -89,8 +89,10 @@ class Call:
             tensor = getattr(self, name)
             _require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
         _require(self.key.shape == self.value.shape, "key and value have one shape")
-        wanted = _LAYOUTS[self.input_layout]
-        _require(self.query.dim() == wanted, f"query has {self.query.dim()} dimensions, {self.input_layout} {wanted}")
+        num_dims = _LAYOUTS[self.input_layout]
+        _require(
+            self.query.dim() == num_dims, f"query has {self.query.dim()} dimensions, {self.input_layout} {num_dims}"
+        )
 
     def _check_heads(self) -> None:
         ratio, rest = divmod(self.num_heads, self.kv_heads)
@@ -110,29 +112,34 @@ class Call:
 
     def _lengths(self) -> tuple[list[int], list[int]]:
         """Of each row, how many queries and how many keys are there."""
-        given, given_kv = (_host_list(self, name) for name in ("actual_seq_lengths", "actual_seq_lengths_kv"))
+        query_lengths, kv_lengths = (_host_list(self, name) for name in ("actual_seq_lengths", "actual_seq_lengths_kv"))
         if self.input_layout == "TND":
-            _require(given is not None and given_kv is not None, "TND needs both lists of lengths")
-            assert given is not None
-            assert given_kv is not None
-            _require(len(given) == len(given_kv) <= 4096, "TND: one entry a row in both lists, at most 4096")
-            _require(bool(given) and given[-1] == self.query.shape[0], "TND: the last entry is the number of queries")
-            queries = _differences(given)
+            _require(query_lengths is not None and kv_lengths is not None, "TND needs both lists of lengths")
+            assert query_lengths is not None
+            assert kv_lengths is not None
+            _require(
+                len(query_lengths) == len(kv_lengths) <= 4096, "TND: one entry a row in both lists, at max_keys 4096"
+            )
+            _require(
+                bool(query_lengths) and query_lengths[-1] == self.query.shape[0],
+                "TND: the last entry is the number of queries",
+            )
+            queries = _differences(query_lengths)
             if self.paged:
-                return queries, given_kv
-            _require(given_kv[-1] == self.key.shape[0], "TND: the last entry is the number of keys")
-            return queries, _differences(given_kv)
+                return queries, kv_lengths
+            _require(kv_lengths[-1] == self.key.shape[0], "TND: the last entry is the number of keys")
+            return queries, _differences(kv_lengths)
         rows, sequence = self.query.shape[0], self.query.shape[2 if self.input_layout == "BNSD" else 1]
         # With one query a row their lengths are ignored.
-        queries = _per_row(given, rows, sequence, "actual_seq_lengths") if sequence > 1 else [1] * rows
+        queries = _per_row(query_lengths, rows, sequence, "actual_seq_lengths") if sequence > 1 else [1] * rows
         if self.paged:
-            _require(given_kv is not None, "paged keys need actual_seq_lengths_kv")
+            _require(kv_lengths is not None, "paged keys need actual_seq_lengths_kv")
             assert self.block_table is not None
-            most = self.block_table.shape[-1] * self.block_size
+            max_keys = self.block_table.shape[-1] * self.block_size
         else:
             _require(self.key.dim() == self.query.dim(), "keys have the layout of queries unless they are paged")
-            most = self.key.shape[2 if self.input_layout == "BNSD" else 1]
-        return queries, _per_row(given_kv, rows, most, "actual_seq_lengths_kv")
+            max_keys = self.key.shape[2 if self.input_layout == "BNSD" else 1]
+        return queries, _per_row(kv_lengths, rows, max_keys, "actual_seq_lengths_kv")
 
     def _check_pages(self) -> None:
         table = self.block_table
@@ -146,16 +153,21 @@ class Call:
                 size in (128, 256, 384, 512), f"block_size {size} with several queries a row: 128, 256, 384 or 512"
             )
         else:
-            most = 1024 if self.input_layout == "TND" else 512
-            _require(0 < size <= most and size % 16 == 0, f"block_size {size} is no multiple of 16 up to {most}")
+            max_block_size = 1024 if self.input_layout == "TND" else 512
+            _require(
+                0 < size <= max_block_size and size % 16 == 0,
+                f"block_size {size} is no multiple of 16 up to {max_block_size}",
+            )
         flat, apart = [size, self.kv_heads * self.head_size], [self.kv_heads, size, self.head_size]
         shape = list(self.key.shape[1:])
         if self.input_layout in ("BSH", "BSND"):
             _require(shape == flat, f"in layout {self.input_layout} paged keys are [blocks, {size}, heads * head size]")
         else:
             _require(shape in (flat, apart), f"paged keys are [blocks, {flat}] or [blocks, {apart}], not {shape}")
-        most = table.shape[1] * size
-        _require(max(self.key_lengths, default=0) <= most, f"{max(self.key_lengths)} keys in a table for {most}")
+        max_keys = table.shape[1] * size
+        _require(
+            max(self.key_lengths, default=0) <= max_keys, f"{max(self.key_lengths)} keys in a table for {max_keys}"
+        )
 
     def _check_mask(self) -> None:
         mask = self.atten_mask
@@ -171,8 +183,8 @@ class Call:
             return
         _require(mask.dtype in (torch.bool, torch.int8, torch.uint8), f"atten_mask is {mask.dtype}")
         if self.sparse_mode in (2, 3, 4):
-            wanted = torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.bool, device=mask.device).triu(1)
-            right = mask.is_meta or torch.equal(mask.bool().view_as(wanted), wanted)
+            expected = torch.ones(_COMPRESSED_MASK, _COMPRESSED_MASK, dtype=torch.bool, device=mask.device).triu(1)
+            right = mask.is_meta or torch.equal(mask.bool().view_as(expected), expected)
             _require(right, f"the mask of sparse_mode {self.sparse_mode} hides what is above the diagonal")
             return
         _require(self.input_layout != "TND", "TND takes a mask in sparse_mode 3 and 4 only")
@@ -207,12 +219,15 @@ def _differences(ends: list[int]) -> list[int]:
     return sizes
 
 
-def _per_row(lengths: list[int] | None, rows: int, most: int, name: str) -> list[int]:
+def _per_row(lengths: list[int] | None, rows: int, max_length: int, name: str) -> list[int]:
     if lengths is None:
-        return [most] * rows
+        return [max_length] * rows
     _require(len(lengths) == 1 or len(lengths) >= rows, f"{name} has {len(lengths)} entries for {rows} rows")
     taken = lengths * rows if len(lengths) == 1 else lengths[:rows]
-    _require(max(taken, default=0) <= most, f"{name} is up to {max(taken, default=0)} where there is room for {most}")
+    _require(
+        max(taken, default=0) <= max_length,
+        f"{name} is up to {max(taken, default=0)} where there is room for {max_length}",
+    )
     return taken
 
 

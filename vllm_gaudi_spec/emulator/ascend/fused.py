@@ -142,8 +142,10 @@ def _refuse_duplicates(name: str, slots: torch.Tensor, block_size: int) -> None:
     """Which of two tokens stays in a slot is not defined. Padding goes to the first block, which nobody reads."""
     if slots.is_meta:
         return
-    places = slots[slots >= block_size]
-    _require(places.unique().numel() == places.numel(), f"{name}: two tokens for one slot outside of the first block")
+    real_slots = slots[slots >= block_size]
+    _require(
+        real_slots.unique().numel() == real_slots.numel(), f"{name}: two tokens for one slot outside of the first block"
+    )
 
 
 def fused_infer_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

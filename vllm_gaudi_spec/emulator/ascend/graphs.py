@@ -56,7 +56,7 @@ class TaskGroup:
         self.capture = capture
         """Where its tensors come from."""
         self.tasks: dict[int, str] = {}
-        """Names of operations by their place in the graph."""
+        """Names of operations by their number in the graph."""
         self.work = Tally()
 
 
@@ -111,27 +111,27 @@ class NpuCapture(Capture):
         return slot
 
     def close(self) -> tuple[Program, int]:
-        """Give what outlives the capture its place in memory, where every replay puts it."""
+        """Give what outlives the capture its home in memory, where every replay puts it."""
         alive = [tensor for tensor in (ref() for ref in self.made or ()) if tensor is not None]
         foreign = {id(tensor.memory): tensor.inner for tensor in self.externals.values()}
-        places: dict[int, torch.Tensor] = {}
+        homes: dict[int, torch.Tensor] = {}
         for tensor in alive:
             memory = id(tensor.memory)
             if memory in foreign:
                 home = foreign[memory]
             else:
                 if memory not in self._origins:
-                    raise DeviceRefusal(f"{self.what}: a view of memory that is known by its place only is kept")
+                    raise DeviceRefusal(f"{self.what}: a view of memory that is known by its address only is kept")
                 slot, geometry = self._origins[memory]
-                if slot not in places:
-                    places[slot] = _poisoned(geometry)
+                if slot not in homes:
+                    homes[slot] = _poisoned(geometry)
                     self._sizes[slot] = 0  # counted as the tensor's
-                home = places[slot]
+                home = homes[slot]
             _settle(tensor, home)
-        program, nbytes = self.finish(set(places))
-        moved = _put_into_place(program, places)
+        program, nbytes = self.finish(set(homes))
+        moved = _put_into_homes(program, homes)
         for group in self.groups:
-            group.tasks = {moved[place]: name for place, name in group.tasks.items()}
+            group.tasks = {moved[number]: name for number, name in group.tasks.items()}
         return program, nbytes
 
 
@@ -156,8 +156,8 @@ def _settle(tensor: DeviceTensor, home: torch.Tensor) -> None:
     tensor.ghost, tensor.twin, tensor.capture = False, None, None
 
 
-def _put_into_place(program: Program, places: dict[int, torch.Tensor]) -> list[int]:
-    """Copy what lands in these slots to its place; returns where each call has moved."""
+def _put_into_homes(program: Program, homes: dict[int, torch.Tensor]) -> list[int]:
+    """Copy what lands in these slots to its home; returns where each call has moved."""
     calls, lines, moved = program.calls, program.lines, []
     program.calls, program.lines = [], []
     for call, line in zip(calls, lines, strict=True):
@@ -165,8 +165,8 @@ def _put_into_place(program: Program, places: dict[int, torch.Tensor]) -> list[i
         program.calls.append(call)
         program.lines.append(line)
         for slot in (call.outs,) if isinstance(call.outs, int) else call.outs:
-            if slot in places:
-                args: list[Any] = [places[slot], None]
+            if slot in homes:
+                args: list[Any] = [homes[slot], None]
                 program.calls.append(Call(torch.Tensor.copy_, args, {}, [(args, 1, slot)], slot, []))
                 program.lines.append(line)
     return moved
@@ -289,10 +289,10 @@ class NPUGraph:
         return self._program
 
     def update(self, group: TaskGroup, calls: list[Call], work: Tally) -> None:
-        """Put the new calls in the place of the group's."""
+        """Replace the calls of the group by the new ones."""
         program = self._captured("update")
-        for place, call in zip(group.tasks, calls, strict=True):
-            program.calls[place] = call._replace(dead=program.calls[place].dead)
+        for number, call in zip(group.tasks, calls, strict=True):
+            program.calls[number] = call._replace(dead=program.calls[number].dead)
         for name in REPEATED:
             old = getattr(self.work, name) - getattr(group.work, name)
             setattr(self.work, name, old + getattr(work, name))
@@ -341,12 +341,12 @@ class graph:
 
 
 def weak_ref_tensor(tensor: DeviceTensor) -> DeviceTensor:
-    """A tensor in the same place that does not keep the memory. Of one that a graph makes for itself it names the
-    place, and can be given to updates of that graph alone."""
-    place = DeviceTensor(tensor.inner, Allocation(0), part=True)
-    place.memory.kv = tensor.memory.kv
-    place.capture, place.slot = tensor.capture, tensor.slot
-    return place
+    """A tensor at the same address that does not keep the memory. Of one that a graph makes for itself it names the
+    address, and can be given to updates of that graph alone."""
+    reference = DeviceTensor(tensor.inner, Allocation(0), part=True)
+    reference.memory.kv = tensor.memory.kv
+    reference.capture, reference.slot = tensor.capture, tensor.slot
+    return reference
 
 
 def is_current_stream_capturing() -> bool:

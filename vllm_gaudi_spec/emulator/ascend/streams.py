@@ -14,7 +14,7 @@ from vllm_gaudi_spec.emulator.queue import Queue
 
 # How much of each stream's work somebody waited for, by the stream's number.
 Clock = dict[int, int]
-# A piece of work: its stream's number, and its place there.
+# A piece of work: its stream's number, and its time there.
 Work = tuple[int, int]
 
 _numbers = itertools.count()
@@ -32,22 +32,22 @@ class Stream(runtime.Stream):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__(device, priority)
         self.number = next(_numbers)
-        self.known: Clock = {}
+        self.clock: Clock = {}
 
     def issue(self) -> Work:
         """Work that somebody may have to wait for."""
-        time = self.known.get(self.number, 0) + 1
-        self.known[self.number] = _issued[self.number] = time
+        time = self.clock.get(self.number, 0) + 1
+        self.clock[self.number] = _issued[self.number] = time
         return self.number, time
 
     def follows(self, work: Work) -> bool:
         """Whether what is issued here now comes after that work."""
         number, time = work
-        return max(self.known.get(number, 0), _known_to_host.get(number, 0)) >= time
+        return max(self.clock.get(number, 0), _known_to_host.get(number, 0)) >= time
 
     def wait_stream(self, other: runtime.Stream) -> None:
         assert isinstance(other, Stream)
-        _merge(self.known, other.known)
+        _merge(self.clock, other.clock)
 
     def wait_event(self, event: runtime.Event) -> None:
         event.wait(self)
@@ -59,28 +59,28 @@ class Stream(runtime.Stream):
 
     def synchronize(self) -> None:
         super().synchronize()
-        _merge(_known_to_host, self.known)
+        _merge(_known_to_host, self.clock)
 
 
 class Event(runtime.Event):
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         super().__init__(enable_timing, blocking, interprocess)
-        self._known: Clock = {}
+        self._clock: Clock = {}
 
     def record(self, stream: runtime.Stream | None = None) -> None:
         stream = stream or STREAMS.current_stream()
         assert isinstance(stream, Stream)
         super().record(stream)
-        self._known = dict(stream.known)
+        self._clock = dict(stream.clock)
 
     def wait(self, stream: runtime.Stream | None = None) -> None:
         stream = stream or STREAMS.current_stream()
         assert isinstance(stream, Stream)
-        _merge(stream.known, self._known)
+        _merge(stream.clock, self._clock)
 
     def synchronize(self) -> None:
         super().synchronize()
-        _merge(_known_to_host, self._known)
+        _merge(_known_to_host, self._clock)
 
 
 class NpuStreams(runtime.Streams):
@@ -94,7 +94,7 @@ class NpuStreams(runtime.Streams):
 
 class NpuQueue(Queue):
     def waited(self) -> None:
-        _merge(_known_to_host, current_stream().known)
+        _merge(_known_to_host, current_stream().clock)
 
 
 STREAMS = NpuStreams(Stream)

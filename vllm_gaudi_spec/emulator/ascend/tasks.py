@@ -33,7 +33,7 @@ class TaskUpdate(Capture):
             # A view: of the same memory, and no task.
             if any(isinstance(arg, DeviceTensor) and arg.ghost for arg in args):
                 raise DeviceRefusal(
-                    f"during {self.what}: a view of memory that is known by its place only, at {here()}"
+                    f"during {self.what}: a view of memory that is known by its address only, at {here()}"
                 )
             viewed = run(*(real(arg) if isinstance(arg, DeviceTensor) else arg for arg in args), **kwargs)
             new[0].inner, new[0].ghost = viewed, False
@@ -44,7 +44,7 @@ class TaskUpdate(Capture):
         self.names.append(info.name)
 
     def owns(self, tensor: DeviceTensor) -> bool:
-        """Places of the graph stand for what the graph has there when it comes to the group."""
+        """Addresses of the graph stand for what the graph has there when it comes to the group."""
         return tensor.capture is self.group.capture
 
     def record_kernel(self, run: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
@@ -92,9 +92,9 @@ def graph_task_update_end(stream: Stream) -> None:
     work = count_again(update.outside)
     if stream is not update.stream:
         raise DeviceRefusal(f"graph_task_update_end at {here()}: the update began on another stream")
-    wanted = list(update.group.tasks.values())
-    if update.names != wanted:
-        raise DeviceRefusal(f"graph_task_update_end at {here()}: the group has {wanted}, the update {update.names}")
+    recorded = list(update.group.tasks.values())
+    if update.names != recorded:
+        raise DeviceRefusal(f"graph_task_update_end at {here()}: the group has {recorded}, the update {update.names}")
     update.group.graph.update(update.group, update.program.calls, work)
 
 

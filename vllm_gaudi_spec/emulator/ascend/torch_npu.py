@@ -37,9 +37,9 @@ def make_npu_module() -> ModuleType:
 
 def _emulated(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Without arguments that are left at nothing."""
-    given = sorted(name for name in NOT_EMULATED if kwargs.get(name) is not None)
-    if given:
-        raise NotImplementedError(f"npu_fused_infer_attention_score: {', '.join(given)}: not emulated")
+    refused = sorted(name for name in NOT_EMULATED if kwargs.get(name) is not None)
+    if refused:
+        raise NotImplementedError(f"npu_fused_infer_attention_score: {', '.join(refused)}: not emulated")
     lists = ("actual_seq_lengths", "actual_seq_lengths_kv")
     for name in lists:
         if isinstance(kwargs.get(name), torch.Tensor):
@@ -48,7 +48,7 @@ def _emulated(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class FusedInferAttention:
-    """torch_npu.npu_fused_infer_attention_score: to be called, and with a form that is told where its results go."""
+    """torch_npu.npu_fused_infer_attention_score: to be called, and with a form that writes into given tensors."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> Any:
         return torch.ops.npu.npu_fused_infer_attention_score.default(query, key, value, **_emulated(kwargs))

@@ -103,7 +103,7 @@ def _tensors(value: Any) -> list[DeviceTensor]:
 
 
 class CapturedGraph:
-    """A recorded program with its output tensors: the same objects at every replay, overwritten by the next one."""
+    """A recorded graph with its output tensors: the same objects at every replay, overwritten by the next one."""
 
     def __init__(self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture) -> None:
         self.record = record
@@ -167,8 +167,8 @@ def capture_call(
 
 def _finish(capture: Capture, work: Tally, outputs: Any, key: Any, where: str) -> CapturedGraph:
     device = DEVICE
-    kept = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
-    program, nbytes = capture.finish(kept)
+    output_slots = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
+    program, nbytes = capture.finish(output_slots)
     device.charge_graph(nbytes)
     device.graphs_held += 1
     record = GraphRecord(capture.name, _describe_key(key), where, len(program.calls), nbytes)
@@ -182,7 +182,7 @@ def _finish(capture: Capture, work: Tally, outputs: Any, key: Any, where: str) -
 
 
 def _describe_key(key: Any) -> str:
-    """The shapes in a key, in order; enough to tell two graphs of a module apart."""
+    """The shapes in a key, in order; enough to distinguish two graphs of a module."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -201,7 +201,7 @@ def _describe_key(key: Any) -> str:
 
 
 class GraphCache:
-    """Takes the place of a module's forward."""
+    """Replaces a module's forward."""
 
     def __init__(self, module: torch.nn.Module, hold_inputs: bool, max_graphs: int | None) -> None:
         self._module = module

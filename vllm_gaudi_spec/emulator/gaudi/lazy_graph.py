@@ -1,8 +1,8 @@
 """Lazy mode: operations gather in a pending graph, and a marker makes it a recipe.
 
 Of a graph only a running hash is kept. One operation extends the hash by its kind, its scalar arguments, the geometry
-of tensors that enter the graph with it, and the numbers of those computed inside. The set of all prefixes seen tells,
-when a graph is new, the first operation that made it so, hence the line to blame.
+of tensors that enter the graph with it, and the numbers of those computed inside. When a graph is
+new, the set of all prefixes seen gives the first operation that made it so, hence the line to blame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LazyGraph(Queue):
 
     def __init__(self, device: QueueDevice) -> None:
         super().__init__(device)
-        self.known: set[int] = set()
+        self.recipes: set[int] = set()
         self._prefixes: set[int] = set()
         self._clear()
 
@@ -75,7 +75,7 @@ class LazyGraph(Queue):
             return False
         key, hashes = self._hash, self._hashes
         self.device.counters.step.launches += 1
-        if key in self.known:
+        if key in self.recipes:
             self._clear()
             return True
         first = next((i for i, prefix in enumerate(hashes) if prefix not in self._prefixes), None)
@@ -84,7 +84,7 @@ class LazyGraph(Queue):
         else:
             what = f"{self._ops[first]}, op {first + 1} of {len(hashes)}, cut by {cause}"
             where = describe(self._lines[first])
-        self.known.add(key)
+        self.recipes.add(key)
         self._prefixes.update(hashes)
         self._clear()
         self.device.compiled("lazy compile", what, where)

@@ -112,7 +112,7 @@ def phase(meter: Meter) -> Phase:
     found.host_reads = amounts["host_reads"]
     found.most_reads_in_a_step = max(reads)
     found.steps_by_reads = dict(sorted(Counter(reads).items()))
-    found.read_lines = lines(new, "host read")
+    found.read_lines = lines(new, "device-to-host sync")
     found.dynamic_ops = amounts["dynamic_ops"]
     found.dynamic_lines = lines(new, "dynamic op")
     found.fallbacks = amounts["fallbacks"]

@@ -1,4 +1,4 @@
-"""`graph`: one program for each set of shapes and static values, whose results the next run overwrites."""
+"""`graph`: one graph for each set of shapes and static values, whose results the next run overwrites."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.conformance.programs import compiled
+from tests.conformance.graphs import compiled
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# Devices that have a mode in which programs are made and nothing is computed.
+# Devices that have a mode in which graphs are made and nothing is computed.
 KNOW_COMPILING_ONLY = ("hpu", "hpu-emulated")
 
 
@@ -27,14 +27,14 @@ def numbers(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def test_one_program_for_each_set_of_shapes_and_static_values(backend: DeviceBackend) -> None:
+def test_one_graph_for_each_set_of_shapes_and_static_values(backend: DeviceBackend) -> None:
     calls: list[int] = []
 
     def scale(x: torch.Tensor, by: int, pair: Pair, how: tuple[str, bool]) -> Pair:
         calls.append(by)
         return Pair(x * by + pair.left, pair.right if how == ("plain", True) else None)
 
-    program, upload, one = backend.graphs.graph(scale), backend.memory.upload, numbers(1.0)
+    graph, upload, one = backend.graphs.graph(scale), backend.memory.upload, numbers(1.0)
     cases: list[tuple[torch.Tensor, int, Pair, tuple[str, bool]]] = [
         (numbers(1, 2), 3, Pair(one, None), ("plain", True)),
         (numbers(1, 2), 4, Pair(one, None), ("plain", True)),
@@ -48,7 +48,7 @@ def test_one_program_for_each_set_of_shapes_and_static_values(backend: DeviceBac
     for added in range(3):
         for x, by, pair, how in cases:
             right = None if pair.right is None else upload(pair.right + added)
-            found = program(upload(x + added), by, Pair(upload(pair.left), right), how)
+            found = graph(upload(x + added), by, Pair(upload(pair.left), right), how)
             assert isinstance(found, Pair)
             assert backend.memory.download(found.left).tolist() == ((x + added) * by + pair.left).tolist()
             assert (found.right is None) == (pair.right is None or how != ("plain", True))
@@ -58,11 +58,11 @@ def test_one_program_for_each_set_of_shapes_and_static_values(backend: DeviceBac
         if backend.traits.captures:
             assert compiled(backend) == made + len(cases)
     if backend.traits.captures:
-        assert asked[0] == asked[1] == asked[2], "the function is asked for new programs only"
+        assert asked[0] == asked[1] == asked[2], "the function is asked for new graphs only"
 
 
-def test_results_stay_until_their_program_runs_again(backend: DeviceBackend) -> None:
-    """Whatever other programs compute in between; a result may be what was given."""
+def test_results_stay_until_their_graph_runs_again(backend: DeviceBackend) -> None:
+    """Whatever other graphs compute in between; a result may be what was given."""
     give, negate = backend.graphs.graph(lambda x: x), backend.graphs.graph(lambda x: (x.repeat(500) * -1)[: x.shape[0]])
     large = backend.graphs.graph(lambda x: ((x.repeat(1000) * 3).cumsum(0) + 1).sum())
     first, given = negate(backend.memory.upload(numbers(1, 2))), give(backend.memory.upload(numbers(5, 6)))
@@ -76,8 +76,8 @@ def test_results_stay_until_their_program_runs_again(backend: DeviceBackend) -> 
     assert backend.memory.download(given).tolist() == [5, 6]
 
 
-def test_a_result_goes_into_the_next_program(backend: DeviceBackend) -> None:
-    """As drafts and verifications do, also into the program that they come from."""
+def test_a_result_goes_into_the_next_graph(backend: DeviceBackend) -> None:
+    """As drafts and verifications do, also into the graph that they come from."""
     double, add = backend.graphs.graph(lambda x: x * 2), backend.graphs.graph(lambda x, y: x + y)
     found = double(backend.memory.upload(numbers(1, 2)))
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_result_goes_into_the_next_program(backend: DeviceBackend) -> None:
 
 
 class Counter:
-    """State on the device, changed as whole tensors; two programs know it."""
+    """State on the device, changed as whole tensors; two graphs know it."""
 
     def __init__(self, backend: DeviceBackend) -> None:
         self.total_R = torch.zeros(4, dtype=torch.int32, device=backend.traits.torch_device)
@@ -105,7 +105,7 @@ class Counter:
 
 
 def test_state_is_changed_once_a_call(backend: DeviceBackend) -> None:
-    """Whether the program is new, known, or made late."""
+    """Whether the graph is new, known, or made late."""
     state = Counter(backend)
     rows, by = torch.tensor([2, 0]), numbers(1, 5, dtype=torch.int32)
     zero = numbers(0, dtype=torch.int32)
@@ -120,13 +120,13 @@ def test_state_is_changed_once_a_call(backend: DeviceBackend) -> None:
             assert seen == [50 * times, 0, 10 * times, 0, 10, 50]
 
 
-def test_programs_of_an_engine_that_is_gone(backend: DeviceBackend) -> None:
+def test_graphs_of_an_engine_that_is_gone(backend: DeviceBackend) -> None:
     """The next one's are made anew."""
     for _ in range(2):
-        program = backend.graphs.graph(torch.neg)
+        graph = backend.graphs.graph(torch.neg)
         for _ in range(2):
-            assert backend.memory.download(program(backend.memory.upload(numbers(1, 2)))).tolist() == [-1, -2]
-        del program
+            assert backend.memory.download(graph(backend.memory.upload(numbers(1, 2)))).tolist() == [-1, -2]
+        del graph
         gc.collect()
 
 
@@ -137,21 +137,21 @@ def test_what_is_made_while_compiling_only_is_known_afterwards(backend: DeviceBa
         state.add_(by)
         return state * 1.0
 
-    program = backend.graphs.graph(step)
+    graph = backend.graphs.graph(step)
     with backend.graphs.compiling_only():
-        program(backend.memory.upload(numbers(1, 1, 1)))
+        graph(backend.memory.upload(numbers(1, 1, 1)))
     made = compiled(backend)
-    found = backend.memory.download(program(backend.memory.upload(numbers(2, 2, 2)))).tolist()
+    found = backend.memory.download(graph(backend.memory.upload(numbers(2, 2, 2)))).tolist()
     assert compiled(backend) == made
     assert found == ([2.0] * 3 if backend.traits.name in KNOW_COMPILING_ONLY else [3.0] * 3)
 
 
 def test_counts(backend: DeviceBackend) -> None:
-    """What warm-up made is told apart from what came behind it, also for a second engine of the process."""
-    program = backend.graphs.graph(lambda x: x + 1)
+    """What warm-up made is counted apart from what came after it, also for a second engine of the process."""
+    graph = backend.graphs.graph(lambda x: x + 1)
 
     def run(*values: float) -> None:
-        program(backend.memory.upload(numbers(*values)))
+        graph(backend.memory.upload(numbers(*values)))
         backend.graphs.step_done()
 
     def late() -> Any:

@@ -1,4 +1,4 @@
-"""What tests of programs ask a backend."""
+"""What tests of graphs ask a backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def compiled(backend: DeviceBackend) -> int:
-    """Programs that the device has made so far; none where it counts none."""
+    """Graphs that the device has made so far; none where it counts none."""
     counts = backend.graphs.counts()
     assert backend.traits.captures == ("compiled_after_warmup" in counts)
     return int(counts.get("compiled_in_warmup", 0)) + int(counts.get("compiled_after_warmup", 0))
