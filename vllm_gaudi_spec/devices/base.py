@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.place import Measuring, Place
+    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
@@ -195,7 +195,7 @@ class Weights:
         """Around the loading of a model that is going to be measured or quantised."""
         raise NotImplementedError("refused at start-up")
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
         raise NotImplementedError("refused at start-up")
 

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.quantization import files
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
 # Fields that change nothing of what a simulation computes, or that `QuantConfig` has.
-_FOLLOWED = frozenset(
+_READ_OR_IGNORED = frozenset(
     [
         "mode",
         "method",
@@ -71,40 +71,40 @@ class QuantConfig:
     allowed_types: tuple[str, ...]
     blocked_names: tuple[str, ...]
     blocked_types: tuple[str, ...]
-    given: dict[str, Any]
+    fields: dict[str, Any]
     """All of the file."""
 
     @classmethod
     def read(cls, path: str, option: str) -> QuantConfig:
         try:
-            given = json.loads(read_named_file(path))
+            fields = json.loads(read_named_file(path))
         except OSError as error:
             raise UnsupportedConfigError(f"{option}: {path} cannot be read: {error.strerror}.") from None
         except (ValueError, RecursionError) as error:
             raise UnsupportedConfigError(f"{option}: {path} is no JSON file: {error}.") from None
-        if not isinstance(given, dict):
+        if not isinstance(fields, dict):
             raise UnsupportedConfigError(f"{option}: {path} must hold one JSON object.")
-        mode = str(given.get("mode", "")).upper()
+        mode = str(fields.get("mode", "")).upper()
         if mode not in (MEASURE, QUANTIZE):
             raise UnsupportedConfigError(f"{option}: mode in {path} must be MEASURE or QUANTIZE, got {mode or 'none'}.")
-        if not isinstance(given.get("dump_stats_path"), str):
+        if not isinstance(fields.get("dump_stats_path"), str):
             raise UnsupportedConfigError(
                 f"{option}: {path} does not say in dump_stats_path what the names of its files begin with."
             )
-        allowed, blocked = (_names_and_types(given, *names) for names in (_ALLOW, _BLOCK))
+        allowed, blocked = (_names_and_types(fields, *names) for names in (_ALLOW, _BLOCK))
         return cls(
             option=option,
             path=path,
             mode=mode,
-            dump_stats_path=given["dump_stats_path"],
-            scale_method=str(given.get("scale_method", "maxabs_hw")),
-            measures_outputs=str(given.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
-            skips_unknown=_truth(given.get("ignore_modules_wo_measures", False)),
+            dump_stats_path=fields["dump_stats_path"],
+            scale_method=str(fields.get("scale_method", "maxabs_hw")),
+            measures_outputs=str(fields.get("measure_exclude", "OUTPUT")).upper() not in ("OUTPUT", "ALL"),
+            skips_unknown=_truth(fields.get("ignore_modules_wo_measures", False)),
             allowed_names=allowed[0],
             allowed_types=allowed[1],
             blocked_names=blocked[0],
             blocked_types=blocked[1],
-            given=given,
+            fields=fields,
         )
 
     @property
@@ -121,21 +121,21 @@ class QuantConfig:
 
     def not_simulated(self) -> Iterator[str]:
         """What the file asks for and only INC can do."""
-        for name, value in self.given.items():
-            wanted = _ONLY.get(name)
-            if wanted is not None and str(value).lower() != wanted:
-                yield f"{self.option}: {name} {value} in {self.path} is not simulated; use {wanted} without a Gaudi."
-            elif wanted is None and name not in _FOLLOWED:
+        for name, value in self.fields.items():
+            supported = _ONLY.get(name)
+            if supported is not None and str(value).lower() != supported:
+                yield f"{self.option}: {name} {value} in {self.path} is not simulated; use {supported} without a Gaudi."
+            elif supported is None and name not in _READ_OR_IGNORED:
                 yield f"{self.option}: {self.path} has the field {name}, which is not simulated; leave it out."
-        if isinstance(self.given.get("scale_method"), dict):
+        if isinstance(self.fields.get("scale_method"), dict):
             yield f"{self.option}: scale_method in {self.path} must be one name for all modules without a Gaudi."
 
 
 _ALLOW, _BLOCK = ("allowlist", "whitelist"), ("blocklist", "blacklist")
 
 
-def _names_and_types(given: dict[str, Any], name: str, old_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    lists = given.get(name, given.get(old_name)) or {}
+def _names_and_types(fields: dict[str, Any], name: str, old_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    lists = fields.get(name, fields.get(old_name)) or {}
     return tuple(lists.get("names", ())), tuple(lists.get("types", ()))
 
 

@@ -21,6 +21,7 @@ from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.linear_shape import linear_shape
+from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.quantization.observers import (
     MaxAbs,
     MeasuredCache,
@@ -30,7 +31,6 @@ from vllm_gaudi_spec.quantization.observers import (
     RealTokens,
     serve_linear,
 )
-from vllm_gaudi_spec.quantization.place import Measuring, Place
 
 logger = init_logger(__name__)
 
@@ -60,24 +60,24 @@ class Found(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
-def modules_of(model: nn.Module, given: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
+def modules_of(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
     """What of a model INC would take. `apart`: what is another model's too."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
-        if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and given.takes(name, kind) and module not in apart:
+        if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
             yield Found(name, kind, module, model.get_submodule(name.rpartition(".")[0]))
 
 
 def apply(
-    model: nn.Module, given: QuantConfig, place: Place, arithmetic: Callable[[float], Arithmetic]
+    model: nn.Module, quant_config: QuantConfig, load_context: LoadContext, arithmetic: Callable[[float], Arithmetic]
 ) -> Measuring | None:
     """As `Weights.quantize`. `arithmetic`: of numbers up to a largest."""
     try:
-        if given.measures:
-            return Measured(model, given, place)
-        quantize(model, given, place, arithmetic)
+        if quant_config.measures:
+            return Measured(model, quant_config, load_context)
+        quantize(model, quant_config, load_context, arithmetic)
     except files.QuantFilesError as error:
-        raise UnsupportedConfigError(f"{given.option}: {error}.") from None
+        raise UnsupportedConfigError(f"{quant_config.option}: {error}.") from None
     return None
 
 
@@ -86,12 +86,12 @@ class Measured:
 
     reads_logits = False
 
-    def __init__(self, model: nn.Module, given: QuantConfig, place: Place) -> None:
+    def __init__(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> None:
         self._tokens = RealTokens()
-        self._given, self._place = given, place
+        self._quant_config, self._load_context = quant_config, load_context
         self._measured: dict[str, nn.Module] = {}
         self._linears: dict[str, files.LinearShape] = {}
-        for found in modules_of(model, given, place.apart):
+        for found in modules_of(model, quant_config, load_context.apart):
             if found.kind in _LINEARS:
                 self._linears[found.name] = linear_shape(found.module)
             self._measured[found.name] = self._measure(found)
@@ -99,7 +99,7 @@ class Measured:
         for module in model.modules():
             if isinstance(getattr(module, "matmul_qk", None), MeasuredMatmul):
                 module.only_real = self._tokens.only
-        logger.info("%s: %d modules are measured.", given.option, len(self._measured))
+        logger.info("%s: %d modules are measured.", quant_config.option, len(self._measured))
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
         return self._tokens.counting(real_T)
@@ -108,7 +108,10 @@ class Measured:
         if found.kind in _LINEARS:
             sums = found.kind == _SUMS
             linear = MeasuredLinear(
-                found.module, self._tokens, measures_outputs=sums or self._given.measures_outputs, measures_sums=sums
+                found.module,
+                self._tokens,
+                measures_outputs=sums or self._quant_config.measures_outputs,
+                measures_sums=sums,
             )
             serve_linear(found.module, linear)
             return linear
@@ -124,21 +127,23 @@ class Measured:
         """All that was seen since the model was loaded, in place of what was written before."""
         seen = {name: self._node(name, measured) for name, measured in self._measured.items()}
         if not any(map(_saw_something, seen.values())):
-            logger.warning("%s: no request was served, so nothing is written.", self._given.option)
+            logger.warning("%s: no request was served, so nothing is written.", self._quant_config.option)
             return
         record = files.Record(
-            rank=self._place.rank,
-            world=self._place.world,
+            rank=self._load_context.rank,
+            world=self._load_context.world,
             mode=files.MEASURED,
             nodes={name: node for name, node in seen.items() if _saw_something(node)},
             looked_at=list(self._measured),
             linears=self._linears,
         )
         try:
-            path = files.write(self._given.dump_stats_path, record)
+            path = files.write(self._quant_config.dump_stats_path, record)
         except files.QuantFilesError as error:
-            raise UnsupportedConfigError(f"{self._given.option}: {error}.") from None
-        logger.info("%s: %d of %d modules were measured: %s.", self._given.option, len(record.nodes), len(seen), path)
+            raise UnsupportedConfigError(f"{self._quant_config.option}: {error}.") from None
+        logger.info(
+            "%s: %d of %d modules were measured: %s.", self._quant_config.option, len(record.nodes), len(seen), path
+        )
 
     def _node(self, name: str, measured: nn.Module) -> files.Node:
         if isinstance(measured, MeasuredLinear):
@@ -168,23 +173,24 @@ def _saw_something(node: files.Node) -> bool:
 
 def quantize(
     model: nn.Module,
-    given: QuantConfig,
-    place: Place,
+    quant_config: QuantConfig,
+    load_context: LoadContext,
     arithmetic: Callable[[float], Arithmetic],
 ) -> None:
     """Put FP8 in place of a model's modules, with the scales of its files."""
-    record = files.read_world(given.dump_stats_path, place.world, given.scale_method)[place.rank]
-    known = fingerprint(place.model) if record.model else ""
-    if known and known != record.model:
-        raise files.QuantFilesError(f"the scales at {given.dump_stats_path} are of another model than {place.model}")
-    fp8_range = place.fp8_range or record.device or GAUDI2
+    prefix = quant_config.dump_stats_path
+    record = files.read_world(prefix, load_context.world, quant_config.scale_method)[load_context.rank]
+    loaded = fingerprint(load_context.model) if record.model else ""
+    if loaded and loaded != record.model:
+        raise files.QuantFilesError(f"the scales at {prefix} are of another model than {load_context.model}")
+    fp8_range = load_context.fp8_range or record.device or GAUDI2
     if record.device and record.device != fp8_range:
         raise files.QuantFilesError(
-            f"the scales at {given.dump_stats_path} were made for {record.device}, and this computes as a {fp8_range}"
+            f"the scales at {prefix} were made for {record.device}, and this computes as a {fp8_range}"
         )
     scales, largest = record.nodes, E4M3_MAX[fp8_range]
-    chosen = list(modules_of(model, given, place.apart))
-    _refuse_another_model(given, chosen, scales)
+    chosen = list(modules_of(model, quant_config, load_context.apart))
+    _refuse_another_model(quant_config, chosen, scales)
     served = [found for found in chosen if found.name in scales]
     for found in served:
         node = scales[found.name]
@@ -192,16 +198,16 @@ def quantize(
             _replace(found, node, largest, arithmetic(largest))
         except (IndexError, KeyError, _WrongScales):
             raise files.QuantFilesError(
-                f"the scales of {found.name} at {given.dump_stats_path} do not fit the module; they are of another "
+                f"the scales of {found.name} at {prefix} do not fit the module; they are of another "
                 "model, or of another number of ranks"
             ) from None
     logger.info(
         "%s: %d modules run in FP8 (e4m3 up to %d, %s) with scales by %s.",
-        given.option,
+        quant_config.option,
         len(served),
         largest,
         fp8_range,
-        given.scale_method,
+        quant_config.scale_method,
     )
 
 
@@ -209,15 +215,15 @@ class _WrongScales(Exception):
     pass
 
 
-def _refuse_another_model(given: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
+def _refuse_another_model(quant_config: QuantConfig, chosen: list[Found], scales: dict[str, files.Node]) -> None:
     unknown = [found.name for found in chosen if found.name not in scales]
-    if unknown and (not given.skips_unknown or len(unknown) == len(chosen)):
+    if unknown and (not quant_config.skips_unknown or len(unknown) == len(chosen)):
         raise files.QuantFilesError(
-            f"{len(unknown)} of {len(chosen)} modules have no scales at {given.dump_stats_path}, the first is "
-            f"{unknown[0]}; calibrate this model, or name them in the blocklist of {given.path}"
+            f"{len(unknown)} of {len(chosen)} modules have no scales at {quant_config.dump_stats_path}, the first is "
+            f"{unknown[0]}; calibrate this model, or name them in the blocklist of {quant_config.path}"
         )
     if unknown:
-        logger.warning("%s: %d modules without scales stay as they are.", given.option, len(unknown))
+        logger.warning("%s: %d modules without scales stay as they are.", quant_config.option, len(unknown))
 
 
 def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithmetic) -> None:
@@ -238,11 +244,11 @@ def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithme
 
 def _weight_scale(node: files.Node, num_outputs: int) -> torch.Tensor:
     """[] or [N]"""
-    given = node.params["weight"]
-    if not isinstance(given, dict):
-        return _tensor(given)
-    by_output = torch.from_numpy(np.asarray(given[0], dtype=np.float32)).flatten()
-    if by_output.numel() != num_outputs or not (by_output > 0).all() or not (np.asarray(given[1]) == 1).all():
+    weight_scale = node.params["weight"]
+    if not isinstance(weight_scale, dict):
+        return _tensor(weight_scale)
+    by_output = torch.from_numpy(np.asarray(weight_scale[0], dtype=np.float32)).flatten()
+    if by_output.numel() != num_outputs or not (by_output > 0).all() or not (np.asarray(weight_scale[1]) == 1).all():
         raise _WrongScales
     return by_output
 

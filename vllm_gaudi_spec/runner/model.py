@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.adapters import Adapters
+    from vllm_gaudi_spec.quantization.load_context import Measuring
     from vllm_gaudi_spec.quantization.models import Quantization
-    from vllm_gaudi_spec.quantization.place import Measuring
 
 
 # Rows of logits at a time, where all are asked for.
@@ -82,7 +82,7 @@ class LoadedModel:
         compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         with compat.tensor_parallel_group(self.group):
-            with backend.weights.loading(quantization.given) if quantization else nullcontext():
+            with backend.weights.loading(quantization.quant_config) if quantization else nullcontext():
                 self.model = get_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
                 )

@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention.operations import VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.quantization.config import QuantConfig
-from vllm_gaudi_spec.quantization.place import Place
+from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 
 class Impl(nn.Module):
@@ -77,25 +77,25 @@ def given(folder: Path, mode: str) -> QuantConfig:
     return QuantConfig.read(str(path), "QUANT_CONFIG")
 
 
-def place(*apart: nn.Module) -> Place:
-    return Place(model="", rank=0, world=1, fp8_range=None, apart=apart)
+def load_context(*apart: nn.Module) -> LoadContext:
+    return LoadContext(model="", rank=0, world=1, fp8_range=None, apart=apart)
 
 
 def test_measuring(log: list[Any], tmp_path: Path) -> None:
     config = given(tmp_path, "MEASURE")
     with hpu_fp8.loading():
         model = Model(log)
-    measured = hpu_fp8.apply(model, config, place())
+    measured = hpu_fp8.apply(model, config, load_context())
     assert measured is not None
     with measured.counting(torch.ones(1, dtype=torch.bool)):
         measured.write()
-    assert log == ["set_env", ("prepare", config.given), ("hpu",), ("initialize", True), "finalize"]
+    assert log == ["set_env", ("prepare", config.fields), ("hpu",), ("initialize", True), "finalize"]
 
 
 def test_a_measured_model_lists_its_own_modules(log: list[Any], tmp_path: Path) -> None:
     """Where a drafter is measured beside its target, INC lists the modules of both for each."""
     model = Model(log)
-    measured = hpu_fp8.apply(model, given(tmp_path, "MEASURE"), place())
+    measured = hpu_fp8.apply(model, given(tmp_path, "MEASURE"), load_context())
     assert measured is not None
     model.first.k_cache._mod_extra_config = model.lm_head._mod_extra_config = object()
     model.second.k_cache._mod_extra_config = None  # INC leaves that in modules that it does not measure
@@ -107,7 +107,7 @@ def test_a_measured_model_lists_its_own_modules(log: list[Any], tmp_path: Path) 
 
 def test_quantising_leaves_alone_what_is_another_models(log: list[Any], tmp_path: Path) -> None:
     model = Model(log)
-    assert hpu_fp8.apply(model, given(tmp_path, "QUANTIZE"), place(model.lm_head)) is None
+    assert hpu_fp8.apply(model, given(tmp_path, "QUANTIZE"), load_context(model.lm_head)) is None
     (mode, content), *_ = log
     assert mode == "convert"
     assert "blacklist" not in content

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.quantization import files, simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.files import Node, Record
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.place import Place
+from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 METHOD = "maxabs_pow2"
 
@@ -61,8 +61,10 @@ def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (
     path = folder / "quant.json"
     path.write_text(json.dumps({"mode": "QUANTIZE", "dump_stats_path": prefix, "scale_method": METHOD, **fields}))
     model = Model()
-    place = Place(model="", rank=0, world=1, fp8_range=None, apart=[model.get_submodule(name) for name in apart])
-    simulation.apply(model, QuantConfig.read(str(path), "QUANT_CONFIG"), place, HostArithmetic)
+    load_context = LoadContext(
+        model="", rank=0, world=1, fp8_range=None, apart=[model.get_submodule(name) for name in apart]
+    )
+    simulation.apply(model, QuantConfig.read(str(path), "QUANT_CONFIG"), load_context, HostArithmetic)
     return model
 
 
@@ -146,7 +148,7 @@ def test_measurements_are_written_when_there_are_some(tmp_path: Path) -> None:
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
     model = Model()
     given = QuantConfig.read(str(path), "QUANT_CONFIG")
-    measured = simulation.apply(model, given, Place(model="", rank=0, world=1, fp8_range=None), HostArithmetic)
+    measured = simulation.apply(model, given, LoadContext(model="", rank=0, world=1, fp8_range=None), HostArithmetic)
     assert measured is not None
     measured.write()
     assert not list(tmp_path.glob("inc*"))  # what an earlier run wrote stays

@@ -25,7 +25,7 @@ from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.quantization import simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
-from vllm_gaudi_spec.quantization.place import Measuring, Place
+from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -134,8 +134,8 @@ class CpuWeights(Weights):
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return cpu_linear.unpacked()
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
-        return simulation.apply(model, quant_config, place, HostArithmetic)
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
+        return simulation.apply(model, quant_config, load_context, HostArithmetic)
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
         return cpu_formats.missing_kernel(vllm_config, model)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.place import Measuring, Place
+    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 logger = init_logger(__name__)
 
@@ -251,8 +251,8 @@ class HpuWeights(Weights):
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
-        return hpu_fp8.apply(model, quant_config, place)
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
+        return hpu_fp8.apply(model, quant_config, load_context)
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():

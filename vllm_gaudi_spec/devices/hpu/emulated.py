@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.place import Measuring, Place
+    from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 
 
 def make_backend() -> DeviceBackend:
@@ -54,6 +54,6 @@ class _Weights(EmulatedWeights, hpu.HpuWeights):
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def quantize(self, model: nn.Module, quant_config: QuantConfig, place: Place) -> Measuring | None:
+    def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         # What Intel Neural Compressor does on the card needs the card.
-        return simulation.apply(model, quant_config, place, GaudiArithmetic)
+        return simulation.apply(model, quant_config, load_context, GaudiArithmetic)

@@ -23,7 +23,7 @@ from vllm_gaudi_spec.attention.operations import VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
-from vllm_gaudi_spec.quantization.place import Place
+from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 logger = init_logger(__name__)
 
@@ -81,16 +81,16 @@ class Measured:
         files.write_looked_at(self._stem, [name.replace("_orig_mod.", "") for name in own])
 
 
-def apply(model: nn.Module, given: QuantConfig, place: Place) -> Measured | None:
+def apply(model: nn.Module, given: QuantConfig, load_context: LoadContext) -> Measured | None:
     """As `Weights.quantize`."""
     inc = _import(given)
-    with _without_shared(model, given, place) as path:
+    with _without_shared(model, given, load_context) as path:
         (inc.prepare if given.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
     model.to("hpu")
     core = importlib.import_module("habana_frameworks.torch.core")
     core.hpu_initialize(model, mark_only_scales_as_const=True)
     if given.measures:
-        return Measured(inc, model, files.stem(given.dump_stats_path, place.rank, place.world))
+        return Measured(inc, model, files.stem(given.dump_stats_path, load_context.rank, load_context.world))
     for module in model.modules():
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:
@@ -110,9 +110,9 @@ def _import(given: QuantConfig) -> Any:
 
 
 @contextmanager
-def _without_shared(model: nn.Module, given: QuantConfig, place: Place) -> Iterator[str]:
+def _without_shared(model: nn.Module, given: QuantConfig, load_context: LoadContext) -> Iterator[str]:
     """A file that says what the user's does, and blocks what belongs to another model."""
-    shared = [name for name, module in model.named_modules() if name and module in place.apart]
+    shared = [name for name, module in model.named_modules() if name and module in load_context.apart]
     if not shared:
         yield given.path
         return
@@ -120,7 +120,7 @@ def _without_shared(model: nn.Module, given: QuantConfig, place: Place) -> Itera
         "names": [*given.blocked_names, *(f"^{re.escape(name)}$" for name in shared)],
         "types": list(given.blocked_types),
     }
-    rest = {name: value for name, value in given.given.items() if name != "blacklist"}
+    rest = {name: value for name, value in given.fields.items() if name != "blacklist"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(rest | {"blocklist": blocked}, file)
         file.flush()
