@@ -90,7 +90,7 @@ def measure_all(options: argparse.Namespace) -> None:
     for batch in options.batches:
         rows.append(row_of(batch, choice[batch], measure(batch, model, options)))
         speeds = ", ".join(f"k = {k} {interval(value)}" for k, value in rows[-1]["ratios"].items())
-        common.say(f"batch {batch}: chosen {choice[batch]}; {speeds}")
+        common.log(f"batch {batch}: chosen {choice[batch]}; {speeds}")
     header = ["batch", *(f"k = {k}" for k in range(1, options.most + 1)), "fastest", "chosen", "chosen / fastest", ""]
     lines = [
         [
@@ -103,7 +103,7 @@ def measure_all(options: argparse.Namespace) -> None:
         ]
         for row in rows
     ]
-    common.say(f"\nSpeed over that without drafts, served\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
+    common.log(f"\nSpeed over that without drafts, served\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
     common.write_rows(options, ("tokens", "turns", "texts"), rows)
 
 

@@ -36,14 +36,14 @@ def check_platform(wanted: str, chosen: str | None = None) -> None:
         raise RuntimeError(f"wanted the platform {wanted}, vLLM chose {chosen}")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, flush=True)
 
 
 # ---- subprocesses --------------------------------------------------------------------------------------
 
 
-def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, str], seconds: float) -> Any:
+def run_part(script: Path, part: list[str], *, log_name: str, environment: dict[str, str], seconds: float) -> Any:
     """Run `script` again with `part` as its arguments, in a process of its own; returns what it handed back.
 
     The child gets `--result FILE` and `--started TIME` and writes its answer there as JSON (see `hand_back`).
@@ -52,7 +52,7 @@ def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, 
     # Else a parent that is told to stop would leave its child running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     LOGS.mkdir(exist_ok=True)
-    log_path = LOGS / f"{log}.log"
+    log_path = LOGS / f"{log_name}.log"
     with tempfile.TemporaryDirectory() as folder, log_path.open("w") as log_file:
         result = Path(folder) / "result.json"
         command = [
@@ -79,7 +79,7 @@ def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, 
             end_group(child)
         if code == 0:
             return json.loads(result.read_text())
-    say("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
+    log("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
     raise RuntimeError(f"{' '.join(part)} failed ({code}); its last lines stand above, all of them in {log_path}")
 
 
@@ -128,7 +128,7 @@ def warn_if_busy() -> None:
     """Say so when other work is waiting for the cores; the last minute's average counts."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
-        say(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
+        log(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -201,4 +201,4 @@ def write_json(path: Path | None, report: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n")
-        say(f"written to {path}")
+        log(f"written to {path}")

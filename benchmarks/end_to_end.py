@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(
                     {"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted}
                 )
-                common.say(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
+                common.log(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
     return rows
 
 
@@ -180,8 +180,8 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     names += ["draft_ms", "ideal_gain", "of_ideal", "step_ms", "idle_by_clock", "host_ms", "host_over_device"]
     header = [name.replace("_tok_s", " tokens/s").replace("_", " ") for name in names]
     lines = [[_text(name, row[name]) for name in names] for row in rows]
-    common.say(f"\n{options.size} dummy weights, k = {options.k}, prompts of {options.prompt} tokens; asked: {ASKED}")
-    common.say(f"of the ideal\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{options.size} dummy weights, k = {options.k}, prompts of {options.prompt} tokens; asked: {ASKED}")
+    common.log(f"of the ideal\n\n{shared.markdown(header, lines)}")
     traces = [row for row in rows if "trace" in row["drafted"]]
     if not traces:
         return
@@ -193,7 +193,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         if kind == "drafted" or row["rate"] == options.rates[0]
     ]
     header = ["batch", "steps are", *(name.replace("_", " ") for name in columns)]
-    common.say(f"\nthe device, by torch's profiler; of one step\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nthe device, by torch's profiler; of one step\n\n{shared.markdown(header, lines)}")
 
 
 def _text(name: str, value: float) -> str:

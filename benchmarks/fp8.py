@@ -18,7 +18,7 @@ from typing import Any
 
 import common
 import speculation_common as shared
-from common import say
+from common import log
 
 # Technical prose that no model was trained on, kept as it is: an edition of this project's own docs/architecture.md.
 TEXT = Path(__file__).parent / "held_out.txt"
@@ -142,11 +142,11 @@ def part(options: argparse.Namespace) -> Any:
 
 def run(options: argparse.Namespace, name: str, environment: dict[str, str] | None = None) -> Any:
     words = shared.cli(options, "model", "draft", "text", "num_tokens", "tokens", "prompts", "num_drafts")
-    say(f"  {name} ...")
+    log(f"  {name} ...")
     return common.run_part(
         Path(__file__),
         [str(options.folder.resolve()), "--part", name, *words],
-        log=f"fp8-{name.replace(':', '-')}",
+        log_name=f"fp8-{name.replace(':', '-')}",
         environment={**shared.IN_PROCESS, **(environment or {})},
         seconds=1800,
     )
@@ -170,20 +170,20 @@ def whole(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace, perplexity: dict[str, float], rates: dict[str, dict[str, Any]]) -> None:
-    say(f"\nPerplexity of {options.num_tokens} tokens of {options.text.name}, target in FP8\n")
-    say("| target | perplexity | beside bfloat16 | beside float32 |\n| --- | ---: | ---: | ---: |")
+    log(f"\nPerplexity of {options.num_tokens} tokens of {options.text.name}, target in FP8\n")
+    log("| target | perplexity | beside bfloat16 | beside float32 |\n| --- | ---: | ---: | ---: |")
     for name, value in perplexity.items():
         beside = [f"{100 * (value / perplexity[base] - 1):+.2f} %" for base in (BFLOAT16, FLOAT32)]
-        say(f"| {name} | {value:.3f} | {beside[0]} | {beside[1]} |")
-    say(f"\nAcceptance with the target in float32, greedy, {options.num_drafts} drafts a step\n")
+        log(f"| {name} | {value:.3f} | {beside[0]} | {beside[1]} |")
+    log(f"\nAcceptance with the target in float32, greedy, {options.num_drafts} drafts a step\n")
     places = [f"place {place}" for place in range(1, options.num_drafts + 1)]
-    say(f"| drafter | accepted | beside float32 | {' | '.join(places)} | tokens a step |")
-    say(f"| --- | ---: | ---: | {' | '.join('---:' for _ in places)} | ---: |")
+    log(f"| drafter | accepted | beside float32 | {' | '.join(places)} | tokens a step |")
+    log(f"| --- | ---: | ---: | {' | '.join('---:' for _ in places)} | ---: |")
     for name, found in rates.items():
         points = 100 * (found["rate"] - rates[FLOAT32]["rate"])
         by_place = " | ".join(f"{100 * rate:.1f} %" for rate in found["by_place"])
         rate = f"{100 * found['rate']:.2f} %"
-        say(f"| {name} | {rate} | {points:+.2f} points | {by_place} | {found['tokens_per_step']:.2f} |")
+        log(f"| {name} | {rate} | {points:+.2f} points | {by_place} | {found['tokens_per_step']:.2f} |")
 
 
 if __name__ == "__main__":

@@ -264,13 +264,13 @@ def main() -> None:
     found = [count(*sizes, strategy, k) for sizes, strategy, k in every]
     if options.checkout:
         found = [worker_buckets(one) for one in found]
-    common.say(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
-    common.say("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
+    common.log(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
+    common.log("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
     header += ["+greedy", "+random", "+head", "min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
-    common.say(common.table(header, [as_row(one) for one in found]))
+    common.log(common.table(header, [as_row(one) for one in found]))
     check(found)
     rows = [
         {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one.total)}

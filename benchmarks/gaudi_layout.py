@@ -264,9 +264,9 @@ def main() -> None:
     with torch.inference_mode():
         found = [measure(case) for case in cases]
     header = "batch context k blocks ours,B ratio flat,B ratio outputs g2:ours,ms g2:flat,ms g3:ours,ms g3:flat,ms"
-    common.say(f"Emulated Gaudi; bytes of KV read by one layer, {SMALL.num_kv_heads} KV heads of {SMALL.head_size}.")
-    common.say(f"ms: estimate, attention of a step of Llama-3.1-8B ({NUM_LAYERS} layers); not measured on any card.")
-    common.say(common.table(header.split(), [as_row(one) for one in found]))
+    common.log(f"Emulated Gaudi; bytes of KV read by one layer, {SMALL.num_kv_heads} KV heads of {SMALL.head_size}.")
+    common.log(f"ms: estimate, attention of a step of Llama-3.1-8B ({NUM_LAYERS} layers); not measured on any card.")
+    common.log(common.table(header.split(), [as_row(one) for one in found]))
     rows: list[dict[str, Any]] = [
         {**asdict(one), "ours_ratio": one.ours_ratio, "flattened_ratio": one.flattened_ratio} for one in found
     ]

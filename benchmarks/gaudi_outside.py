@@ -121,7 +121,7 @@ def counted(step: Callable[[], Any]) -> tuple[Any, Tally, list[str]]:
     result = step()
     DEVICE.mark_step()
     new = DEVICE.counters.events - before
-    return result, DEVICE.next_step(), [event.where for event in new.elements() if event.kind == "host read"]
+    return result, DEVICE.next_step(), [event.where for event in new.elements() if event.kind == "device-to-host sync"]
 
 
 def accept_theirs(outside: Outside, logits: torch.Tensor, drafts: torch.Tensor) -> tuple[list[list[int]], Any, Any]:
@@ -390,17 +390,17 @@ def main() -> None:
         accepted = [one for batch, k in sizes for one in compare_acceptance(outside, batch, k)]
         forms = ((False, False), (True, False), (True, True))
         attended = [compare_attention(outside, case, *form) for form in forms for case in cases]
-    common.say("Ran unmodified, from the checkout:")
+    common.log("Ran unmodified, from the checkout:")
     for line in RAN:
-        common.say(f"  {line}")
-    common.say("* on instances made without __init__, whose attributes are filled in by hand")
-    common.say(f"Names filled with empty classes, used by none of these: {', '.join(outside.filled) or 'none'}\n")
-    common.say("Acceptance of drafts, one step:")
+        common.log(f"  {line}")
+    common.log("* on instances made without __init__, whose attributes are filled in by hand")
+    common.log(f"Names filled with empty classes, used by none of these: {', '.join(outside.filled) or 'none'}\n")
+    common.log("Acceptance of drafts, one step:")
     header = ["batch", "k", "who", "host reads", "implicit markers", "launches", "tokens"]
-    common.say(common.table(header, [acceptance_row(one) for one in accepted]))
+    common.log(common.table(header, [acceptance_row(one) for one in accepted]))
     for line in dict.fromkeys(line for one in accepted for line in one.lines):
-        common.say(f"  read at {line}")
-    common.say("\nAttention of verify rows, one layer, one step. Without buckets, lists are as long as needed:")
+        common.log(f"  read at {line}")
+    common.log("\nAttention of verify rows, one layer, one step. Without buckets, lists are as long as needed:")
     header = [
         "batch",
         "context",
@@ -415,10 +415,10 @@ def main() -> None:
         "ratio",
         "outputs",
     ]
-    common.say(common.table(header, [attention_row(one) for one in attended]))
+    common.log(common.table(header, [attention_row(one) for one in attended]))
     for text in dict.fromkeys(one.refusal for one in attended if one.refusal):
-        common.say(f"  refused: {text}")
-    common.say("Off: a step that crosses into a new block, which their list of blocks lacks (known from reading it).")
+        common.log(f"  refused: {text}")
+    common.log("Off: a step that crosses into a new block, which their list of blocks lacks (known from reading it).")
     report = {
         "ran": RAN,
         "filled": outside.filled,

@@ -70,7 +70,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
                     "spared_steps": engines["ruled"].counter(SPARED) - spared,
                 }
             )
-            common.say(f"{method}, batch {batch}: {interval(answers[-1]['ruled'])} of no speculation with the rule")
+            common.log(f"{method}, batch {batch}: {interval(answers[-1]['ruled'])} of no speculation with the rule")
     return answers
 
 
@@ -98,8 +98,8 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         for row in rows
     ]
     header = ["method", "batch", "drafting always", "with the rule", "while it learned", "steps spared", "kept"]
-    common.say(f"\nspeed over no speculation, k = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
-    common.say(f"\nkept: the interval does not lie below {PROMISED}\n\n{common.NOISE_NOTE}")
+    common.log(f"\nspeed over no speculation, k = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nkept: the interval does not lie below {PROMISED}\n\n{common.NOISE_NOTE}")
 
 
 def main() -> int:

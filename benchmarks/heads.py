@@ -243,17 +243,17 @@ def measure_all(options: argparse.Namespace) -> None:
     common.warn_if_busy()
     names = [name for name in case_names(options.drafts) if name not in kept.cases]
     for place, name in enumerate(names, 1):
-        common.say(f"[{place}/{len(names)}] {described(name)} ...")
+        common.log(f"[{place}/{len(names)}] {described(name)} ...")
         started = time.perf_counter()
         answer = common.run_part(
             Path(__file__),
             ["--part", name, *shared.cli(options, *SETTINGS)],
-            log=f"heads-{name.replace('/', '-')}",
+            log_name=f"heads-{name.replace('/', '-')}",
             environment={**QUIET, **PATIENT, **PLATFORMS[name.split("/")[0]]},
             seconds=1800,
         )
         kept.add(name, answer)
-        common.say(f"      {time.perf_counter() - started:.0f} s")
+        common.log(f"      {time.perf_counter() - started:.0f} s")
     rows, texts = rows_of(kept.cases, options.drafts), compare_texts(kept.cases)
     show(rows, texts, options)
     report = {"settings": settings, "rows": rows, "texts": texts, "machine": common.describe_machine()}
@@ -331,16 +331,16 @@ def show(rows: list[dict[str, Any]], texts: dict[str, dict[str, int]], options: 
                 {None: "", True: "no", False: "YES"}[row["not_below_upstream"]],
             ]
         )
-    common.say(f"\nfloat32, temperature 0, {options.tokens} tokens\n\n{shared.markdown(header, lines)}\n")
+    common.log(f"\nfloat32, temperature 0, {options.tokens} tokens\n\n{shared.markdown(header, lines)}\n")
     for row in rows:
         if row["figure"] == "tokens per step":
             steps = ", ".join(f"{side} {num}" for side, num in row["steps"].items())
-            common.say(f"target steps, {row['prompts']}, k = {row['k']}: {steps}")
+            common.log(f"target steps, {row['prompts']}, k = {row['k']}: {steps}")
     for platform, found in texts.items():
         conclusions = ", ".join(f"{num} {name}" for name, num in found.items())
-        common.say(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {conclusions}")
+        common.log(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {conclusions}")
     if (options.held_out, options.questions, options.tokens) != (NUM_HELD_OUT, 40, 128):
-        common.say(f"The reference is for {NUM_HELD_OUT} prompts held out, 40 questions, and 128 tokens.")
+        common.log(f"The reference is for {NUM_HELD_OUT} prompts held out, 40 questions, and 128 tokens.")
 
 
 def with_interval(found: dict[str, float] | None, digits: int) -> str:

@@ -164,15 +164,15 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    common.say(f"\nmicroseconds of the host in a decode step, k = {NUM_DRAFTS}, context {CONTEXT}\n")
+    common.log(f"\nmicroseconds of the host in a decode step, k = {NUM_DRAFTS}, context {CONTEXT}\n")
     names = list(rows[0]["phases_us"])
     lines = [
         [str(row["batch"]), *(f"{row['phases_us'][name]:.0f}" for name in names), f"{row['us_per_step']:.0f}"]
         for row in rows
     ]
-    common.say(common.table(["batch", *names, "sum"], lines))
+    common.log(common.table(["batch", *names, "sum"], lines))
     if not dummy.on_accelerator():
-        common.say(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
+        common.log(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
 
 
 def main() -> int:

@@ -111,7 +111,7 @@ def show(rows: list[dict[str, Any]], dtype: str) -> None:
         ]
         for row in rows
     ]
-    common.say(f"\nSmolLM2-135M-Instruct, {dtype}, greedy\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nSmolLM2-135M-Instruct, {dtype}, greedy\n\n{shared.markdown(header, lines)}")
 
 
 def main() -> int:

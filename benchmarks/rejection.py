@@ -377,7 +377,7 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
         "ratio",
         "",
     ]
-    common.say(
+    common.log(
         common.table(
             header,
             [
@@ -400,10 +400,10 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
     )
     if not totals:
         return
-    common.say(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
+    common.log(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
     header = list(totals[0])
     rows = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in totals]
-    common.say(common.table(header, rows))
+    common.log(common.table(header, rows))
 
 
 def parse_options() -> argparse.Namespace:
@@ -427,7 +427,7 @@ def main() -> None:
 
         device, shapes = "cuda", [(5, 3, 1000), (3, 2, 1001), (256, 4, 32_000), (32, 8, 128_256)]
     report: dict[str, Any] = {"device": device, "torch": torch.__version__, **check(rules, device, shapes)}
-    common.say("\n".join(f"{name}: {report[name]}" for name in list(report)[2:]))
+    common.log("\n".join(f"{name}: {report[name]}" for name in list(report)[2:]))
     if options.size == "full":
         import triton
         import vllm

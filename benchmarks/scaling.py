@@ -87,7 +87,7 @@ def show(lines: list[Line]) -> None:
             found = dict(line.points)
             cells = [f"{found[x]:.4g}" if x in found else "" for x in places]
             body.append([*map(str, line.fixed.values()), *cells, f"{line.exponent:.2f}"])
-        common.say(f"\n{report}: {figure} along {axis}\n\n{common.table(header, body)}")
+        common.log(f"\n{report}: {figure} along {axis}\n\n{common.table(header, body)}")
 
 
 def main() -> int:
@@ -97,7 +97,7 @@ def main() -> int:
         report = json.loads(path.read_text())
         lines += lines_of(path.stem, report.get("rows") or report["cells"])
     if not lines:
-        common.say("error: these reports have no figure at more than one point of an axis")
+        common.log("error: these reports have no figure at more than one point of an axis")
         return 1
     show(lines)
     common.write_json(options.json, [{**line._asdict(), "exponent": line.exponent} for line in lines])

@@ -102,7 +102,7 @@ def show(cases: dict[str, Any]) -> None:
         facts = WAYS[way]
         cells = [cell(cases[name], f"{temperature:g}") for temperature in TEMPERATURES]
         rows.append([DRAFTERS[drafter].label, facts.drafting, facts.rule, "yes" if facts.same_tokens else "no", *cells])
-    common.say(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
+    common.log(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
 
 
 def cell(asked: dict[str, Any], temperature: str) -> str:

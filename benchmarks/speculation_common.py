@@ -78,7 +78,7 @@ def run_whole(whole: Callable[[], None]) -> int:
     try:
         whole()
     except RuntimeError as error:
-        common.say(f"error: {error}")
+        common.log(f"error: {error}")
         return 1
     return 0
 
@@ -249,16 +249,18 @@ def measure_missing(script: Path, names: list[str], kept: Kept, part: list[str],
     failures = []
     wanted = [name for name in names if name not in kept.cases]
     for place, name in enumerate(wanted, 1):
-        common.say(f"[{place}/{len(wanted)}] {name} ...")
-        log = f"{script.stem}-{name.replace('/', '-')}"
+        common.log(f"[{place}/{len(wanted)}] {name} ...")
+        log_name = f"{script.stem}-{name.replace('/', '-')}"
         started = time.perf_counter()
         try:
-            answer = common.run_part(script, ["--part", name, *part], log=log, environment=IN_PROCESS, seconds=seconds)
+            answer = common.run_part(
+                script, ["--part", name, *part], log_name=log_name, environment=IN_PROCESS, seconds=seconds
+            )
         except RuntimeError as error:
             failures.append(f"{name}: {error}")
             continue
         kept.add(name, answer)
-        common.say(f"      {time.perf_counter() - started:.0f} s")
+        common.log(f"      {time.perf_counter() - started:.0f} s")
     return failures
 
 

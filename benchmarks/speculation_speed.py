@@ -166,11 +166,11 @@ def measure_all(options: argparse.Namespace) -> None:
     rows = []
     for method in options.methods:
         for k in options.drafts:
-            common.say(f"{method}, k = {k} ...")
+            common.log(f"{method}, k = {k} ...")
             name = f"{method}/{k}"
-            log = f"speculation_speed-{method}-{k}"
+            log_name = f"speculation_speed-{method}-{k}"
             turns = common.run_part(
-                Path(__file__), ["--part", name, *part], log=log, environment=shared.IN_PROCESS, seconds=1800
+                Path(__file__), ["--part", name, *part], log_name=log_name, environment=shared.IN_PROCESS, seconds=1800
             )
             rows.append({"method": method, "k": k, **figures(turns, k)})
     show(rows)
@@ -182,7 +182,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     digits = {name: 1 if name.endswith(("_ms", "_tok_s")) else 2 for name in names}
     lines = [[row["method"], str(row["k"]), *(f"{row[name]:.{digits[name]}f}" for name in names)] for row in rows]
     header = ["method", "k", *(name.replace("_tok_s", " tokens/s").replace("_", " ") for name in names)]
-    common.say(f"\nbatch 1, float32\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
+    common.log(f"\nbatch 1, float32\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
 
 
 def main() -> int:

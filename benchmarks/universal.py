@@ -130,9 +130,9 @@ def show(cases: dict[str, Any], names: list[str], drafts: list[int]) -> None:
     header = ["target", "T", "method", "k", *(f"pos {place}" for place in range(1, most + 1))]
     header += ["tokens per step", f"against {BASE}", "repetitive", "openings"]
     rows = [row_of(cases, name, k, most) for name in names if name in cases for k in drafts]
-    common.say("\n" + shared.markdown(header, rows) + "\n")
-    common.say("tokens per step, and by kind of prompt: what a request gains per step of the target.")
-    common.say(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
+    common.log("\n" + shared.markdown(header, rows) + "\n")
+    common.log("tokens per step, and by kind of prompt: what a request gains per step of the target.")
+    common.log(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
 
 
 def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
@@ -163,7 +163,7 @@ def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
 
 def measure_all(options: argparse.Namespace) -> None:
     if not options.gemma:
-        common.say("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
+        common.log("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
     names = case_names(options)
     shared.measure_kept(
         Path(__file__), options, names, SETTINGS, lambda cases: show(cases, names, options.drafts), more=("gemma",)

@@ -209,7 +209,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
                     "plain_over_roofline": {name: own["step"] * rate / read for name, rate in bandwidth.items()},
                 }
             )
-            common.say(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
+            common.log(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
     return bandwidth, rows
 
 
@@ -221,7 +221,7 @@ def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> 
         cell = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
         lines.append([*cell, *(f"{row['plain_over_roofline'][name]:.2f}" for name in bandwidth)])
     rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in bandwidth.items())
-    common.say(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
 
 
 def main() -> int:

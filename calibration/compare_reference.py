@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = load_prompts(options.prompts, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
     asked = {"model": options.model, "dtype": options.dtype}
-    say(f"reference: {len(prompts)} prompts ...")
+    log(f"reference: {len(prompts)} prompts ...")
     reference = run_module(
         REFERENCE,
         asked | {"prompts": prompts, "tokens": options.tokens},
@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> None:
     )
     write(options, "reference.json", reference)
     said = f"reference: {reference['library']} on {reference['device']}"
-    say(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
-    say("our engine ...")
+    log(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
+    log("our engine ...")
     more = {"texts": reference["answers"], "speculative": options.speculative, "engine": options.engine}
     ours = run_module(OURS, asked | more, options.out / "ours.log")
     write(options, "ours.json", ours)
@@ -91,7 +91,7 @@ def write(options: argparse.Namespace, name: str, report: dict[str, Any]) -> Non
     replace(options.out / name, (json.dumps(report, indent=1) + "\n").encode())
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

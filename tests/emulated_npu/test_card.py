@@ -45,7 +45,7 @@ def test_reads_are_counted_with_their_line(card: Any) -> None:
     x = torch.ones(3).to("npu")
     bool(x.sum() > 1)
     assert card.counters.host_reads == 1
-    assert THIS_FILE in card.counters.lines("host read")[0]
+    assert THIS_FILE in card.counters.lines("device-to-host sync")[0]
 
 
 def test_float64_runs_on_the_host(card: Any) -> None:

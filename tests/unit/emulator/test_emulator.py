@@ -123,7 +123,7 @@ def test_host_reads_are_counted_with_their_line(card: Any, read: Callable[[torch
     x = hpu(1, 2)
     read(x)
     assert card.counters.host_reads == 1
-    assert THIS_FILE in card.counters.lines("host read")[0]
+    assert THIS_FILE in card.counters.lines("device-to-host sync")[0]
 
 
 def test_numpy_needs_a_host_tensor(card: Any) -> None:
@@ -492,7 +492,7 @@ def test_a_careless_proposer_is_caught_by_line(card: Any) -> None:
     counted = report.as_json(card)
     found = {(event["kind"], event["where"].split(" ")[0].rpartition("/")[2]) for event in counted["events"]}
     assert ("dynamic op", f"{THIS_FILE}:{first + 2}") in found
-    assert ("host read", f"{THIS_FILE}:{first + 3}") in found
+    assert ("device-to-host sync", f"{THIS_FILE}:{first + 3}") in found
     assert counted["steps"][0]["host_reads"] == 3
     table = report.as_table(card)
     assert f"{THIS_FILE}:{first + 2}" in table

@@ -309,7 +309,7 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
 
     first = step.__code__.co_firstlineno
     assert step().tolist() == [2.0, 2.0]
-    expected = {"graph capture": {3}, "host read": {3}, "sync": {4, 5}}
+    expected = {"graph capture": {3}, "device-to-host sync": {3}, "sync": {4, 5}}
     for kind, lines in expected.items():
         found = {where.split(" ")[0].rpartition("/")[2] for where in card.counters.lines(kind)}
         assert found == {f"{THIS_FILE}:{first + line}" for line in lines}

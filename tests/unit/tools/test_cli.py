@@ -403,11 +403,11 @@ def tally(compiles: int = 0, **amounts: int) -> dict[str, int]:
 
 
 def report(
-    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, behind: int = 0
+    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, after_steps: int = 0
 ) -> dict[str, Any]:
-    """A worker's report on the emulated card behind a warm-up of two graphs; `behind`: reads after the last step."""
+    """A worker's report on the emulated card after a warm-up of two graphs; `after_steps`: syncs after the last step."""
     total = {name: sum(step[name] for step in steps) for name in tally()}
-    total["host_reads"] += behind
+    total["host_reads"] += after_steps
     names = ("kind", "what", "where")
     graphs = [
         {"name": "Runner._forward", "replays": len(steps)},
@@ -463,7 +463,7 @@ def result_after(*looks: dict[str, Any], first: dict[str, Any] | None = None) ->
     return result_of(meter)
 
 
-READ = ("host read", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
+READ = ("device-to-host sync", "copy to the host", "devices/hpu/backend.py:9 (start_download)")
 GOOD = tally(host_reads=1, upload_bytes=100, kv_bytes_read=50)
 
 
@@ -479,7 +479,7 @@ def test_a_clean_run() -> None:
     assert summary.conclusion(result).startswith("clean: ")
     table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 never used here" in table
-    assert "host reads per step 1.00, 1 at most" in table
+    assert "device-to-host syncs per step 1.00, 1 at most" in table
     assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
     assert f"6 x {READ[1]} at {READ[2]}" in table
 
@@ -498,21 +498,21 @@ def test_a_compile_is_found_with_its_line() -> None:
     late = ("compile after warm-up", "sort, op 3 of 4", "my/drafter.py:12 (propose)")
     result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
     (finding,) = result["findings"]
-    assert finding == "compiled after warm-up, in the mixed phase: 2 programs: my/drafter.py:12 (propose)"
+    assert finding == "compiled after warm-up, in the mixed phase: 2 graphs: my/drafter.py:12 (propose)"
     assert summary.conclusion(result) == f"not clean: {finding}"
     assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in summary.table(result).splitlines()
 
 
-def test_a_second_read_is_found_with_its_line() -> None:
-    item = ("host read", "item", "my/drafter.py:14 (propose)")
+def test_a_second_sync_is_found_with_its_line() -> None:
+    item = ("device-to-host sync", "item", "my/drafter.py:14 (propose)")
     result = result_after(report([GOOD, tally(host_reads=3), GOOD], {READ: 3, item: 2}))
     (finding,) = result["findings"]
-    assert "1 of 3 steps read the host more than once, one of them 3 times" in finding
+    assert "1 of 3 steps have more than 1 device-to-host sync, one of them 3" in finding
     assert "my/drafter.py:14 (propose)" in finding
 
 
-def test_reads_behind_the_last_step_are_counted() -> None:
-    result = result_after(report([GOOD], {READ: 1}, behind=2))
+def test_syncs_after_the_last_step_are_counted() -> None:
+    result = result_after(report([GOOD], {READ: 1}, after_steps=2))
     assert result["phases"]["mixed"]["most_reads_in_a_step"] == 2
     assert len(result["findings"]) == 1
 
@@ -542,7 +542,7 @@ def test_what_another_card_captured_is_counted() -> None:
     assert "estimate" not in summary.table(result)
     late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
     first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
-    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 programs"]
+    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
 
 
 def test_a_card_counts_less() -> None:
@@ -552,9 +552,9 @@ def test_a_card_counts_less() -> None:
     assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
     assert "not counted on this device" in summary.table(result)
-    assert "the runner reads the host once a step" in summary.conclusion(result)
+    assert "the runner makes at most 1 device-to-host sync per step" in summary.conclusion(result)
     found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
-    assert found == ["compiled after warm-up, in the mixed phase: 2 programs"]
+    assert found == ["compiled after warm-up, in the mixed phase: 2 graphs"]
 
 
 # ---- verify-gaudi, verify-ascend ------------------------------------------------------------------------------

@@ -96,18 +96,20 @@ def test_a_table_in_a_pipe_is_plain() -> None:
     assert lines[place].split() == [
         "task",
         "tokens/s",
-        "ratio",
-        *["middle", "half"],
-        "tokens/step",
-        "acceptance",
+        "speedup",
+        "quartiles",
+        *["acceptance", "length"],
+        *["all", "steps"],
+        *["acceptance", "rate"],
         *["same", "text", "as", "baseline"],
     ]
-    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "-", "-"]
+    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "1.00", "-", "-"]
     assert lines[place + 2].split() == [
         "ngram",
         "60.0",
         "1.50",
         *["1.25", "to", "2.00"],
+        "2.30",
         "2.30",
         "0.650",
         "1",
@@ -200,7 +202,7 @@ def test_one_task_in_full() -> None:
     one = task("ngram", 60.0, acc_rate_elsewhere=0.25, mean_accepted_length=2.3)
     pipe = io.StringIO()
     show(one, {"device": "cpu", "mode": "eager"}, pipe)
-    assert "acc_rate elsewhere   0.250" in pipe.getvalue()
+    assert "on other prompts     0.250" in pipe.getvalue()
     assert "-> ' there was a boat'" in pipe.getvalue()
 
 

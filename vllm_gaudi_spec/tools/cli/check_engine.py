@@ -53,12 +53,12 @@ def _explained(error: Exception) -> str:
     return f"{type(error).__name__}: {in_one_line(error)} (--verbose shows where)"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"graph-check: {text}", file=sys.stderr, flush=True)
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
-    say(f"loading {options.model or 'the demo model'}, and making all graphs")
+    log(f"loading {options.model or 'the demo model'}, and making all graphs")
     llm = open_engine(options)
     limits, text = limits_and_text(llm, options)
     warm = report(llm)
@@ -69,7 +69,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         ("mixed", workload.mixed(options.requests, options.seed, text, limits)),
         ("prompt log-probabilities", workload.with_prompt_logprobs(options.seed, text, limits)),
     ):
-        say(f"{len(items)} requests ({title})")
+        log(f"{len(items)} requests ({title})")
         meter = counting.Meter(meter.last)
         with counting_requests(f"requests ({title})", len(items)) as more:
             for name, count in drive(llm, items, look_with(meter, llm), more).items():

@@ -44,7 +44,7 @@ class Cases:
     """Answers lie in `folder` under names that follow from all that was asked: what changes is measured anew."""
 
     folder: Path
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     more: Callable[[int], None]
     """Is told of each answer."""
 
@@ -57,12 +57,12 @@ class Cases:
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.folder / f"{name}-{_digest(task)}.json"
         if kept.exists():
-            self.say("      kept from an earlier run")
+            self.log("      kept from an earlier run")
             return Answer.read(json.loads(kept.read_text()))
         started = time.monotonic()
         written = run_module("vllm_gaudi_spec.tools.tune.case", task, self.folder / f"{name}.log")
         replace(kept, json.dumps(written).encode())
-        self.say(f"      {time.monotonic() - started:.0f} s")
+        self.log(f"      {time.monotonic() - started:.0f} s")
         return Answer.read(written)
 
 
