@@ -74,7 +74,7 @@ def test_a_longer_run_tells_of_fewer_drafts() -> None:
     assert found.num_drafts == 1
     assert found.positions == (2 / 4,)
     assert found.tokens_per_step == 6 / 4
-    with pytest.raises(ValueError, match="does not tell"):
+    with pytest.raises(ValueError, match="cannot show"):
         found.shortened(2)
 
 
@@ -180,9 +180,9 @@ def test_a_runner_tells_its_observer_of_every_step_and_all_drafting(
 
 def test_gain_is_tokens_over_time() -> None:
     one = candidate("draft_model", 3, 2.0, b1=1.25, b4=1.6)
-    assert one.gain(1) == pytest.approx(1.6)
-    assert one.gain(4) == pytest.approx(1.25)
-    assert one.gain(2) == pytest.approx(2.0 / (1.25 + 0.35 / 3))
+    assert one.speedup(1) == pytest.approx(1.6)
+    assert one.speedup(4) == pytest.approx(1.25)
+    assert one.speedup(2) == pytest.approx(2.0 / (1.25 + 0.35 / 3))
 
 
 def test_the_fastest_wins_at_each_size_and_overall() -> None:

@@ -405,7 +405,7 @@ def tally(compiles: int = 0, **amounts: int) -> dict[str, int]:
 def report(
     steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, after_steps: int = 0
 ) -> dict[str, Any]:
-    """A worker's report on the emulated card after a warm-up of two graphs; `after_steps`: syncs after the last step."""
+    """A worker's report on the emulated card after a warm-up of two graphs; `after_steps`: syncs after the last one."""
     total = {name: sum(step[name] for step in steps) for name in tally()}
     total["host_reads"] += after_steps
     names = ("kind", "what", "where")

@@ -99,8 +99,8 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
     plain = next(task["tokens_per_s"] for task in tasks if task["name"] == BASELINE)
     if best["ratio"] < _MIN_SPEEDUP:
         return (
-            f"No speedup here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens/s, against {plain:.1f} "
-            "without speculation."
+            f"No speedup here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens/s, against "
+            f"{plain:.1f} without speculation."
         )
     return (
         f"{best['name']}: speedup {best['ratio']:.2f} over no speculation, {best['tokens_per_s']:.1f} tokens/s against "

@@ -48,8 +48,8 @@ def candidates(options: argparse.Namespace, log: Log) -> list[Candidate]:
 
 
 def times_plain_engine() -> bool:
-    """Where a device works behind the host's back, a host's clock cannot tell what a drafter takes of a plain step: so
-    plain steps are timed in an engine without one."""
+    """On an asynchronous device the host's clock cannot separate the drafter from a plain step, so plain steps are timed
+    in an engine without a drafter."""
     return choose_device() != "cpu"
 
 
@@ -127,9 +127,9 @@ def estimate(drafter: Drafter, drafts: int, batch: int, context: int, options: a
 
 
 def task_of(drafter: Drafter | None, drafts: int, prompts: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """All that an answer depends on, also what an engine finds out for itself. Without a drafter, of a plain engine."""
+    """All that an answer depends on, also what the engine finds out itself. No drafter: the task of a plain engine."""
     speculative = config_of(drafter, options) | {"num_speculative_tokens": drafts} if drafter else None
-    given = (options.engine.get("additional_config") or {}).get(ADDITIONAL_CONFIG_KEY, {})
+    spec_options = (options.engine.get("additional_config") or {}).get(ADDITIONAL_CONFIG_KEY, {})
     return {
         "model": options.model,
         "speculative": speculative,
@@ -142,7 +142,7 @@ def task_of(drafter: Drafter | None, drafts: int, prompts: list[str], options: a
         "device": choose_device(),
         "weights": [fingerprint(model) for model in (options.model, (speculative or {}).get("model")) if model],
         "quantized": [
-            Path(path).read_text() for path in (quant_config_path(), given.get("draft_quant_config")) if path
+            Path(path).read_text() for path in (quant_config_path(), spec_options.get("draft_quant_config")) if path
         ],
         "versions": [version(package) for package in ("vllm-gaudi-spec", "torch")],
     }
