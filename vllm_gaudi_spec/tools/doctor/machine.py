@@ -20,7 +20,7 @@ _CARDS = {name: device.title for name, device in devices.DEVICES.items() if devi
 class _Tool(NamedTuple):
     command: tuple[str, ...]
     driver: str
-    """Where the driver's version stands in what the tool prints."""
+    """The driver's version in the tool's output."""
 
 
 # hl-smi names the network's driver, "Nic Driver Version", behind the card's; npu-smi has its own version in front.
@@ -42,8 +42,8 @@ def device_findings() -> Iterator[Finding]:
 
 def _requested_device(device: str) -> Iterator[Finding]:
     if device not in devices.DEVICES:
-        known = ", ".join(devices.DEVICES)
-        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {known}")
+        names = ", ".join(devices.DEVICES)
+        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {names}")
         return
     if (software := devices.missing_software(device)) is not None:
         yield Finding(
@@ -60,7 +60,7 @@ def _requested_device(device: str) -> Iterator[Finding]:
             f"give the container its devices, load the driver, or use VGS_DEVICE={device}-emulated",
         )
     else:
-        yield Finding(OK, "device", f"{device}, because VGS_DEVICE says so")
+        yield Finding(OK, "device", f"{device}, set by VGS_DEVICE")
 
 
 def _chosen_device() -> Iterator[Finding]:

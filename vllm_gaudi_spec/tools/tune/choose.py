@@ -48,8 +48,8 @@ def candidates(options: argparse.Namespace, log: Log) -> list[Candidate]:
 
 
 def times_plain_engine() -> bool:
-    """On an asynchronous device the host's clock cannot separate the drafter from a plain step, so plain steps are timed
-    in an engine without a drafter."""
+    """On an asynchronous device the host's clock cannot separate the drafter from a plain step, so plain steps are
+    timed in an engine without a drafter."""
     return choose_device() != "cpu"
 
 
