@@ -44,10 +44,10 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     answer = json.loads((folder / "choice.json").read_text())
     candidates = [found for found in answer["candidates"] if found["method"] == "draft_model"]
     choice = {}
-    for place, batch in enumerate(options.batches):
-        gains = {found["num_speculative_tokens"]: found["by_batch"][place]["gain"] for found in candidates}
-        best = max(gains, key=lambda k: gains[k])
-        choice[batch] = best if gains[best] > 1 else 0
+    for index, batch in enumerate(options.batches):
+        speedups = {found["num_speculative_tokens"]: found["by_batch"][index]["gain"] for found in candidates}
+        best = max(speedups, key=lambda k: speedups[k])
+        choice[batch] = best if speedups[best] > 1 else 0
     return choice
 
 

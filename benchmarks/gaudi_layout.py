@@ -116,8 +116,8 @@ def rectangle(case: Case, spec: AttentionLayerSpec, seed: int = 0) -> Rows:
     table = order.view(case.batch, width).int()
     starts = torch.full((case.batch,), case.context - case.queries, dtype=torch.int32)
     rows = torch.arange(case.batch, dtype=torch.int32).repeat_interleave(width)
-    places = torch.arange(width, dtype=torch.int32).repeat(case.batch)
-    return Rows(starts, table, torch.stack((table.flatten(), rows, places)))
+    offsets = torch.arange(width, dtype=torch.int32).repeat(case.batch)
+    return Rows(starts, table, torch.stack((table.flatten(), rows, offsets)))
 
 
 def flattened(ours: Rows, queries: int) -> Rows:
@@ -126,8 +126,8 @@ def flattened(ours: Rows, queries: int) -> Rows:
     starts = (ours.starts_B[:, None] + torch.arange(queries, dtype=torch.int32)).flatten()
     table = ours.table_BW.repeat_interleave(queries, dim=0)
     rows = torch.arange(batch * queries, dtype=torch.int32).repeat_interleave(width)
-    places = torch.arange(width, dtype=torch.int32).repeat(batch * queries)
-    return Rows(starts, table, torch.stack((table.flatten(), rows, places)))
+    offsets = torch.arange(width, dtype=torch.int32).repeat(batch * queries)
+    return Rows(starts, table, torch.stack((table.flatten(), rows, offsets)))
 
 
 def make_attend(backend: DeviceBackend, spec: AttentionLayerSpec, queries: int) -> Attend:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 # Read by vLLM and by the checkout when they are imported: the emulated device; block lists instead of a slice of the
-# cache, as the checkout's own tests of speculation have it; a version of the bridge, which no package tells here.
+# cache, as the checkout's own tests of speculation have it; a version of the bridge, which no package reports here.
 os.environ["VGS_DEVICE"] = "hpu-emulated"
 os.environ["VLLM_CONTIGUOUS_PA"] = "false"
 os.environ["VLLM_BUILD"] = "1.23.0"
@@ -194,7 +194,7 @@ class Attention:
     difference: float | None = None
     """The largest between the two outputs."""
     refusal: str | None = None
-    """What the emulator said instead of running theirs."""
+    """The emulator's error instead of running theirs."""
 
     @property
     def ratio(self) -> float:
@@ -323,7 +323,7 @@ def compare_attention(outside: Outside, case: layout.Case, buckets: bool, fused:
 
 
 def padded(rows: layout.Rows, case: layout.Case) -> layout.Rows:
-    """With the list as long as our bucket for it. Padding is block 0, of the row behind the last."""
+    """With the list as long as our bucket for it. Padding is block 0, of the row after the last."""
     shapes = graphs.make_shapes(MAX_NUM_SEQS, MAX_MODEL_LEN, EXPONENTIAL, case.drafts, graphs.Settings())
     listed = torch.zeros(3, shapes.decode_context([case.context] * case.batch), dtype=torch.int32)
     listed[1] = case.batch
@@ -396,7 +396,7 @@ def main() -> None:
     common.log("* on instances made without __init__, whose attributes are filled in by hand")
     common.log(f"Names filled with empty classes, used by none of these: {', '.join(outside.filled) or 'none'}\n")
     common.log("Acceptance of drafts, one step:")
-    header = ["batch", "k", "who", "host reads", "implicit markers", "launches", "tokens"]
+    header = ["batch", "k", "who", "device-to-host syncs", "implicit markers", "launches", "tokens"]
     common.log(common.table(header, [acceptance_row(one) for one in accepted]))
     for line in dict.fromkeys(line for one in accepted for line in one.lines):
         common.log(f"  read at {line}")

@@ -4,7 +4,7 @@ python benchmarks/gemm.py --json .bench/gemm.json
 
 Every layer has weights of its own, as in a model, so none are found in a cache. The candidates take turns within each
 repetition, and figures are medians over the repetitions. "x bound" is the time over that of reading the candidate's own
-bytes at the speed at which all threads read memory. The last column says how far results are off, as a share of the
+bytes at the speed at which all threads read memory. The last column is how far results are off, as a share of the
 largest, for weights that have 8 significant bits as those of a bfloat16 checkpoint do.
 
 To see what a CPU without AVX-512 would choose:
@@ -262,8 +262,8 @@ def main() -> int:
     weights = [(name, (torch.randn(shape) * 0.03).bfloat16().float()) for name, shape in SIZES[options.size].matrices()]
     num_weights = sum(weight.numel() for _, weight in weights)
     bandwidth = common.read_bandwidth()
-    wanted = [name for name in CANDIDATES if options.only is None or any(text in name for text in options.only)]
-    candidates = make_candidates(wanted, weights)
+    selected = [name for name in CANDIDATES if options.only is None or any(text in name for text in options.only)]
+    candidates = make_candidates(selected, weights)
     measured = measure(candidates, options.rows, options.repeats)
     rows = []
     for candidate in candidates:

@@ -1,4 +1,4 @@
-"""Whether steps that overlap are faster here than steps one after the other: asynchronous scheduling on and off.
+"""Speedup of async scheduling on this machine: on and off.
 
 python benchmarks/overlap.py --json .bench/overlap.json
 

@@ -80,12 +80,12 @@ def show(lines: list[Line]) -> None:
     for line in lines:
         tables.setdefault((line.report, line.figure, line.axis, *line.fixed), []).append(line)
     for (report, figure, axis, *_), members in tables.items():
-        places = sorted({x for line in members for x, _ in line.points})
-        header = [*members[0].fixed, *(f"{axis} {x:g}" for x in places), "exponent"]
+        xs = sorted({x for line in members for x, _ in line.points})
+        header = [*members[0].fixed, *(f"{axis} {x:g}" for x in xs), "exponent"]
         body = []
         for line in members:
             found = dict(line.points)
-            cells = [f"{found[x]:.4g}" if x in found else "" for x in places]
+            cells = [f"{found[x]:.4g}" if x in found else "" for x in xs]
             body.append([*map(str, line.fixed.values()), *cells, f"{line.exponent:.2f}"])
         common.log(f"\n{report}: {figure} along {axis}\n\n{common.table(header, body)}")
 

@@ -3,10 +3,10 @@
 python calibration/compare_reference.py MODEL --python REFERENCE/bin/python
 
 REFERENCE is an environment made from requirements/optimum-habana.in: it needs another transformers than vLLM does.
-Where there is no Gaudi, the reference is plain transformers, by default of this very environment, and the report says
+Where there is no Gaudi, the reference is plain transformers, by default of this very environment, and the report notes
 so. Nothing here was run on a Gaudi.
 
-Both answer the same prompts, the best token each time. Then our engine says how likely it finds each token of the
+Both answer the same prompts, the best token each time. Then our engine computes its log-likelihood of each token of the
 prompts and of the reference's answers. The first different token of an answer is called a tie where the reference
 itself preferred its token by less than 0.001.
 """
@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> None:
         options.python,
     )
     write(options, "reference.json", reference)
-    said = f"reference: {reference['library']} on {reference['device']}"
-    log(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
+    described = f"reference: {reference['library']} on {reference['device']}"
+    log(described if reference["device"] == "hpu" else f"{described}: there is no Gaudi, so not optimum-habana")
     log("our engine ...")
     more = {"texts": reference["answers"], "speculative": options.speculative, "engine": options.engine}
     ours = run_module(OURS, asked | more, options.out / "ours.log")

@@ -306,8 +306,8 @@ def _encode(node: Node, encode: Any) -> dict[str, Any]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file, and its folder where that is missing. A link of that name is replaced, not followed: no user named
-    it, and its target is not ours."""
+    """Write a file, and its folder where that is missing. A link of that name is replaced, and its target
+    left alone: no user named it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)

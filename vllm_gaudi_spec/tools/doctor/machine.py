@@ -23,7 +23,7 @@ class _Tool(NamedTuple):
     """The driver's version in the tool's output."""
 
 
-# hl-smi names the network's driver, "Nic Driver Version", behind the card's; npu-smi has its own version in front.
+# hl-smi names the network's driver, "Nic Driver Version", after the card's; npu-smi has its own version in front.
 _TOOLS = {
     "hl-smi": _Tool(("hl-smi",), r"^\|\s*Driver Version:\s*([\w.-]+)"),
     "npu-smi": _Tool(("npu-smi", "info"), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
@@ -102,8 +102,8 @@ def driver_findings() -> Iterator[Finding]:
             yield Finding(WARNING, "driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
             continue
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
-            yield Finding(WARNING, "driver", f"{name} fails: {said}", "load the driver again, or reboot")
+            message = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
+            yield Finding(WARNING, "driver", f"{name} fails: {message}", "load the driver again, or reboot")
             continue
         found = re.search(tool.driver, done.stdout, re.MULTILINE)
         yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")

@@ -110,7 +110,8 @@ def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterat
     yield Finding(
         NOTE,
         "lengths",
-        f"requests of up to {longest} tokens; the drafter ends at {drafter_len} of its own, and they go on without drafts",
+        f"requests of up to {longest} tokens; the drafter ends at {drafter_len} of its own, and they go "
+        "on without drafts",
         "expect no speedup after that, or take a drafter with a longer context",
     )
 
