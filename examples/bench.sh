@@ -53,5 +53,5 @@ plain, drafted = (json.loads((pathlib.Path(sys.argv[1]) / f"{n}.json").read_text
 assert not plain["failed"] + drafted["failed"], "requests failed; see the logs"
 without, with_drafts = plain["output_throughput"], drafted["output_throughput"]
 print(f"without speculation {without:8.1f} tokens/s\nwith speculation    {with_drafts:8.1f} tokens/s, "
-      f"{drafted['spec_decode_acceptance_length']:.2f} tokens a step with drafts\nratio               {with_drafts / without:8.2f}")
+      f"{drafted['spec_decode_acceptance_length']:.2f} mean acceptance length\nspeedup             {with_drafts / without:8.2f}")
 END

@@ -134,13 +134,13 @@ def test_our_platform_stays_inactive_beside_theirs(
         )
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    kept = (devices.other_platform_plugins, devices._say_inactive)
-    for cached in kept:
+    patched = (devices.other_platform_plugins, devices._say_inactive)
+    for cached in patched:
         cached.cache_clear()
     try:
         assert vllm_gaudi_spec.platform_plugin() is None
     finally:
-        for cached in kept:
+        for cached in patched:
             cached.cache_clear()
     assert said == [(level, text)]
 

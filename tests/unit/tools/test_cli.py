@@ -175,12 +175,12 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     assert settings["LD_PRELOAD"] == str(tmp_path)
     assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.tools.compare"]
-    given = command[python + 4 :]
-    assert given[-2:] == ["--osl", "7"]  # the user's words come last
-    assert given.count("--osl") == 1
-    assert given[given.index("--report") + 1] == ".demo/report.html"
+    arguments = command[python + 4 :]
+    assert arguments[-2:] == ["--osl", "7"]  # the user's arguments come last
+    assert arguments.count("--osl") == 1
+    assert arguments[arguments.index("--report") + 1] == ".demo/report.html"
     assert (tmp_path / ".demo").is_dir()
-    assert given[given.index("--num_prompts") + 1] == "4"
+    assert arguments[arguments.index("--num_prompts") + 1] == "4"
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     assert cli.main(["demo", "--prompts", str(tmp_path)]) == 0
     assert not any(word.startswith("LD_PRELOAD") for word in started[1])
@@ -284,7 +284,7 @@ def test_pip_is_named_only_for_what_it_knows_by_that_name(
 
 
 def test_verbose_shows_who_wants_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*given: object) -> int:
+    def start(*arguments: object) -> int:
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
     monkeypatch.setattr(cli.graph_check, "start", start)
@@ -386,8 +386,8 @@ def test_the_workload_is_mixed() -> None:
     assert len({item.arrives for item in items}) > 8
     assert any(item.leaves_after is not None for item in items)
     assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
-    wanted = {name for kind in workload.KINDS for name in kind}
-    assert {name for item in items for name in item.params} >= wanted
+    expected = {name for kind in workload.KINDS for name in kind}
+    assert {name for item in items for name in item.params} >= expected
     assert not any("prompt_logprobs" in item.params for item in items)
     beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
     assert len(set(beginnings)) < len(beginnings), "nobody shares a beginning"
@@ -603,7 +603,7 @@ def test_markdown_for_the_documentation() -> None:
         verify_device.Row("reads of results per step", 0.9, 0.9, must_agree=True),
     ]
     failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
-    given = {
+    record = {
         "a_card": "a Gaudi",
         "rehearsal": False,
         "machine": {"torch": "2.11", "driver": "1.24"},
@@ -611,7 +611,7 @@ def test_markdown_for_the_documentation() -> None:
         "checks": [checked("draft_model", rows), failed],
         "result": "all agree",
     }
-    lines = verify_device.markdown(given).splitlines()
+    lines = verify_device.markdown(record).splitlines()
     assert lines[0] == "## Verified on a Gaudi"
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
@@ -619,7 +619,7 @@ def test_markdown_for_the_documentation() -> None:
     assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
     assert "graph-check, emulated card: 2 programs" in lines
     assert failed["error"] in lines
-    rehearsed = verify_device.markdown(given | {"rehearsal": True})
+    rehearsed = verify_device.markdown(record | {"rehearsal": True})
     assert rehearsed.startswith("## Rehearsal on the emulated card")
     assert "| count | in place of the card | emulated | |" in rehearsed
     assert "graph-check, in place of the card: clean" in rehearsed

@@ -74,8 +74,8 @@ def test_a_round_is_read_once_a_draft(tmp_path: Path) -> None:
 
 def test_a_head_borrows_the_output_matrix(tmp_path: Path) -> None:
     folder = model(tmp_path / "model")
-    own, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)
-    costs = [estimate(folder, "eagle", head, 2, 1, 50, "gaudi2").draft_s for head in (own, borrowed)]
+    with_head, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)
+    costs = [estimate(folder, "eagle", head, 2, 1, 50, "gaudi2").draft_s for head in (with_head, borrowed)]
     assert costs[0] == pytest.approx(costs[1])
 
 
