@@ -169,7 +169,7 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
         else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
     answer = {"model": options.model, "costs": costs, **found.as_json(options.model)}
-    drawn = chart.draw(found, f"How far to speculate: {options.model}", costs)
+    drawn = chart.draw(found, f"Method and number of drafts: {options.model}", costs)
     write_json(options.out / "choice.json", answer)
     files.replace(options.out / "choice.svg", drawn.encode())
     output_files.write_json(answer, options.json)
