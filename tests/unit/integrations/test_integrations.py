@@ -98,7 +98,7 @@ def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch:
     assert registered == [True]
 
 
-def test_it_says_when_it_serves(installed: pytest.MonkeyPatch) -> None:
+def test_it_logs_that_it_serves(installed: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.integrations.vllm_ascend import patches
 
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""The scripts of calibration/ on files: what they make, and what they say of files that are not right."""
+"""The scripts of calibration/ on files: what they make, and their messages about files that are not right."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
 
 
 def test_commands_run_where_numpy_is_all_there_is(tmp_path: Path) -> None:
-    """Nothing but the standard library, to say that something is missing."""
+    """Nothing but the standard library, to report that something is missing."""
     code = (
         "import sys\nfrom vllm_gaudi_spec.tools import cli\n"
         "sys.exit(cli.main(['demo']) + 10 * cli.main(['doctor', '--json']))"
@@ -123,7 +123,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("options", [["completion", "bash"], ["doctor", "--json"]], ids=["short", "flushed"])
 def test_a_reader_that_goes_away(options: list[str]) -> None:
-    """As behind `| head`: no word on stderr, and status 1."""
+    """As with `| head`: nothing on stderr, and status 1."""
     code = (
         "import sys\nfrom vllm_gaudi_spec.tools import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.exit(cli.main(sys.argv[1:]))"
@@ -225,7 +225,7 @@ def test_demo_where_its_folder_can_not_be_made(
         ("0.31.2", "works with vLLM 0.32, and 0.31.2 is installed"),
     ],
 )
-def test_commands_that_run_vllm_say_that_it_is_missing_or_another(
+def test_commands_that_run_vllm_report_that_it_is_missing_or_another(
     command: list[str],
     release: str | None,
     words: str,
@@ -245,7 +245,7 @@ def test_commands_that_run_vllm_say_that_it_is_missing_or_another(
     [("jinja2", ["report", "run.json"]), ("rich", ["doctor"])],
 )
 def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list[str], tmp_path: Path) -> None:
-    """Both are required: where they are missing all the same, one line says so."""
+    """Both are required: where they are missing all the same, one line reports it."""
     (tmp_path / "run.json").write_text(json.dumps(records.run()))
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
@@ -626,7 +626,7 @@ def test_markdown_for_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
-def test_without_a_card_it_says_so(
+def test_without_a_card_it_is_an_error(
     device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = dataclasses.replace(device, is_available=lambda: False)

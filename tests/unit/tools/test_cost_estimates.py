@@ -96,7 +96,7 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     "begins", [b"", b"{}", (1 << 40).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"[" * 9]
 )
 def test_a_damaged_file(tmp_path: Path, begins: bytes) -> None:
-    """Nothing is read that is not there, however long its header says that it is."""
+    """Nothing is read that is not there, whatever length its header has."""
     (tmp_path / "model.safetensors").write_bytes(begins)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
         tensor_sizes(tmp_path)

@@ -174,7 +174,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_files.mistake("--json", None) is None
     assert output_files.mistake("--json", "-") is None
     assert output_files.mistake("--json", "run.json") is None
-    # A model's name behind --json is taken for a file.
+    # A model's name after --json is taken for a file.
     assert output_files.mistake("--json", "some/model") == (
         f"there is no folder {tmp_path}/some for --json some/model; make it first, or put --json last to print"
     )
