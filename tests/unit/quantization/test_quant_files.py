@@ -106,7 +106,7 @@ def test_another_world_size_is_refused(prefix: Path) -> None:
     with pytest.raises(QuantFilesError, match="no scale files"):
         files.read_world(prefix, 2, "maxabs_hw")
     files.write(prefix, measured())
-    with pytest.raises(QuantFilesError, match=r"several world sizes .* which of \[1, 2\]"):
+    with pytest.raises(QuantFilesError, match=r"several world sizes .* choose one of \[1, 2\]"):
         files.read_world(prefix)
     assert len(files.read_world(prefix, 2)) == 2
 
