@@ -44,10 +44,10 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     answer = json.loads((folder / "choice.json").read_text())
     candidates = [found for found in answer["candidates"] if found["method"] == "draft_model"]
     choice = {}
-    for place, batch in enumerate(options.batches):
-        gains = {found["num_speculative_tokens"]: found["by_batch"][place]["gain"] for found in candidates}
-        best = max(gains, key=lambda k: gains[k])
-        choice[batch] = best if gains[best] > 1 else 0
+    for index, batch in enumerate(options.batches):
+        speedups = {found["num_speculative_tokens"]: found["by_batch"][index]["gain"] for found in candidates}
+        best = max(speedups, key=lambda k: speedups[k])
+        choice[batch] = best if speedups[best] > 1 else 0
     return choice
 
 
@@ -90,7 +90,7 @@ def measure_all(options: argparse.Namespace) -> None:
     for batch in options.batches:
         rows.append(row_of(batch, choice[batch], measure(batch, model, options)))
         speeds = ", ".join(f"k = {k} {interval(value)}" for k, value in rows[-1]["ratios"].items())
-        common.say(f"batch {batch}: chosen {choice[batch]}; {speeds}")
+        common.log(f"batch {batch}: chosen {choice[batch]}; {speeds}")
     header = ["batch", *(f"k = {k}" for k in range(1, options.most + 1)), "fastest", "chosen", "chosen / fastest", ""]
     lines = [
         [
@@ -103,7 +103,7 @@ def measure_all(options: argparse.Namespace) -> None:
         ]
         for row in rows
     ]
-    common.say(f"\nSpeed over that without drafts, served\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
+    common.log(f"\nSpeed over that without drafts, served\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
     common.write_rows(options, ("tokens", "turns", "texts"), rows)
 
 

@@ -26,33 +26,33 @@ PLATFORMS = {
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
-def check_platform(wanted: str, chosen: str | None = None) -> None:
+def check_platform(expected: str, chosen: str | None = None) -> None:
     """`chosen`: the module of vLLM's platform, where that was asked elsewhere."""
     if chosen is None:
         from vllm.platforms import current_platform
 
         chosen = type(current_platform).__module__
-    if chosen.startswith("vllm_gaudi_spec") != (wanted == "ours"):
-        raise RuntimeError(f"wanted the platform {wanted}, vLLM chose {chosen}")
+    if chosen.startswith("vllm_gaudi_spec") != (expected == "ours"):
+        raise RuntimeError(f"wanted the platform {expected}, vLLM chose {chosen}")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, flush=True)
 
 
 # ---- subprocesses --------------------------------------------------------------------------------------
 
 
-def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, str], seconds: float) -> Any:
+def run_part(script: Path, part: list[str], *, log_name: str, environment: dict[str, str], seconds: float) -> Any:
     """Run `script` again with `part` as its arguments, in a process of its own; returns what it handed back.
 
     The child gets `--result FILE` and `--started TIME` and writes its answer there as JSON (see `hand_back`).
     Its output goes to .bench/LOG.log; when it fails, the end of that is shown and RuntimeError raised.
     """
-    # Else a parent that is told to stop would leave its child running.
+    # Else a parent that is stopped would leave its child running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     LOGS.mkdir(exist_ok=True)
-    log_path = LOGS / f"{log}.log"
+    log_path = LOGS / f"{log_name}.log"
     with tempfile.TemporaryDirectory() as folder, log_path.open("w") as log_file:
         result = Path(folder) / "result.json"
         command = [
@@ -79,12 +79,12 @@ def run_part(script: Path, part: list[str], *, log: str, environment: dict[str, 
             end_group(child)
         if code == 0:
             return json.loads(result.read_text())
-    say("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
+    log("".join(log_path.read_text(errors="replace").splitlines(keepends=True)[-20:]))
     raise RuntimeError(f"{' '.join(part)} failed ({code}); its last lines stand above, all of them in {log_path}")
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Leave nothing of the child behind: an engine that outlives it would disturb the next measurement."""
+    """End all processes of the child: an engine that outlives it would disturb the next measurement."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -98,7 +98,7 @@ def hand_back(result: Path, answer: Any) -> None:
 
 
 def last_level_cache_bytes() -> int:
-    """The largest cache that the first core sees; 64 MiB where the kernel does not say."""
+    """The largest cache that the first core sees; 64 MiB where the kernel does not report it."""
     sizes = [64 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -125,10 +125,10 @@ def read_bandwidth(repeats: int = 7) -> float:
 
 
 def warn_if_busy() -> None:
-    """Say so when other work is waiting for the cores; the last minute's average counts."""
+    """Warn when other work is waiting for the cores; the last minute's average counts."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
-        say(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
+        log(f"warning: the load average is {load:.1f} on {cores} cores: other work runs and will show in the figures")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -193,12 +193,12 @@ def write_rows(
     options: argparse.Namespace, settings: Iterable[str], rows: list[Any], machine: Any = None, **more: Any
 ) -> None:
     """What was measured, into the file that was asked for. `settings`: the options that matter, by name."""
-    said = {name: getattr(options, name) for name in settings}
-    write_json(options.json, {**said, **more, "rows": rows, "machine": machine or describe_machine()})
+    used_settings = {name: getattr(options, name) for name in settings}
+    write_json(options.json, {**used_settings, **more, "rows": rows, "machine": machine or describe_machine()})
 
 
 def write_json(path: Path | None, report: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n")
-        say(f"written to {path}")
+        log(f"written to {path}")

@@ -83,8 +83,8 @@ def main() -> None:
         ngram, suffix = measure_ngram(text, options), measure_suffix(text, options)
         report[name] = {"ngram": ngram, "suffix": suffix}
         rows.append([name, *(f"{value:.0f}" for value in (ngram["step_us"], suffix["start_us"], suffix["step_us"]))])
-    common.say(common.table(["text", "ngram step us", "suffix start us", "suffix step us"], rows))
-    common.say(common.NOISE_NOTE)
+    common.log(common.table(["text", "ngram step us", "suffix start us", "suffix step us"], rows))
+    common.log(common.NOISE_NOTE)
     common.write_json(options.json, report)
 
 

@@ -1,7 +1,7 @@
 """Models of a given shape with random weights, and the engine that runs them in this process.
 
 Speed depends on shapes, not on what was learnt: a folder with a config.json is enough for vLLM's `dummy` loader.
-VGS_DEVICE says on which device.
+VGS_DEVICE names the device.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | 
     import speculation_common as shared
 
     keep_engine_here()
-    own = options.pop("gaudi_spec", {})
+    spec_options = options.pop("gaudi_spec", {})
     with tempfile.TemporaryDirectory() as folder:
         target = write_model(Path(folder), size)
         if speculative_config is not None and drafter is not None:
@@ -127,7 +127,7 @@ def engine(size: str, speculative_config: dict[str, Any] | None, drafter: str | 
         defaults: dict[str, Any] = dict(
             load_format="dummy",
             dtype=DTYPES[size],
-            additional_config={"gaudi_spec": own},
+            additional_config={"gaudi_spec": spec_options},
         )
         with shared.engine(target, speculative_config, **(defaults | options)) as llm:
             yield llm
@@ -147,11 +147,11 @@ def fill_kv(llm: Any) -> None:
                 tensor.normal_()
 
 
-def _tensors(kept: Any) -> Iterator[torch.Tensor]:
-    if isinstance(kept, torch.Tensor):
-        yield kept
+def _tensors(cache: Any) -> Iterator[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        yield cache
     else:
-        for part in (kept.keys, kept.values) if hasattr(kept, "values") else kept:
+        for part in (cache.keys, cache.values) if hasattr(cache, "values") else cache:
             yield from _tensors(part) if part is not None else ()
 
 

@@ -5,9 +5,9 @@ VGS_DEVICE=cuda python benchmarks/end_to_end.py --size 8b --json .bench/end_to_e
 
 Models have random weights, so drafts are accepted at given rates (the synthetic rule): each of them with the same
 probability where all before it were. Requests of one length are served at once, and counted while all of them decode;
-steps overlap. With drafts and without, the engine is the same.
+scheduling is asynchronous. With drafts and without, the engine is the same.
 
-The ideal is accepted length x plain step / (verify + draft), of the device's own times: the programs of a step that was
+The ideal is acceptance length x plain step / (verify + draft), of the device's own times: the graphs of a step that was
 served, run again alone. What is missing to it are gaps in which the device waits for the host. The share of the time in
 which it is idle is measured twice: by the clock, as what a step takes beyond its programs, and on an accelerator by the
 profiler, as gaps between kernels.
@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
 
 def rates_of(rate: float, k: int) -> list[float]:
     """How often the first drafts are all accepted."""
-    return [rate ** (place + 1) for place in range(k)]
+    return [rate ** (i + 1) for i in range(k)]
 
 
 def longest(options: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def turn(llm: Any, tape: Tape, options: argparse.Namespace, batch: int, num_draf
     before = served.run(half)
     # In the middle: contexts are about as long as in the mean step.
     device_s = tape.seconds(options.repeats)
-    served.settle()
+    served.warm_up()
     found: dict[str, Any] = mean(before, served.run(options.steps - half))
     found["device_s"] = device_s
     watched = max(options.steps // 4, 2)
@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(
                     {"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted}
                 )
-                common.say(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
+                common.log(f"batch {batch}, rate {rate}: {rows[-1]['gain']:.2f} of {rows[-1]['ideal_gain']:.2f}")
     return rows
 
 
@@ -180,8 +180,8 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     names += ["draft_ms", "ideal_gain", "of_ideal", "step_ms", "idle_by_clock", "host_ms", "host_over_device"]
     header = [name.replace("_tok_s", " tokens/s").replace("_", " ") for name in names]
     lines = [[_text(name, row[name]) for name in names] for row in rows]
-    common.say(f"\n{options.size} dummy weights, k = {options.k}, prompts of {options.prompt} tokens; asked: {ASKED}")
-    common.say(f"of the ideal\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{options.size} dummy weights, k = {options.k}, prompts of {options.prompt} tokens; asked: {ASKED}")
+    common.log(f"of the ideal\n\n{shared.markdown(header, lines)}")
     traces = [row for row in rows if "trace" in row["drafted"]]
     if not traces:
         return
@@ -193,7 +193,7 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         if kind == "drafted" or row["rate"] == options.rates[0]
     ]
     header = ["batch", "steps are", *(name.replace("_", " ") for name in columns)]
-    common.say(f"\nthe device, by torch's profiler; of one step\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nthe device, by torch's profiler; of one step\n\n{shared.markdown(header, lines)}")
 
 
 def _text(name: str, value: float) -> str:

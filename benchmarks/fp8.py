@@ -18,7 +18,7 @@ from typing import Any
 
 import common
 import speculation_common as shared
-from common import say
+from common import log
 
 # Technical prose that no model was trained on, kept as it is: an edition of this project's own docs/architecture.md.
 TEXT = Path(__file__).parent / "held_out.txt"
@@ -68,9 +68,9 @@ def perplexity_of_engine(options: argparse.Namespace) -> float:
             use_tqdm=False,
         )
     scores = [
-        place[token].logprob
+        position[token].logprob
         for ids, output in zip(texts, outputs, strict=True)
-        for token, place in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+        for token, position in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
     ]
     assert len(scores) == options.num_tokens
     return math.exp(-sum(scores) / len(scores))
@@ -95,7 +95,7 @@ def perplexity_of_transformers(options: argparse.Namespace) -> float:
 def acceptance(options: argparse.Namespace) -> dict[str, Any]:
     """`options.part` names the drafter's way of making scales, or float32."""
     method = options.part.partition(":")[2]
-    own = {} if method == FLOAT32 else {"draft_quant_config": str(quant_config(options, "draft", method))}
+    spec_options = {} if method == FLOAT32 else {"draft_quant_config": str(quant_config(options, "draft", method))}
     speculative = {"method": "draft_model", "model": options.draft, "num_speculative_tokens": options.num_drafts}
     texts = [*shared.texts_named("openings", options.prompts), *shared.texts_named("general", options.prompts)]
     with shared.engine(
@@ -104,19 +104,19 @@ def acceptance(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=512,
         max_num_seqs=16,
         per_request_spec_decode_metrics="detailed",
-        additional_config={"gaudi_spec": own},
+        additional_config={"gaudi_spec": spec_options},
     ) as llm:
         prompts = shared.encode(llm.get_tokenizer(), texts, bos=False)
         requests = shared.ask(llm, prompts, 0.0, options.tokens, options.num_drafts)["requests"]
     drafted = sum(request["drafted"] for request in requests)
     accepted = sum(sum(request["accepted"]) for request in requests)
     steps = [count for request in requests for count in request["accepted"]]
-    places = range(1, options.num_drafts + 1)
+    positions = range(1, options.num_drafts + 1)
     return {
         "drafted": drafted,
         "accepted": accepted,
         "rate": accepted / drafted,
-        "by_place": [sum(count >= place for count in steps) / len(steps) for place in places],
+        "by_place": [sum(count >= position for count in steps) / len(steps) for position in positions],
         "tokens_per_step": sum(r["tokens"] for r in requests) / sum(r["steps"] for r in requests),
     }
 
@@ -142,11 +142,11 @@ def part(options: argparse.Namespace) -> Any:
 
 def run(options: argparse.Namespace, name: str, environment: dict[str, str] | None = None) -> Any:
     words = shared.cli(options, "model", "draft", "text", "num_tokens", "tokens", "prompts", "num_drafts")
-    say(f"  {name} ...")
+    log(f"  {name} ...")
     return common.run_part(
         Path(__file__),
         [str(options.folder.resolve()), "--part", name, *words],
-        log=f"fp8-{name.replace(':', '-')}",
+        log_name=f"fp8-{name.replace(':', '-')}",
         environment={**shared.IN_PROCESS, **(environment or {})},
         seconds=1800,
     )
@@ -170,22 +170,22 @@ def whole(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace, perplexity: dict[str, float], rates: dict[str, dict[str, Any]]) -> None:
-    say(f"\nPerplexity of {options.num_tokens} tokens of {options.text.name}, target in FP8\n")
-    say("| target | perplexity | beside bfloat16 | beside float32 |\n| --- | ---: | ---: | ---: |")
+    log(f"\nPerplexity of {options.num_tokens} tokens of {options.text.name}, target in FP8\n")
+    log("| target | perplexity | beside bfloat16 | beside float32 |\n| --- | ---: | ---: | ---: |")
     for name, value in perplexity.items():
         beside = [f"{100 * (value / perplexity[base] - 1):+.2f} %" for base in (BFLOAT16, FLOAT32)]
-        say(f"| {name} | {value:.3f} | {beside[0]} | {beside[1]} |")
-    say(f"\nAcceptance with the target in float32, greedy, {options.num_drafts} drafts a step\n")
-    places = [f"place {place}" for place in range(1, options.num_drafts + 1)]
-    say(f"| drafter | accepted | beside float32 | {' | '.join(places)} | tokens a step |")
-    say(f"| --- | ---: | ---: | {' | '.join('---:' for _ in places)} | ---: |")
+        log(f"| {name} | {value:.3f} | {beside[0]} | {beside[1]} |")
+    log(f"\nAcceptance with the target in float32, greedy, {options.num_drafts} drafts a step\n")
+    positions = [f"position {position}" for position in range(1, options.num_drafts + 1)]
+    log(f"| drafter | acceptance rate | beside float32 | {' | '.join(positions)} | over all steps |")
+    log(f"| --- | ---: | ---: | {' | '.join('---:' for _ in positions)} | ---: |")
     for name, found in rates.items():
         points = 100 * (found["rate"] - rates[FLOAT32]["rate"])
-        by_place = " | ".join(f"{100 * rate:.1f} %" for rate in found["by_place"])
+        by_position = " | ".join(f"{100 * rate:.1f} %" for rate in found["by_place"])
         rate = f"{100 * found['rate']:.2f} %"
-        say(f"| {name} | {rate} | {points:+.2f} points | {by_place} | {found['tokens_per_step']:.2f} |")
+        log(f"| {name} | {rate} | {points:+.2f} points | {by_position} | {found['tokens_per_step']:.2f} |")
 
 
 if __name__ == "__main__":
-    given = parse_options()
-    raise SystemExit(shared.run_main(given, lambda: part(given), lambda: whole(given)))
+    options = parse_options()
+    raise SystemExit(shared.run_main(options, lambda: part(options), lambda: whole(options)))

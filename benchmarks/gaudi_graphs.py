@@ -74,7 +74,7 @@ class Graphs:
     draft_random: int = 0
     """and with probabilistic or coupled ones."""
     draft_head: int = 0
-    """The same of a head with greedy drafts, and what it reads behind each verification."""
+    """The same of a head with greedy drafts, and what it reads after each verification."""
     worker_decode: int | None = None
     """Decode buckets of the existing worker,"""
     worker_prompt: int | None = None
@@ -134,8 +134,8 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         ),
     )
     modes = ("greedy", "probabilistic", "coupled")
-    own = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
-    assert own["probabilistic"] == own["coupled"]
+    draft_graphs = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
+    assert draft_graphs["probabilistic"] == draft_graphs["coupled"]
     return Graphs(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -147,8 +147,8 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         finish=len(finish),
         report=len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports),
         prompt_logprobs=len(sampling.prompt_logprob_counts()),
-        draft_greedy=own["greedy"],
-        draft_random=own["probabilistic"],
+        draft_greedy=draft_graphs["greedy"],
+        draft_random=draft_graphs["probabilistic"],
         draft_head=_drafts(shapes, sampling, backend, k, "greedy", head),
     )
 
@@ -230,14 +230,14 @@ def warmup_minutes(num_graphs: int) -> dict[str, float]:
 
 def as_row(graphs: Graphs) -> list[str]:
     minutes = warmup_minutes(graphs.total)
-    own = (graphs.draft_greedy, graphs.draft_random, graphs.draft_head) if graphs.k else ("-", "-", "-")
+    draft_graphs = (graphs.draft_greedy, graphs.draft_random, graphs.draft_head) if graphs.k else ("-", "-", "-")
     worker = [str(part) for part in (graphs.worker_decode, graphs.worker_prompt) if part is not None]
     return [
         f"{graphs.max_num_seqs} x {graphs.max_model_len}",
         graphs.strategy,
         str(graphs.k or "none"),
         *(str(part) for part in (graphs.decode_pairs, graphs.decode, graphs.prompt, graphs.finish, graphs.report)),
-        *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *own)),
+        *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *draft_graphs)),
         f"{minutes['cold']:.0f} / {minutes['cached']:.0f}",
         *worker,
     ]
@@ -249,8 +249,8 @@ def check(found: list[Graphs]) -> None:
     for one in found:
         if one.k:
             key = one.max_num_seqs, one.max_model_len, one.strategy
-            own = (one.draft_greedy, one.draft_random, one.draft_head)
-            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, *own))
+            draft_graphs = (one.draft_greedy, one.draft_random, one.draft_head)
+            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, *draft_graphs))
     for key, numbers in alike.items():
         if len(numbers) != 1:
             raise SystemExit(f"{key}: the number of graphs depends on k: {sorted(numbers)}")
@@ -264,13 +264,13 @@ def main() -> None:
     found = [count(*sizes, strategy, k) for sizes, strategy, k in every]
     if options.checkout:
         found = [worker_buckets(one) for one in found]
-    common.say(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
-    common.say("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
+    common.log(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
+    common.log("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
     header += ["+greedy", "+random", "+head", "min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
-    common.say(common.table(header, [as_row(one) for one in found]))
+    common.log(common.table(header, [as_row(one) for one in found]))
     check(found)
     rows = [
         {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one.total)}

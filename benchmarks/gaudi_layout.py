@@ -116,8 +116,8 @@ def rectangle(case: Case, spec: AttentionLayerSpec, seed: int = 0) -> Rows:
     table = order.view(case.batch, width).int()
     starts = torch.full((case.batch,), case.context - case.queries, dtype=torch.int32)
     rows = torch.arange(case.batch, dtype=torch.int32).repeat_interleave(width)
-    places = torch.arange(width, dtype=torch.int32).repeat(case.batch)
-    return Rows(starts, table, torch.stack((table.flatten(), rows, places)))
+    offsets = torch.arange(width, dtype=torch.int32).repeat(case.batch)
+    return Rows(starts, table, torch.stack((table.flatten(), rows, offsets)))
 
 
 def flattened(ours: Rows, queries: int) -> Rows:
@@ -126,8 +126,8 @@ def flattened(ours: Rows, queries: int) -> Rows:
     starts = (ours.starts_B[:, None] + torch.arange(queries, dtype=torch.int32)).flatten()
     table = ours.table_BW.repeat_interleave(queries, dim=0)
     rows = torch.arange(batch * queries, dtype=torch.int32).repeat_interleave(width)
-    places = torch.arange(width, dtype=torch.int32).repeat(batch * queries)
-    return Rows(starts, table, torch.stack((table.flatten(), rows, places)))
+    offsets = torch.arange(width, dtype=torch.int32).repeat(batch * queries)
+    return Rows(starts, table, torch.stack((table.flatten(), rows, offsets)))
 
 
 def make_attend(backend: DeviceBackend, spec: AttentionLayerSpec, queries: int) -> Attend:
@@ -264,9 +264,9 @@ def main() -> None:
     with torch.inference_mode():
         found = [measure(case) for case in cases]
     header = "batch context k blocks ours,B ratio flat,B ratio outputs g2:ours,ms g2:flat,ms g3:ours,ms g3:flat,ms"
-    common.say(f"Emulated Gaudi; bytes of KV read by one layer, {SMALL.num_kv_heads} KV heads of {SMALL.head_size}.")
-    common.say(f"ms: estimate, attention of a step of Llama-3.1-8B ({NUM_LAYERS} layers); not measured on any card.")
-    common.say(common.table(header.split(), [as_row(one) for one in found]))
+    common.log(f"Emulated Gaudi; bytes of KV read by one layer, {SMALL.num_kv_heads} KV heads of {SMALL.head_size}.")
+    common.log(f"ms: estimate, attention of a step of Llama-3.1-8B ({NUM_LAYERS} layers); not measured on any card.")
+    common.log(common.table(header.split(), [as_row(one) for one in found]))
     rows: list[dict[str, Any]] = [
         {**asdict(one), "ours_ratio": one.ours_ratio, "flattened_ratio": one.flattened_ratio} for one in found
     ]

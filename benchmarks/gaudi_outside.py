@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 # Read by vLLM and by the checkout when they are imported: the emulated device; block lists instead of a slice of the
-# cache, as the checkout's own tests of speculation have it; a version of the bridge, which no package tells here.
+# cache, as the checkout's own tests of speculation have it; a version of the bridge, which no package reports here.
 os.environ["VGS_DEVICE"] = "hpu-emulated"
 os.environ["VLLM_CONTIGUOUS_PA"] = "false"
 os.environ["VLLM_BUILD"] = "1.23.0"
@@ -194,7 +194,7 @@ class Attention:
     difference: float | None = None
     """The largest between the two outputs."""
     refusal: str | None = None
-    """What the emulator said instead of running theirs."""
+    """The emulator's error instead of running theirs."""
 
     @property
     def ratio(self) -> float:
@@ -323,7 +323,7 @@ def compare_attention(outside: Outside, case: layout.Case, buckets: bool, fused:
 
 
 def padded(rows: layout.Rows, case: layout.Case) -> layout.Rows:
-    """With the list as long as our bucket for it. Padding is block 0, of the row behind the last."""
+    """With the list as long as our bucket for it. Padding is block 0, of the row after the last."""
     shapes = graphs.make_shapes(MAX_NUM_SEQS, MAX_MODEL_LEN, EXPONENTIAL, case.drafts, graphs.Settings())
     listed = torch.zeros(3, shapes.decode_context([case.context] * case.batch), dtype=torch.int32)
     listed[1] = case.batch
@@ -390,17 +390,17 @@ def main() -> None:
         accepted = [one for batch, k in sizes for one in compare_acceptance(outside, batch, k)]
         forms = ((False, False), (True, False), (True, True))
         attended = [compare_attention(outside, case, *form) for form in forms for case in cases]
-    common.say("Ran unmodified, from the checkout:")
+    common.log("Ran unmodified, from the checkout:")
     for line in RAN:
-        common.say(f"  {line}")
-    common.say("* on instances made without __init__, whose attributes are filled in by hand")
-    common.say(f"Names filled with empty classes, used by none of these: {', '.join(outside.filled) or 'none'}\n")
-    common.say("Acceptance of drafts, one step:")
-    header = ["batch", "k", "who", "host reads", "implicit markers", "launches", "tokens"]
-    common.say(common.table(header, [acceptance_row(one) for one in accepted]))
+        common.log(f"  {line}")
+    common.log("* on instances made without __init__, whose attributes are filled in by hand")
+    common.log(f"Names filled with empty classes, used by none of these: {', '.join(outside.filled) or 'none'}\n")
+    common.log("Acceptance of drafts, one step:")
+    header = ["batch", "k", "who", "device-to-host syncs", "implicit markers", "launches", "tokens"]
+    common.log(common.table(header, [acceptance_row(one) for one in accepted]))
     for line in dict.fromkeys(line for one in accepted for line in one.lines):
-        common.say(f"  read at {line}")
-    common.say("\nAttention of verify rows, one layer, one step. Without buckets, lists are as long as needed:")
+        common.log(f"  read at {line}")
+    common.log("\nAttention of verify rows, one layer, one step. Without buckets, lists are as long as needed:")
     header = [
         "batch",
         "context",
@@ -415,10 +415,10 @@ def main() -> None:
         "ratio",
         "outputs",
     ]
-    common.say(common.table(header, [attention_row(one) for one in attended]))
+    common.log(common.table(header, [attention_row(one) for one in attended]))
     for text in dict.fromkeys(one.refusal for one in attended if one.refusal):
-        common.say(f"  refused: {text}")
-    common.say("Off: a step that crosses into a new block, which their list of blocks lacks (known from reading it).")
+        common.log(f"  refused: {text}")
+    common.log("Off: a step that crosses into a new block, which their list of blocks lacks (known from reading it).")
     report = {
         "ran": RAN,
         "filled": outside.filled,

@@ -4,7 +4,7 @@ python benchmarks/gemm.py --json .bench/gemm.json
 
 Every layer has weights of its own, as in a model, so none are found in a cache. The candidates take turns within each
 repetition, and figures are medians over the repetitions. "x bound" is the time over that of reading the candidate's own
-bytes at the speed at which all threads read memory. The last column says how far results are off, as a share of the
+bytes at the speed at which all threads read memory. The last column is how far results are off, as a share of the
 largest, for weights that have 8 significant bits as those of a bfloat16 checkpoint do.
 
 To see what a CPU without AVX-512 would choose:
@@ -237,7 +237,7 @@ def make_candidates(names: list[str], weights: list[tuple[str, torch.Tensor]]) -
         try:
             made.append(Candidate.make(name, weights))
         except (AttributeError, NotImplementedError, RuntimeError) as error:
-            common.say(f"{name}: not on this CPU ({str(error).splitlines()[0][:100]})")
+            common.log(f"{name}: not on this CPU ({str(error).splitlines()[0][:100]})")
     return made
 
 
@@ -262,8 +262,8 @@ def main() -> int:
     weights = [(name, (torch.randn(shape) * 0.03).bfloat16().float()) for name, shape in SIZES[options.size].matrices()]
     num_weights = sum(weight.numel() for _, weight in weights)
     bandwidth = common.read_bandwidth()
-    wanted = [name for name in CANDIDATES if options.only is None or any(text in name for text in options.only)]
-    candidates = make_candidates(wanted, weights)
+    selected = [name for name in CANDIDATES if options.only is None or any(text in name for text in options.only)]
+    candidates = make_candidates(selected, weights)
     measured = measure(candidates, options.rows, options.repeats)
     rows = []
     for candidate in candidates:
@@ -280,7 +280,7 @@ def main() -> int:
 
 
 def show(rows: list[dict], nums: list[int], bandwidth: float, matrices: bool) -> None:
-    common.say(f"\nmemory is read at {bandwidth / 1e9:.1f} GB/s\n\nms for all matrices (x bound)\n")
+    common.log(f"\nmemory is read at {bandwidth / 1e9:.1f} GB/s\n\nms for all matrices (x bound)\n")
     header = ["kernel", "bound", *map(str, nums), "error"]
     by_name: dict[str, list[dict]] = {}
     for row in rows:
@@ -289,11 +289,11 @@ def show(rows: list[dict], nums: list[int], bandwidth: float, matrices: bool) ->
     for name, cells in by_name.items():
         values = [f"{cell['ms']:.1f} ({cell['over_bound']:.1f})" for cell in cells]
         lines.append([name, f"{cells[0]['bound_ms']:.1f}", *values, f"{cells[0]['error']:.0e}"])
-    common.say(common.table(header, lines))
+    common.log(common.table(header, lines))
     for matrix in rows[0]["matrices_ms"] if matrices else ():
         lines = [[name, *(f"{cell['matrices_ms'][matrix]:.2f}" for cell in cells)] for name, cells in by_name.items()]
-        common.say(f"\nms for {matrix}\n\n{common.table(['kernel', *map(str, nums)], lines)}")
-    common.say(f"\n{common.NOISE_NOTE}")
+        common.log(f"\nms for {matrix}\n\n{common.table(['kernel', *map(str, nums)], lines)}")
+    common.log(f"\n{common.NOISE_NOTE}")
 
 
 if __name__ == "__main__":

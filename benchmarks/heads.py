@@ -7,15 +7,15 @@ engine): 40 questions out of the training's template at k = 3, and prompts held 
 256 prompts held out, --held_out takes the first of both kinds, chat and plain, in the same shares and order.
 
 All sides count by the rule of the reference: tokens per step are those that verifying steps yielded, by such steps. A
-request's first token comes out of its prompt and is not counted, neither as a token nor as a step. Behind it, each
+request's first token comes out of its prompt and is not counted, neither as a token nor as a step. After it, each
 step yields its accepted drafts and one token more, and counts in full while the text before it has neither the end
 token nor --tokens tokens; so a last step may go past either. Engines would cut that step off, or draft less in it: here
 they ignore the end token and have room for k tokens more, and `by_reference` finds in each request's account, step by
 step, where the reference would have stopped. A counted step that did not draft k tokens is an error.
 
 Intervals are 95 %, a bootstrap over the prompts. "inside": the reference, as rounded, lies in our interval. "ours -
-upstream" is resampled in pairs, prompt by prompt; "below" says YES where all of its interval is below 0. Texts are
-compared with plain decoding of our engine, whole, also behind an end token; "tied": at the first difference the two
+upstream" is resampled in pairs, prompt by prompt; "below" is YES where all of its interval is below 0. Texts are
+compared with plain decoding of our engine, whole, also after an end token; "tied": at the first difference the two
 tokens' log-probabilities lie within 1e-4 of each other.
 
 Each case is an engine in a process of its own, never two at once. What the report has already is not measured again.
@@ -69,7 +69,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K", choices=range(1, 6))
     parser.add_argument("--quick", action="store_true", help="8 prompts of each kind, k = 3 alone: to see it work")
     parser.add_argument("--tokens", type=int, default=128, help="per prompt; the reference's figures are for 128")
-    parser.add_argument("--batch_size", type=int, default=16, help="requests at a time")
+    parser.add_argument("--batch_size", type=int, default=16, help="concurrency")
     parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
     parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / "heads.json", help="the report")
     options = parser.parse_args()
@@ -239,25 +239,25 @@ def conclusion(plain: Sequence[int], ties: dict[str, list[int]], ours: Sequence[
 
 def measure_all(options: argparse.Namespace) -> None:
     settings = {name: getattr(options, name) for name in SETTINGS}
-    kept = shared.Kept.open(options.json, settings, options.fresh)
+    stored = shared.Kept.open(options.json, settings, options.fresh)
     common.warn_if_busy()
-    names = [name for name in case_names(options.drafts) if name not in kept.cases]
-    for place, name in enumerate(names, 1):
-        common.say(f"[{place}/{len(names)}] {described(name)} ...")
+    names = [name for name in case_names(options.drafts) if name not in stored.cases]
+    for index, name in enumerate(names, 1):
+        common.log(f"[{index}/{len(names)}] {described(name)} ...")
         started = time.perf_counter()
         answer = common.run_part(
             Path(__file__),
             ["--part", name, *shared.cli(options, *SETTINGS)],
-            log=f"heads-{name.replace('/', '-')}",
+            log_name=f"heads-{name.replace('/', '-')}",
             environment={**QUIET, **PATIENT, **PLATFORMS[name.split("/")[0]]},
             seconds=1800,
         )
-        kept.add(name, answer)
-        common.say(f"      {time.perf_counter() - started:.0f} s")
-    rows, texts = rows_of(kept.cases, options.drafts), compare_texts(kept.cases)
+        stored.add(name, answer)
+        common.log(f"      {time.perf_counter() - started:.0f} s")
+    rows, texts = rows_of(stored.cases, options.drafts), compare_texts(stored.cases)
     show(rows, texts, options)
     report = {"settings": settings, "rows": rows, "texts": texts, "machine": common.describe_machine()}
-    common.write_json(options.json, {**report, "cases": kept.cases})
+    common.write_json(options.json, {**report, "cases": stored.cases})
 
 
 def described(name: str) -> str:
@@ -275,17 +275,17 @@ def rows_of(cases: dict[str, Any], drafts: Sequence[int]) -> list[dict[str, Any]
         ours = Rates(requests, k)
         upstream = Rates(cases[f"upstream/{k}"][name]["requests"], k) if k == COMPARED_K else None
         others, beyond = (upstream.figures(), ours.less(upstream)) if upstream else ([None] * (k + 1),) * 2
-        for place, figure in enumerate(ours.figures()):
-            wanted, theirs, more = reference[place], others[place], beyond[place]
+        for index, figure in enumerate(ours.figures()):
+            expected, theirs, more = reference[index], others[index], beyond[index]
             rows.append(
                 {
                     "prompts": name,
                     "num_prompts": len(requests),
                     "k": k,
-                    "figure": f"position {place}" if place else "tokens per step",
+                    "figure": f"position {index}" if index else "tokens per step",
                     "ours": vars(figure),
-                    "reference": wanted,
-                    "inside": is_inside(figure, wanted, digits_of(place)),
+                    "reference": expected,
+                    "inside": is_inside(figure, expected, digits_of(index)),
                     "upstream": vars(theirs) if theirs else None,
                     "ours_less_upstream": vars(more) if more else None,
                     "not_below_upstream": more.high >= 0 if more else None,
@@ -298,8 +298,8 @@ def rows_of(cases: dict[str, Any], drafts: Sequence[int]) -> list[dict[str, Any]
     return rows
 
 
-def digits_of(place: int) -> int:
-    return 3 if place else 2
+def digits_of(index: int) -> int:
+    return 3 if index else 2
 
 
 def compare_texts(cases: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -331,16 +331,16 @@ def show(rows: list[dict[str, Any]], texts: dict[str, dict[str, int]], options: 
                 {None: "", True: "no", False: "YES"}[row["not_below_upstream"]],
             ]
         )
-    common.say(f"\nfloat32, temperature 0, {options.tokens} tokens\n\n{shared.markdown(header, lines)}\n")
+    common.log(f"\nfloat32, temperature 0, {options.tokens} tokens\n\n{shared.markdown(header, lines)}\n")
     for row in rows:
         if row["figure"] == "tokens per step":
             steps = ", ".join(f"{side} {num}" for side, num in row["steps"].items())
-            common.say(f"target steps, {row['prompts']}, k = {row['k']}: {steps}")
+            common.log(f"target steps, {row['prompts']}, k = {row['k']}: {steps}")
     for platform, found in texts.items():
         conclusions = ", ".join(f"{num} {name}" for name, num in found.items())
-        common.say(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {conclusions}")
+        common.log(f"texts of {platform}, {QUESTIONS}, k = {COMPARED_K}, against our plain decoding: {conclusions}")
     if (options.held_out, options.questions, options.tokens) != (NUM_HELD_OUT, 40, 128):
-        common.say(f"The reference is for {NUM_HELD_OUT} prompts held out, 40 questions, and 128 tokens.")
+        common.log(f"The reference is for {NUM_HELD_OUT} prompts held out, 40 questions, and 128 tokens.")
 
 
 def with_interval(found: dict[str, float] | None, digits: int) -> str:

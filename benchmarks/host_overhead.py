@@ -36,9 +36,9 @@ class FreeModel:
     HIDDEN, VOCAB = 8, 64
 
     def __init__(self, rows: int) -> None:
-        most = max(rows * (1 + NUM_DRAFTS), 2 * CONTEXT)
-        self._hidden = torch.zeros(most, self.HIDDEN)
-        self._logits = torch.zeros(most, self.VOCAB)
+        num_tokens = max(rows * (1 + NUM_DRAFTS), 2 * CONTEXT)
+        self._hidden = torch.zeros(num_tokens, self.HIDDEN)
+        self._logits = torch.zeros(num_tokens, self.VOCAB)
 
     def __call__(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return self._hidden[: len(token_ids_T)]
@@ -62,13 +62,13 @@ def parse_options() -> argparse.Namespace:
 
 def engine(options: argparse.Namespace) -> Any:
     rows, shape = max(options.batches), dummy.SIZES[options.size]
-    given: dict[str, Any] = {"method": options.method}
+    spec_config: dict[str, Any] = {"method": options.method}
     drafter = DRAFTERS[options.size]
     if options.method == "ngram":
-        given, drafter = given | {"prompt_lookup_max": 3}, None
+        spec_config, drafter = spec_config | {"prompt_lookup_max": 3}, None
     return dummy.engine(
         options.size,
-        given | {"num_speculative_tokens": NUM_DRAFTS},
+        spec_config | {"num_speculative_tokens": NUM_DRAFTS},
         drafter,
         max_model_len=2 * CONTEXT,
         max_num_seqs=rows,
@@ -93,7 +93,7 @@ def free_of_models(runner: Any) -> None:
         device=runner.backend.traits.torch_device,
     )
     if runner.drafter is None:
-        runner.drafting.propose_on_host = lambda step, most: None
+        runner.drafting.propose_on_host = lambda step, max_drafts: None
 
 
 # ---- steps ---------------------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, An
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    common.say(f"\nmicroseconds of the host in a decode step, k = {NUM_DRAFTS}, context {CONTEXT}\n")
+    common.log(f"\nmicroseconds of the host in a decode step, k = {NUM_DRAFTS}, context {CONTEXT}\n")
     names = list(rows[0]["phases_us"])
     lines = [
         [str(row["batch"]), *(f"{row['phases_us'][name]:.0f}" for name in names), f"{row['us_per_step']:.0f}"]
         for row in rows
     ]
-    common.say(common.table(["batch", *names, "sum"], lines))
+    common.log(common.table(["batch", *names, "sum"], lines))
     if not dummy.on_accelerator():
-        common.say(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
+        common.log(f"\nwanted: at most {LIMIT_US:.0f} at batch 256. {common.NOISE_NOTE}")
 
 
 def main() -> int:

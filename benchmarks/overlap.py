@@ -1,4 +1,4 @@
-"""Whether steps that overlap are faster here than steps one after the other: asynchronous scheduling on and off.
+"""Speedup of async scheduling on this machine: on and off.
 
 python benchmarks/overlap.py --json .bench/overlap.json
 
@@ -52,7 +52,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
                     "ratio": ratio(turns, "overlapping", "one by one"),
                 }
             )
-            common.say(f"{method}, batch {batch}: {interval(rows[-1]['ratio'])} of the speed of steps one by one")
+            common.log(f"{method}, batch {batch}: {interval(rows[-1]['ratio'])} of the speed of steps one by one")
     return rows
 
 
@@ -64,8 +64,8 @@ def measure_all(options: argparse.Namespace) -> None:
     rows = [row for method in options.methods for row in measure(method, model, options)]
     lines = [[row["method"], str(row["batch"]), interval(row["ratio"])] for row in rows]
     header = ["method", "batch", "overlapping / one by one"]
-    common.say(f"\nk = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
-    common.say(f"\n{common.NOISE_NOTE}")
+    common.log(f"\nk = {options.drafts}, float32\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{common.NOISE_NOTE}")
     common.write_rows(options, ("drafts", "tokens", "turns", "texts"), rows)
 
 

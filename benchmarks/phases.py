@@ -53,7 +53,7 @@ class Phases:
     @contextmanager
     def watching(self, runner: Any) -> Iterator[Phases]:
         before = []
-        for owner, name, phase in _places(runner):
+        for owner, name, phase in _functions(runner):
             # What an object has of its class is put back by removing it.
             before.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, self.timed(getattr(owner, name), phase))
@@ -63,14 +63,14 @@ class Phases:
             yield self
         finally:
             del runner.backend.memory.start_download
-            for owner, name, own in before:
-                if own is None:
+            for owner, name, original in before:
+                if original is None:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, own)
+                    setattr(owner, name, original)
 
 
-def _places(runner: Any) -> Iterator[tuple[Any, str, str]]:
+def _functions(runner: Any) -> Iterator[tuple[Any, str, str]]:
     yield runner, "execute_model", "rest"
     yield runner, "sample_tokens", "rest"
     yield runner, "apply", "apply"

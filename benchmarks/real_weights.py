@@ -83,7 +83,7 @@ def figures(turns: dict[str, dict[str, Any]], k: int) -> dict[str, Any]:
         "drafted_tok_s": turns["drafted"]["tok_s"],
         "gain": turns["drafted"]["tok_s"] / turns["plain"]["tok_s"],
         "tokens_per_step": vars(length),
-        "accepted_at": [vars(place) for place in rates.positions()],
+        "accepted_at": [vars(rate) for rate in rates.positions()],
     }
 
 
@@ -107,11 +107,11 @@ def show(rows: list[dict[str, Any]], dtype: str) -> None:
             f"{row['drafted_tok_s']:.0f}",
             f"{row['gain']:.2f}",
             str(shared.Estimate(**row["tokens_per_step"])),
-            ", ".join(f"{place['value']:.2f}" for place in row["accepted_at"]),
+            ", ".join(f"{rate['value']:.2f}" for rate in row["accepted_at"]),
         ]
         for row in rows
     ]
-    common.say(f"\nSmolLM2-135M-Instruct, {dtype}, greedy\n\n{shared.markdown(header, lines)}")
+    common.log(f"\nSmolLM2-135M-Instruct, {dtype}, greedy\n\n{shared.markdown(header, lines)}")
 
 
 def main() -> int:

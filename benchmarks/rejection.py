@@ -3,17 +3,18 @@
 python benchmarks/rejection.py --json .bench/rejection.json      # a CUDA GPU, minutes
 python benchmarks/rejection.py --size tiny                       # anywhere: only whether the rules do what they should
 
-Everybody starts from float32 logits with temperature done, and ends with accepted tokens and their number. Logits are
-a drafter's plus noise; the table says how many drafts a row were accepted. Upstream's newer sampler does not read the
-last place of a greedy row whose draft it rejected, so it is the faster the less is accepted. Of the drafter's law
-everybody has what it keeps: ours float32 probabilities, as upstream's older sampler (`v1/sample`) does; its newer one
-(`v1/worker/gpu`) bfloat16 logits. What the older one copies to tell drafted places from the last is not counted.
+Everybody starts from float32 logits with temperature done, and ends with accepted tokens and their number. Logits are a
+drafter's plus noise; the table has the accepted drafts per row. Upstream's newer sampler does not read the last
+position of a greedy row whose draft it rejected, so it is the faster the less is accepted. Of the drafter's
+distribution everybody has what it keeps: ours float32 probabilities, as upstream's older sampler (`v1/sample`) does;
+its newer one (`v1/worker/gpu`) bfloat16 logits. What the older one copies to separate drafted positions from the last
+is not counted.
 
 A cell is timed as replays of a CUDA graph over several sets of inputs, together larger than the L2 cache unless they
-are tiny. The newer sampler has no strict rule: drafts without a law are one-hot to it. `must read` counts logits once
-and the laws that a rule needs once: one place a row for standard, all for block; for greedy and strict, logits up to
-the first rejection of each row, which are what decides. `sure` is strict with drafts that are all right, so that
-everything has to be read; upstream draws other tokens and has no such case.
+are tiny. The newer sampler has no strict rule: drafts without a distribution are one-hot to it. `must read` counts
+logits once and the distributions that a rule needs once: one position a row for standard, all for block; for greedy and
+strict, logits up to the first rejection of each row, which are what decides. `sure` is strict with drafts that are all
+right, so that everything has to be read; upstream draws other tokens and has no such case.
 """
 
 from __future__ import annotations
@@ -84,11 +85,11 @@ def make_case(rule: str, batch: int, drafts: int, vocab: int, device: str, seed:
         stream = Stream.TARGET if rule in ("strict", "sure") else Stream.DRAFT
         chosen = torch.empty(batch, drafts, dtype=torch.int32, device=device)
         tokens = torch.arange(vocab, dtype=torch.int32, device=device)
-        for place in range(drafts):
-            scores = gumbel(keys, positions[:, place : place + 1], stream, tokens)[:, 0]
-            drafter = logits[:, place] if rule == "sure" else draft_logits[:, place].float() / TEMPERATURE
-            chosen[:, place] = scores.add_(drafter).argmax(-1)
-    has_law = rule in ("standard", "block")
+        for position in range(drafts):
+            scores = gumbel(keys, positions[:, position : position + 1], stream, tokens)[:, 0]
+            drafter = logits[:, position] if rule == "sure" else draft_logits[:, position].float() / TEMPERATURE
+            chosen[:, position] = scores.add_(drafter).argmax(-1)
+    has_probs = rule in ("standard", "block")
     return Case(
         rule,
         logits,
@@ -97,8 +98,8 @@ def make_case(rule: str, batch: int, drafts: int, vocab: int, device: str, seed:
         temperature,
         keys,
         positions,
-        draft_logits if has_law else None,
-        (draft_logits.float() / TEMPERATURE).softmax(-1) if has_law else None,
+        draft_logits if has_probs else None,
+        (draft_logits.float() / TEMPERATURE).softmax(-1) if has_probs else None,
     )
 
 
@@ -127,14 +128,14 @@ def prepare_newer(case: Case) -> Callable[[], Verification]:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
     device = case.logits_BQV.device
-    batch, places, vocab = case.logits_BQV.shape
+    batch, queries, vocab = case.logits_BQV.shape
     logits = case.logits_BQV.view(-1, vocab)
-    # The token behind which a place samples: of the first place no draft.
+    # The token before each sampled position: before the first it is no draft.
     before = torch.cat((torch.zeros_like(case.drafts_BK[:, :1]), case.drafts_BK), 1).flatten()
     rows = torch.arange(batch, dtype=torch.int32, device=device)
-    starts = torch.arange(0, batch * places + 1, places, dtype=torch.int32, device=device)
-    row_of_place = rows.repeat_interleave(places)
-    place_in_row = torch.arange(places, dtype=torch.int32, device=device).repeat(batch)
+    starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=device)
+    row_of_position = rows.repeat_interleave(queries)
+    offset_in_row = torch.arange(queries, dtype=torch.int32, device=device).repeat(batch)
     positions, seeds = case.positions_BQ.flatten().long(), case.keys_B2[:, 0].long()
 
     def run() -> Verification:
@@ -146,11 +147,11 @@ def prepare_newer(case: Case) -> Callable[[], Verification]:
                 starts,
                 positions,
                 rows,
-                row_of_place,
-                place_in_row,
+                row_of_position,
+                offset_in_row,
                 case.temperature_B,
                 seeds,
-                places - 1,
+                queries - 1,
                 use_block_verification=case.rule == "block",
             )
         )
@@ -162,8 +163,8 @@ def prepare_older(case: Case) -> Callable[[], Verification]:
     from vllm.v1.sample.ops.topk_topp_sampler import random_sample
     from vllm.v1.sample.rejection_sampler import rejection_sample
 
-    batch, places, vocab = case.logits_BQV.shape
-    drafts = places - 1
+    batch, queries, vocab = case.logits_BQV.shape
+    drafts = queries - 1
     target, last = case.logits_BQV[:, :drafts].reshape(-1, vocab), case.logits_BQV[:, drafts].contiguous()
     ends = torch.arange(drafts, batch * drafts + 1, drafts, dtype=torch.int32, device=target.device)
     chosen = case.drafts_BK.flatten()
@@ -174,9 +175,9 @@ def prepare_older(case: Case) -> Callable[[], Verification]:
     )
 
     def run() -> Verification:
-        behind = last.argmax(-1) if is_greedy else random_sample(last.softmax(-1), {})
+        bonus = last.argmax(-1) if is_greedy else random_sample(last.softmax(-1), {})
         tokens = rejection_sample(
-            chosen, [drafts] * batch, drafts, ends, probs, target, behind[:, None].contiguous(), metadata
+            chosen, [drafts] * batch, drafts, ends, probs, target, bonus[:, None].contiguous(), metadata
         )
         return Verification(tokens, (tokens >= 0).sum(-1))
 
@@ -194,21 +195,21 @@ def has_rule(sampler: str, rule: str) -> bool:
 
 
 def check_equal(rules: Rules, case: Case) -> int:
-    """Rows in which a device's rules say something else than the reference, all of them ties; else an error."""
+    """Number of rows whose result on the device differs from the reference, all of them ties; else an error."""
     found, expected = judge(rules, case), judge(TORCH, case)
-    place = torch.arange(found.tokens_BQ.shape[1], device=found.tokens_BQ.device)
+    position = torch.arange(found.tokens_BQ.shape[1], device=found.tokens_BQ.device)
     same_number = found.num_sampled_B == expected.num_sampled_B
-    counted = place < expected.num_sampled_B[:, None]
+    counted = position < expected.num_sampled_B[:, None]
     differs_B = ~same_number | ((found.tokens_BQ != expected.tokens_BQ) & counted).any(-1)
     num = int(differs_B.sum())
     if case.rule in ("greedy", "strict", "sure"):
-        # Every place is a sample of its own, so the ties can be looked at.
+        # Every position is a sample of its own, so the ties can be looked at.
         scores = case.logits_BQV
         if case.rule != "greedy":
             tokens = torch.arange(scores.shape[2], dtype=torch.int32, device=scores.device)
             scores = scores + gumbel(case.keys_B2, case.positions_BQ, Stream.TARGET, tokens)
-        own = scores.gather(2, found.tokens_BQ.long()[..., None])[..., 0]
-        worst = float((scores.amax(-1) - own)[place < found.num_sampled_B[:, None]].max())
+        found_scores = scores.gather(2, found.tokens_BQ.long()[..., None])[..., 0]
+        worst = float((scores.amax(-1) - found_scores)[position < found.num_sampled_B[:, None]].max())
         if worst > TIE:
             raise AssertionError(f"{case.rule}: a token's score lies {worst} below the best")
     elif num > max(2, 0.02 * len(differs_B)):
@@ -217,8 +218,8 @@ def check_equal(rules: Rules, case: Case) -> int:
 
 
 def check_rate(run: Callable[[Case], Verification], rule: str, device: str) -> float:
-    """Over many rows of a small vocabulary, the first draft is accepted as often as the laws say; else an error. In
-    standard deviations."""
+    """Over many rows of a small vocabulary, the first draft is accepted as often as the distributions imply; else an
+    error. In standard deviations."""
     case = make_case(rule, 4096, 1, 64, device, seed=5)
     probs = case.logits_BQV[:, 0].softmax(-1)
     if rule == "greedy":
@@ -377,7 +378,7 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
         "ratio",
         "",
     ]
-    common.say(
+    common.log(
         common.table(
             header,
             [
@@ -400,10 +401,10 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
     )
     if not totals:
         return
-    common.say(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
+    common.log(f"\nB >= {COUNTED_BATCH} and over {COUNTED_BYTES / 1e6:.0f} MB of logits; reading {bandwidth:.3g} B/s")
     header = list(totals[0])
     rows = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in totals]
-    common.say(common.table(header, rows))
+    common.log(common.table(header, rows))
 
 
 def parse_options() -> argparse.Namespace:
@@ -427,7 +428,7 @@ def main() -> None:
 
         device, shapes = "cuda", [(5, 3, 1000), (3, 2, 1001), (256, 4, 32_000), (32, 8, 128_256)]
     report: dict[str, Any] = {"device": device, "torch": torch.__version__, **check(rules, device, shapes)}
-    common.say("\n".join(f"{name}: {report[name]}" for name in list(report)[2:]))
+    common.log("\n".join(f"{name}: {report[name]}" for name in list(report)[2:]))
     if options.size == "full":
         import triton
         import vllm

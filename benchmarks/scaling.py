@@ -80,14 +80,14 @@ def show(lines: list[Line]) -> None:
     for line in lines:
         tables.setdefault((line.report, line.figure, line.axis, *line.fixed), []).append(line)
     for (report, figure, axis, *_), members in tables.items():
-        places = sorted({x for line in members for x, _ in line.points})
-        header = [*members[0].fixed, *(f"{axis} {x:g}" for x in places), "exponent"]
+        xs = sorted({x for line in members for x, _ in line.points})
+        header = [*members[0].fixed, *(f"{axis} {x:g}" for x in xs), "exponent"]
         body = []
         for line in members:
             found = dict(line.points)
-            cells = [f"{found[x]:.4g}" if x in found else "" for x in places]
+            cells = [f"{found[x]:.4g}" if x in found else "" for x in xs]
             body.append([*map(str, line.fixed.values()), *cells, f"{line.exponent:.2f}"])
-        common.say(f"\n{report}: {figure} along {axis}\n\n{common.table(header, body)}")
+        common.log(f"\n{report}: {figure} along {axis}\n\n{common.table(header, body)}")
 
 
 def main() -> int:
@@ -97,7 +97,7 @@ def main() -> int:
         report = json.loads(path.read_text())
         lines += lines_of(path.stem, report.get("rows") or report["cells"])
     if not lines:
-        common.say("error: these reports have no figure at more than one point of an axis")
+        common.log("error: these reports have no figure at more than one point of an axis")
         return 1
     show(lines)
     common.write_json(options.json, [{**line._asdict(), "exponent": line.exponent} for line in lines])

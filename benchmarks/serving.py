@@ -13,8 +13,8 @@ import speculation_common as shared
 import torch
 
 _names = itertools.count()
-SETTLE = 8
-"""Steps behind the last prompt, or behind a wait, that are not counted: some make the programs that they need first,
+NUM_WARMUP_STEPS = 8
+"""Steps after the last prompt, or after a wait, that are not counted: some capture the graphs that they need first,
 and one that is done already would count as none."""
 
 
@@ -43,10 +43,10 @@ class Served:
             self._engine.add_request(name, {"prompt_token_ids": ids}, params)
         while not all(self._lengths.values()):
             self._step()
-        self.settle()
+        self.warm_up()
 
-    def settle(self) -> None:
-        for _ in range(SETTLE):
+    def warm_up(self) -> None:
+        for _ in range(NUM_WARMUP_STEPS):
             self._step()
 
     def _step(self) -> None:
@@ -74,11 +74,11 @@ class Tape:
         self._runner = runner
         self._calls: list[tuple[str, Callable[[], Any]]] = []
         self._newest: list[tuple[str, Callable[[], Any]]] = []
-        places = [(runner, "_run_forward", "forward"), (runner, "_run_finish", "finish")]
-        places.append((runner.reports, "_pack", "report"))
+        functions = [(runner, "_run_forward", "forward"), (runner, "_run_finish", "finish")]
+        functions.append((runner.reports, "_pack", "report"))
         if hasattr(runner.drafting, "_draft_rows"):
-            places.append((runner.drafting, "_draft_rows", "draft"))
-        for owner, name, part in places:
+            functions.append((runner.drafting, "_draft_rows", "draft"))
+        for owner, name, part in functions:
             setattr(owner, name, self._noting(getattr(owner, name), part))
 
     def _noting(self, work: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -94,11 +94,11 @@ class Tape:
         """Each program's own time at the state that the requests have now, which is left as it was."""
         self._runner.backend.memory.synchronize()
         states = _states(self._runner)
-        kept = [state.clone() for state in states]
+        saved = [state.clone() for state in states]
 
         def restore() -> None:
-            for state, own in zip(states, kept, strict=True):
-                state.copy_(own)
+            for state, current in zip(states, saved, strict=True):
+                state.copy_(current)
 
         found: dict[str, float] = {}
         with torch.inference_mode():
@@ -110,7 +110,7 @@ class Tape:
 
 
 def _states(runner: Any) -> list[torch.Tensor]:
-    """What steps change besides KV, and what says where KV is written."""
+    """The tensors that steps change besides KV, and those with the positions of KV writes."""
     requests = runner.requests
     states = [requests._history, requests.computed_R, requests.num_drafts_R]
     kv_sync = getattr(runner.drafting, "_kv_sync", None)

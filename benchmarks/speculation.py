@@ -1,11 +1,12 @@
-"""Tokens per target step for each way of drafting and each rule of acceptance, k = 3, by temperature.
+"""Tokens per target step, steps without drafts included, for each drafter and acceptance rule, k = 3, by temperature.
 
 python benchmarks/speculation.py --json .bench/speculation.json
 
 What a user reads to choose: one table in markdown, with 95 % intervals from a bootstrap over the prompts, 24 repetitive
 ones and eight fixed openings (which the demo drafters were trained on). Left out is what is the same: at temperature 0
-all drafting is greedy, and greedy or coupled drafts are judged by the strict rule whatever was asked for. Each case is
-an engine in a process of its own; what the report has already is not measured again, so an interrupted run goes on.
+all drafting is greedy, and greedy or coupled drafts are accepted under the strict rule whatever was asked for. Each
+case is an engine in a process of its own; what the report has already is not measured again, so an interrupted run goes
+on.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Way(NamedTuple):
     rule: str
     config: dict[str, str]
     same_tokens: bool
-    """Whether a seeded request says what it says without speculation; if not, it has the same law."""
+    """Whether a seeded request has the output that it has without speculation; if not, it has the same distribution."""
 
 
 DRAFTERS = {
@@ -93,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(cases: dict[str, Any]) -> None:
-    header = ["drafter", "drafting", "rule", "a seed says the same", *(f"T = {value:g}" for value in TEMPERATURES)]
+    header = ["drafter", "drafting", "rule", "same output by seed", *(f"T = {value:g}" for value in TEMPERATURES)]
     rows = []
     for name in CASES:
         if name not in cases:
@@ -102,7 +103,7 @@ def show(cases: dict[str, Any]) -> None:
         facts = WAYS[way]
         cells = [cell(cases[name], f"{temperature:g}") for temperature in TEMPERATURES]
         rows.append([DRAFTERS[drafter].label, facts.drafting, facts.rule, "yes" if facts.same_tokens else "no", *cells])
-    common.say(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
+    common.log(f"\nTokens per target step, k = {NUM_DRAFTS} [95 % interval]\n\n{shared.markdown(header, rows)}")
 
 
 def cell(asked: dict[str, Any], temperature: str) -> str:

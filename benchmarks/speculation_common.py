@@ -25,7 +25,7 @@ SUFFIX = {"method": "suffix"}
 
 # The engine in the child's own process, where a benchmark can reach it.
 IN_PROCESS = {**QUIET, **PLATFORMS["ours"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# What an engine gets unless a benchmark says otherwise.
+# Default options of an engine.
 ENGINE: dict[str, Any] = dict(
     dtype="float32",
     kv_cache_memory_bytes=512 << 20,
@@ -51,7 +51,7 @@ def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None
     """For scripts that measure cases one by one and keep them."""
     parser.add_argument("--tokens", type=int, default=64, help="per prompt, past any end token")
     parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all, 24 and 8)")
-    parser.add_argument("--batch_size", type=int, default=16, help="requests at a time")
+    parser.add_argument("--batch_size", type=int, default=16, help="concurrency")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases with one of these texts in their names")
     parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
     parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / report, help="the report")
@@ -63,7 +63,7 @@ def cli(options: argparse.Namespace, *names: str) -> list[str]:
     for name in names:
         value = getattr(options, name)
         if value is not None:
-            words += [f"--{name}", *(str(word) for word in (value if isinstance(value, list) else [value]))]
+            words += [f"--{name}", *(str(part) for part in (value if isinstance(value, list) else [value]))]
     return words
 
 
@@ -78,7 +78,7 @@ def run_whole(whole: Callable[[], None]) -> int:
     try:
         whole()
     except RuntimeError as error:
-        common.say(f"error: {error}")
+        common.log(f"error: {error}")
         return 1
     return 0
 
@@ -86,28 +86,28 @@ def run_whole(whole: Callable[[], None]) -> int:
 # ---- prompts -------------------------------------------------------------------------------------------
 
 
-def prompt_sets(most: int | None = None) -> dict[str, list[str]]:
+def prompt_sets(limit: int | None = None) -> dict[str, list[str]]:
     """The repetitive texts of the full tests, and the eight fixed openings of their spec_decode.py."""
     sys.path.append(str(TESTS))
     from repetitive import repetitive_prompts
 
     from vllm_gaudi_spec.tools.compare.tasks import PROMPTS
 
-    return {"repetitive": repetitive_prompts()[:most], "openings": PROMPTS[:most]}
+    return {"repetitive": repetitive_prompts()[:limit], "openings": PROMPTS[:limit]}
 
 
-def general_prompts(most: int | None = None) -> list[str]:
+def general_prompts(limit: int | None = None) -> list[str]:
     """Questions that are unlike all that the demo drafters were trained on."""
     written = runpy.run_path(str(DEMO / "training_prompts.py"))
-    return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:most]]
+    return [written["as_chat"](question) for question in written["OUT_OF_TEMPLATE"][:limit]]
 
 
 TEXTS = ("openings", "general")
 
 
-def texts_named(name: str, most: int | None = None) -> list[str]:
+def texts_named(name: str, limit: int | None = None) -> list[str]:
     """One of `TEXTS`."""
-    return general_prompts(most) if name == "general" else prompt_sets(most)["openings"]
+    return general_prompts(limit) if name == "general" else prompt_sets(limit)["openings"]
 
 
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
@@ -129,8 +129,8 @@ def sampling(temperature: float, tokens: int, seed: int, num_drafts: int | None 
     """`num_drafts`: what the request asks for, 0 for a plain one; None is the engine's own."""
     from vllm import SamplingParams
 
-    wanted = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, extra_args=wanted)
+    extra = None if num_drafts is None else {"num_speculative_tokens": num_drafts}
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, extra_args=extra)
 
 
 def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num_drafts: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def ask(llm: Any, prompts: list[list[int]], temperature: float, tokens: int, num
 
 
 def counts(completion: Any) -> dict[str, Any]:
-    """Of one request, behind its first token, which is the prompt's: tokens, target steps, and for each step that had
+    """Of one request, after its first token, which is the prompt's: tokens, target steps, and for each step that had
     drafts how many were accepted. No step goes past the end, so each token that was not drafted is one step's.
     """
     metrics = completion.spec_decode_metrics
@@ -180,7 +180,7 @@ class Rates:
         self._tokens_N = np.array([request["tokens"] for request in requests], dtype=float)
         self._steps_N = np.array([request["steps"] for request in requests], dtype=float)
         self._at_KN = np.array(
-            [[sum(n > place for n in request["accepted"]) for request in requests] for place in range(num_drafts)],
+            [[sum(n > i for n in request["accepted"]) for request in requests] for i in range(num_drafts)],
             dtype=float,
         )
         num = len(requests)
@@ -244,21 +244,23 @@ class Kept:
         os.replace(scratch, self.path)
 
 
-def measure_missing(script: Path, names: list[str], kept: Kept, part: list[str], seconds: float = 1800) -> list[str]:
+def measure_missing(script: Path, names: list[str], stored: Kept, part: list[str], seconds: float = 1800) -> list[str]:
     """Each case in a process of its own; returns why some could not be measured."""
     failures = []
-    wanted = [name for name in names if name not in kept.cases]
-    for place, name in enumerate(wanted, 1):
-        common.say(f"[{place}/{len(wanted)}] {name} ...")
-        log = f"{script.stem}-{name.replace('/', '-')}"
+    missing = [name for name in names if name not in stored.cases]
+    for index, name in enumerate(missing, 1):
+        common.log(f"[{index}/{len(missing)}] {name} ...")
+        log_name = f"{script.stem}-{name.replace('/', '-')}"
         started = time.perf_counter()
         try:
-            answer = common.run_part(script, ["--part", name, *part], log=log, environment=IN_PROCESS, seconds=seconds)
+            answer = common.run_part(
+                script, ["--part", name, *part], log_name=log_name, environment=IN_PROCESS, seconds=seconds
+            )
         except RuntimeError as error:
             failures.append(f"{name}: {error}")
             continue
-        kept.add(name, answer)
-        common.say(f"      {time.perf_counter() - started:.0f} s")
+        stored.add(name, answer)
+        common.log(f"      {time.perf_counter() - started:.0f} s")
     return failures
 
 
@@ -272,9 +274,9 @@ def measure_kept(
 ) -> None:
     """Measure the cases that the report lacks, then show all. `settings` are the options that a report is made with;
     `more` are others that a part needs to know."""
-    kept = Kept.open(options.json, {name: getattr(options, name) for name in settings}, options.fresh)
-    failures = measure_missing(script, chosen(names, options.only), kept, cli(options, *settings, *more))
-    show(kept.cases)
+    stored = Kept.open(options.json, {name: getattr(options, name) for name in settings}, options.fresh)
+    failures = measure_missing(script, chosen(names, options.only), stored, cli(options, *settings, *more))
+    show(stored.cases)
     if failures:
         raise RuntimeError("; ".join(failures))
 

@@ -1,4 +1,4 @@
-"""What drafting gains at batch 1, k = 1 to 5, and what it could gain at most with steps as they are.
+"""The speedup of drafting at batch 1, k = 1 to 5, and its bound with steps as they are.
 
 python benchmarks/speculation_speed.py --json .bench/speculation_speed.json
 
@@ -8,7 +8,7 @@ Each k is an engine of its own, since a step that verifies is k + 1 tokens wide.
 The bound is accepted length x plain step / (verify + draft), medians of this engine's own decode steps, taken inside
 the runner: a step is the forward, the verification and its report; "draft" is what the drafter took of it, "verify" the
 rest. A drafter without weights in an engine beside this one could time the verify step too, but at another moment of a
-noisy machine, its drafts made in another place. What is missing to the bound is the prompt, which is counted in
+noisy machine, its drafts made elsewhere. What is missing to the bound is the prompt, which is counted in
 the tokens/s and is no decode step, and what vLLM does between two steps.
 """
 
@@ -146,7 +146,7 @@ def figures(turns: dict[str, list[Any]], k: int) -> dict[str, float]:
 
 
 def gain_interval(plain: list[Any], drafted: list[Any]) -> tuple[float, float]:
-    """95 %, a bootstrap over prompts; both turns of a prompt say equally many tokens."""
+    """95 %, a bootstrap over prompts; both turns of a prompt generate equally many tokens."""
     seconds_TN = np.array([[asked["seconds"] for asked in turn] for turn in (plain, drafted)])
     num = seconds_TN.shape[1]
     weights_SN = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), shared.RESAMPLES)
@@ -166,11 +166,11 @@ def measure_all(options: argparse.Namespace) -> None:
     rows = []
     for method in options.methods:
         for k in options.drafts:
-            common.say(f"{method}, k = {k} ...")
+            common.log(f"{method}, k = {k} ...")
             name = f"{method}/{k}"
-            log = f"speculation_speed-{method}-{k}"
+            log_name = f"speculation_speed-{method}-{k}"
             turns = common.run_part(
-                Path(__file__), ["--part", name, *part], log=log, environment=shared.IN_PROCESS, seconds=1800
+                Path(__file__), ["--part", name, *part], log_name=log_name, environment=shared.IN_PROCESS, seconds=1800
             )
             rows.append({"method": method, "k": k, **figures(turns, k)})
     show(rows)
@@ -182,7 +182,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     digits = {name: 1 if name.endswith(("_ms", "_tok_s")) else 2 for name in names}
     lines = [[row["method"], str(row["k"]), *(f"{row[name]:.{digits[name]}f}" for name in names)] for row in rows]
     header = ["method", "k", *(name.replace("_tok_s", " tokens/s").replace("_", " ") for name in names)]
-    common.say(f"\nbatch 1, float32\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
+    common.log(f"\nbatch 1, float32\n\n{shared.markdown(header, lines)}\n\n{common.NOISE_NOTE}")
 
 
 def main() -> int:

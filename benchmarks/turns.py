@@ -14,7 +14,7 @@ from typing import Any
 import common
 import numpy as np
 
-# 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal law is near.
+# 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution is near.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 _PATIENCE_S = 900
 Turn = dict[str, float]
@@ -22,7 +22,7 @@ Turn = dict[str, float]
 
 
 def parser_of(doc: str | None, turns: int) -> argparse.ArgumentParser:
-    """`turns`: of each engine, unless the user says otherwise."""
+    """`turns`: the default, of each engine."""
     import speculation_common as shared
 
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,9 +102,9 @@ def _serve(
                 pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
             batch, tokens = asked
-            wanted = [{"prompt_token_ids": prompts[place % len(prompts)]} for place in range(batch)]
+            requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
             started = time.perf_counter()
-            llm.generate(wanted, shared.sampling(0.0, tokens, 0), use_tqdm=False)
+            llm.generate(requests, shared.sampling(0.0, tokens, 0), use_tqdm=False)
             pipe.send(time.perf_counter() - started)
 
 

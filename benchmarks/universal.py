@@ -1,4 +1,4 @@
-"""How often a target accepts what a drafter with another tokenizer says: four ways of understanding each other, greedy
+"""Acceptance of a drafter with another tokenizer: four ways of translating between the vocabularies, greedy
 and sampled, k = 1 to 5.
 
 python benchmarks/universal.py --json .bench/universal.json --gemma FOLDER
@@ -126,16 +126,18 @@ def case_names(options: argparse.Namespace) -> list[str]:
 
 
 def show(cases: dict[str, Any], names: list[str], drafts: list[int]) -> None:
-    most = max(drafts)
-    header = ["target", "T", "method", "k", *(f"pos {place}" for place in range(1, most + 1))]
+    max_drafts = max(drafts)
+    header = ["target", "T", "method", "k", *(f"pos {position}" for position in range(1, max_drafts + 1))]
     header += ["tokens per step", f"against {BASE}", "repetitive", "openings"]
-    rows = [row_of(cases, name, k, most) for name in names if name in cases for k in drafts]
-    common.say("\n" + shared.markdown(header, rows) + "\n")
-    common.say("tokens per step, and by kind of prompt: what a request gains per step of the target.")
-    common.say(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
+    rows = [row_of(cases, name, k, max_drafts) for name in names if name in cases for k in drafts]
+    common.log("\n" + shared.markdown(header, rows) + "\n")
+    common.log(
+        "tokens per step, and by kind of prompt: per request and step of the target, steps without drafts included."
+    )
+    common.log(f"against {BASE}: the ratio of tokens per step on the same prompts. [95 % interval]")
 
 
-def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
+def row_of(cases: dict[str, Any], name: str, k: int, max_drafts: int) -> list[str]:
     pair, method, mode = name.split("/")
     requests, kinds = cases[name]["drafts"][str(k)]["requests"], cases[name]["kinds"]
     rates = Rates(requests, k)
@@ -143,9 +145,9 @@ def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
     compared = (
         "" if base is None or method == BASE else str(rates.against(Rates(base["drafts"][str(k)]["requests"], k)))
     )
-    places = [f"{place.value:.3f}" for place in rates.positions()]
+    rates_by_position = [f"{rate.value:.3f}" for rate in rates.positions()]
     by_kind = [
-        Rates([request for request, own in zip(requests, kinds, strict=True) if own == kind], k).tokens_per_step()
+        Rates([request for request, found in zip(requests, kinds, strict=True) if found == kind], k).tokens_per_step()
         for kind in dict.fromkeys(kinds)
     ]
     return [
@@ -153,8 +155,8 @@ def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
         f"{TEMPERATURES[mode]:g}",
         METHODS[method].label,
         str(k),
-        *places,
-        *[""] * (most - k),
+        *rates_by_position,
+        *[""] * (max_drafts - k),
         str(rates.tokens_per_step()),
         compared,
         *(f"{estimate.value:.2f}" for estimate in by_kind),
@@ -163,7 +165,7 @@ def row_of(cases: dict[str, Any], name: str, k: int, most: int) -> list[str]:
 
 def measure_all(options: argparse.Namespace) -> None:
     if not options.gemma:
-        common.say("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
+        common.log("SmolLM2 alone: the Gemma pair is measured with --gemma FOLDER")
     names = case_names(options)
     shared.measure_kept(
         Path(__file__), options, names, SETTINGS, lambda cases: show(cases, names, options.drafts), more=("gemma",)

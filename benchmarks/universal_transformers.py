@@ -44,8 +44,8 @@ def load(path: str) -> PreTrainedModel:
 
 def order_vocabulary(tokenizer: Any) -> None:
     """transformers 5.19 prunes the assistant's output matrix in the order of `get_vocab`, and reads its logits in the
-    order of ids (AssistantToTargetTranslator.get_target_logits). Out of order, the law of a draft is that of other
-    tokens: too many are accepted, and the target's law is lost.
+    order of ids (AssistantToTargetTranslator.get_target_logits). Out of order, the distribution of a draft is that of
+    other tokens: too many are accepted, and the target's distribution is lost.
     """
     ordered = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     tokenizer.get_vocab = lambda: ordered

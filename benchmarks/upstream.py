@@ -46,7 +46,7 @@ def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, A
         settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
     with side_by_side() as engines:
         for platform, environment in PLATFORMS.items():
-            common.say(f"{method}: starting {platform} ...")
+            common.log(f"{method}: starting {platform} ...")
             eager = platform == "upstream"
             log = f"upstream-{method.replace(' ', '-')}-{platform}"
             engines[platform] = Engine(
@@ -75,7 +75,7 @@ def measure_batch(engines: dict[str, Engine], batch: int, options: argparse.Name
         "ratio": ratio(turns, "ours", "upstream"),
         "seconds_a_token": decoding,
     }
-    common.say(f"      batch {batch}: {interval(answer['ratio'])} of upstream's speed")
+    common.log(f"      batch {batch}: {interval(answer['ratio'])} of upstream's speed")
     return answer
 
 
@@ -101,22 +101,22 @@ def show(rows: list[dict[str, Any]], bound: dict[str, float], options: argparse.
         lengths = [f"{value:.2f}" if value else "" for value in row["tokens_a_step"].values()]
         for cell in row["batches"]:
             speeds = [f"{cell['tok_s'][platform]:.1f}" for platform in PLATFORMS]
-            kept = "yes" if cell["ratio"][0] >= WANTED else "NO"
-            lines.append([row["method"], str(cell["batch"]), *lengths, *speeds, interval(cell["ratio"]), kept])
+            meets_goal = "yes" if cell["ratio"][0] >= WANTED else "NO"
+            lines.append([row["method"], str(cell["batch"]), *lengths, *speeds, interval(cell["ratio"]), meets_goal])
     header = ["method", "batch", "tokens a step, ours", "upstream's", "tokens/s, ours", "upstream's", "ratio"]
-    common.say(f"\nk = {options.drafts}, {options.tokens} tokens a prompt, float32, {options.turns} turns each\n")
-    common.say(shared.markdown([*header, f">= {WANTED}"], lines))
+    common.log(f"\nk = {options.drafts}, {options.tokens} tokens a prompt, float32, {options.turns} turns each\n")
+    common.log(shared.markdown([*header, f">= {WANTED}"], lines))
     for row in rows:
         if row["method"] == "no speculation" and row["batches"][0]["batch"] == 1:
             steps = {name: 1e3 * value for name, value in row["batches"][0]["seconds_a_token"].items()}
-            common.say(
+            common.log(
                 f"\nplain decode step, batch 1: ours {steps['ours']:.1f} ms, upstream {steps['upstream']:.1f} ms; "
                 f"memory bound of float32 weights {bound['bytes_read'] / 1e6:.0f} MB at {bound['read_gb_s']:.1f} GB/s "
                 f"= {1e3 * bound['bound_s']:.1f} ms"
             )
             startup = row["startup_s"]
-            common.say(f"start-up: ours {startup['ours']:.1f} s, upstream {startup['upstream']:.1f} s")
-    common.say(f"\n{common.NOISE_NOTE}")
+            common.log(f"start-up: ours {startup['ours']:.1f} s, upstream {startup['upstream']:.1f} s")
+    common.log(f"\n{common.NOISE_NOTE}")
 
 
 def measure_all(options: argparse.Namespace) -> None:

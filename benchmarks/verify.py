@@ -58,20 +58,20 @@ def parse_options() -> argparse.Namespace:
 
 
 def engine(options: argparse.Namespace) -> Any:
-    most, longest = max(options.drafts), max(options.contexts) + CHUNK
-    rows = max(options.batches) * (1 + most)
+    max_drafts, longest = max(options.drafts), max(options.contexts) + CHUNK
+    rows = max(options.batches) * (1 + max_drafts)
     per_token = dummy.kv_bytes(dummy.SIZES[options.size], dummy.DTYPES[options.size])
     return dummy.engine(
         options.size,
         # What is drafted is not asked here; this drafter has no weights.
-        {"method": "ngram_gpu", "num_speculative_tokens": most, "prompt_lookup_max": 3},
+        {"method": "ngram_gpu", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3},
         max_model_len=longest,
         max_num_seqs=rows,
-        max_num_batched_tokens=max(CHUNK, rows * (1 + most)),
+        max_num_batched_tokens=max(CHUNK, rows * (1 + max_drafts)),
         kv_cache_memory_bytes=int(1.02 * per_token * (max(options.batches) + 1) * (longest + CHUNK)),
         gaudi_spec={
             "batch_buckets": [rows],
-            "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + most)))],
+            "prefill_buckets": [min(longest, max(CHUNK, rows * (1 + max_drafts)))],
             "warmup_tokens": 0,
         },
     )
@@ -105,8 +105,8 @@ class Steps:
             lora_request=None,
         )
 
-    def place(self, context: int, num_drafts: int) -> Callable[[], None]:
-        """What puts every request behind so many tokens of context, its copies one further each; with drafts."""
+    def set_context(self, context: int, num_drafts: int) -> Callable[[], None]:
+        """A function that sets the context of every request, one token more for each copy, and its number of drafts."""
         requests = self._runner.requests
         computed_R = torch.zeros_like(requests.computed_R)
         for names in self._rows:
@@ -141,7 +141,7 @@ class Steps:
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
         """Of a rectangle: its forward, its verification, and both."""
-        put = self.place(context, num_drafts)
+        put = self.set_context(context, num_drafts)
         names = [row[0] for row in self._rows[:batch]]
         forward, finish = self.forward(names, 1 + num_drafts), self.finish(names, 1 + num_drafts)
 
@@ -157,7 +157,7 @@ class Steps:
 
     def flattened(self, batch: int, context: int, num_drafts: int, repeats: int) -> float:
         """The forward of as many tokens, a row each."""
-        put = self.place(context, 0)
+        put = self.set_context(context, 0)
         names = [name for row in self._rows[:batch] for name in row[: 1 + num_drafts]]
         return dummy.seconds_of(self.forward(names, 1), put, repeats)
 
@@ -192,24 +192,26 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[st
             verify = steps.seconds(batch, context, k, options.repeats)
             flat = steps.flattened(batch, context, k, options.repeats) + verify["finish"]
             read = weights + batch * context * per_token
-            own = plain[batch, context]
+            without_drafts = plain[batch, context]
             rows.append(
                 {
                     "batch": batch,
                     "context": context,
                     "k": k,
-                    "plain_ms": 1e3 * own["step"],
-                    "plain_forward_ms": 1e3 * own["forward"],
+                    "plain_ms": 1e3 * without_drafts["step"],
+                    "plain_forward_ms": 1e3 * without_drafts["forward"],
                     "verify_ms": 1e3 * verify["step"],
                     "verify_forward_ms": 1e3 * verify["forward"],
                     "flattened_ms": 1e3 * flat,
-                    "verify_ratio": verify["step"] / own["step"],
-                    "flattened_ratio": flat / own["step"],
+                    "verify_ratio": verify["step"] / without_drafts["step"],
+                    "flattened_ratio": flat / without_drafts["step"],
                     "read_bytes": read,
-                    "plain_over_roofline": {name: own["step"] * rate / read for name, rate in bandwidth.items()},
+                    "plain_over_roofline": {
+                        name: without_drafts["step"] * rate / read for name, rate in bandwidth.items()
+                    },
                 }
             )
-            common.say(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
+            common.log(f"batch {batch}, context {context}, k = {k}: {rows[-1]['verify_ratio']:.2f}")
     return bandwidth, rows
 
 
@@ -221,7 +223,7 @@ def show(rows: list[dict[str, Any]], bandwidth: dict[str, float], size: str) -> 
         cell = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
         lines.append([*cell, *(f"{row['plain_over_roofline'][name]:.2f}" for name in bandwidth)])
     rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in bandwidth.items())
-    common.say(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
+    common.log(f"\n{size} dummy weights, greedy; bandwidth {rates}\n\n{shared.markdown(header, lines)}")
 
 
 def main() -> int:

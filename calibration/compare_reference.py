@@ -3,10 +3,10 @@
 python calibration/compare_reference.py MODEL --python REFERENCE/bin/python
 
 REFERENCE is an environment made from requirements/optimum-habana.in: it needs another transformers than vLLM does.
-Where there is no Gaudi, the reference is plain transformers, by default of this very environment, and the report says
+Where there is no Gaudi, the reference is plain transformers, by default of this very environment, and the report notes
 so. Nothing here was run on a Gaudi.
 
-Both answer the same prompts, the best token each time. Then our engine says how likely it finds each token of the
+Both answer the same prompts, the best token each time. Then our engine computes its log-likelihood of each token of the
 prompts and of the reference's answers. The first different token of an answer is called a tie where the reference
 itself preferred its token by less than 0.001.
 """
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = load_prompts(options.prompts, options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
     asked = {"model": options.model, "dtype": options.dtype}
-    say(f"reference: {len(prompts)} prompts ...")
+    log(f"reference: {len(prompts)} prompts ...")
     reference = run_module(
         REFERENCE,
         asked | {"prompts": prompts, "tokens": options.tokens},
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> None:
         options.python,
     )
     write(options, "reference.json", reference)
-    said = f"reference: {reference['library']} on {reference['device']}"
-    say(said if reference["device"] == "hpu" else f"{said}: there is no Gaudi, so not optimum-habana")
-    say("our engine ...")
+    described = f"reference: {reference['library']} on {reference['device']}"
+    log(described if reference["device"] == "hpu" else f"{described}: there is no Gaudi, so not optimum-habana")
+    log("our engine ...")
     more = {"texts": reference["answers"], "speculative": options.speculative, "engine": options.engine}
     ours = run_module(OURS, asked | more, options.out / "ours.log")
     write(options, "ours.json", ours)
@@ -77,7 +77,8 @@ def show(found: Comparison, reference: dict[str, Any], ours: dict[str, Any]) -> 
     for one in found.differences:
         margin = f"{one.margin:.2g}{' (a tie)' if one.tied else ''}"
         print(
-            f"  prompt {one.prompt}, token {one.place}: {one.ours}; the reference preferred {one.reference} by {margin}"
+            f"  prompt {one.prompt}, token {one.position}: {one.ours}; "
+            f"the reference preferred {one.reference} by {margin}"
         )
         for name, side in (("reference", reference), ("ours", ours)):
             print(f"    {name}: {side['answers'][one.prompt]['text']!r}")
@@ -91,7 +92,7 @@ def write(options: argparse.Namespace, name: str, report: dict[str, Any]) -> Non
     replace(options.out / name, (json.dumps(report, indent=1) + "\n").encode())
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

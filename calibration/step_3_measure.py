@@ -1,7 +1,7 @@
 """Step 3: run the prompts, and measure the largest value of every layer of the target and its drafter.
 
 It starts the engine that will serve the models, with QUANT_CONFIG in its environment, in mode MEASURE. Interrupted, it
-goes on behind the last chunk of prompts when it is run again with the same options.
+goes on after the last chunk of prompts when it is run again with the same options.
 """
 
 import argparse

@@ -22,10 +22,10 @@ class Drafter:
         raise NotImplementedError
 
     def see(self, positions: Tensor, streams: list[Tensor]) -> None:
-        """What the target has made of the tokens at positions [B, T] since, drafts included; of no use to most."""
+        """What the target has made of the tokens at positions [B, T] since, drafts included; most ignore it."""
 
     def propose(self, ids: Tensor, lengths: Tensor, k: int, temperature: float) -> tuple[Tensor, list[Tensor]]:
-        """k tokens of the target [B, k], and at temperatures above 0 the law each was drawn from, k times [B, V]."""
+        """k tokens of the target [B, k], and at temperatures above 0 the distribution of each, k times [B, V]."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ def decode(
     max_new: int,
     end: int = END_OF_TURN,
 ) -> Outcome:
-    """Up to `max_new` tokens of every prompt, the last step's in full, and none behind the end token; without a drafter
+    """Up to `max_new` tokens of every prompt, the last step's in full, and none after the end token; without a drafter
     the target decodes alone."""
     device, num_rows = target.output.device, len(prompts)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -73,7 +73,7 @@ def decode(
     nothing = torch.zeros(num_rows, 0, dtype=torch.long, device=device)
     span = torch.arange(k + 1, device=device)
     while bool(active.any()):
-        drafts, laws = drafter.propose(ids, lengths, k, temperature) if drafter else (nothing, [])
+        drafts, draft_probs = drafter.propose(ids, lengths, k, temperature) if drafter else (nothing, [])
         fed = torch.cat([ids.gather(1, (lengths - 1)[:, None]), drafts], 1)
         positions = (lengths - 1)[:, None] + span
         top = min(ids.shape[1], int(lengths.max()) + k)
@@ -84,31 +84,31 @@ def decode(
         if temperature == 0:
             new, accepted = verify_greedy(logits, drafts)
         else:
-            new, accepted = verify_sampled(logits / temperature, drafts, laws)
-        kept = (span <= accepted[:, None]) & active[:, None]
+            new, accepted = verify_sampled(logits / temperature, drafts, draft_probs)
+        is_output = (span <= accepted[:, None]) & active[:, None]
         scratch = ids.shape[1] - 1  # a column that is never reached takes what is not kept
-        ids.scatter_(1, torch.where(kept, lengths[:, None] + span, scratch), new)
+        ids.scatter_(1, torch.where(is_output, lengths[:, None] + span, scratch), new)
         steps += int(active.sum())
-        emitted += int(kept.sum())
+        emitted += int(is_output.sum())
         hits += ((accepted[:, None] > span[:k]) & active[:, None]).sum(0)
         lengths = torch.where(active, lengths + accepted + 1, lengths)
-        ended = ((new == end) & kept).any(1)
+        ended = ((new == end) & is_output).any(1)
         active = active & ~ended & (lengths - prompt_lengths < max_new)
     return Outcome(steps, [round(hit / steps, 4) for hit in hits.tolist()], round(emitted / steps, 4), ids, lengths)
 
 
 def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, k+1] and how many drafts were accepted [B]; the token behind these is the target's own."""
+    """Tokens [B, k+1] and how many drafts were accepted [B]; the token after these is the target's own."""
     best = logits.argmax(-1)
     return best, (best[:, :-1] == drafts).long().cumprod(1).sum(1)
 
 
-def verify_sampled(logits: Tensor, drafts: Tensor, laws: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Accepts a draft with probability min(1, p/q); behind them a sample of what q lacks of p, or of p when all were
-    accepted. The text follows the target's law."""
-    p, q, k = logits.softmax(-1), torch.stack(laws, 1), drafts.shape[1]
+def verify_sampled(logits: Tensor, drafts: Tensor, draft_probs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Accepts a draft with probability min(1, p/q); after them a sample of what q lacks of p, or of p when all were
+    accepted. The text follows the target's distribution."""
+    p, q, k = logits.softmax(-1), torch.stack(draft_probs, 1), drafts.shape[1]
     rows = torch.arange(len(p), device=p.device)
-    of_draft = [law.gather(2, drafts[..., None])[..., 0] for law in (p[:, :k], q)]
+    of_draft = [probs.gather(2, drafts[..., None])[..., 0] for probs in (p[:, :k], q)]
     ratio = of_draft[0] / of_draft[1].clamp(min=1e-20)
     accepted = (torch.rand_like(ratio) < ratio).long().cumprod(1).sum(1)
     p_there = p[rows, accepted]
@@ -122,16 +122,16 @@ def verify_sampled(logits: Tensor, drafts: Tensor, laws: list[Tensor]) -> tuple[
 
 
 def pick(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """A token [B], and at temperatures above 0 its law [B, V]."""
+    """A token [B], and at temperatures above 0 its distribution [B, V]."""
     if temperature == 0:
         return logits.argmax(-1), None
-    law = (logits / temperature).softmax(-1)
-    return torch.multinomial(law, 1)[:, 0], law
+    probs = (logits / temperature).softmax(-1)
+    return torch.multinomial(probs, 1)[:, 0], probs
 
 
 class Cache:
     """Keys and values in which every row has a length of its own: a call writes at its positions, and attends to all up
-    to them. What a rejected draft left behind is written over before it is read."""
+    to them. The KV of a rejected draft is written over before it is read."""
 
     def __init__(self, shape: Shape, size: torch.Size, like: Tensor) -> None:
         num_rows, length = size
@@ -176,14 +176,14 @@ class SameVocabDrafter(Drafter):
         # The last k + 2 tokens are fed again, since some of them may be new to the cache.
         positions = (lengths[:, None] - (k + 2) + torch.arange(k + 2, device=ids.device)).clamp(min=0)
         fed = ids.gather(1, positions)
-        drafts, laws = [], []
+        drafts, draft_probs = [], []
         for j in range(k):
             hidden = self.model(fed, positions, self.cache.attend(positions, top))[:, -1]
-            token, law = pick(hidden @ self.model.output.T, temperature)
+            token, probs = pick(hidden @ self.model.output.T, temperature)
             drafts.append(token)
-            laws += [law] if law is not None else []
+            draft_probs += [probs] if probs is not None else []
             fed, positions = token[:, None], (lengths + j)[:, None]
-        return torch.stack(drafts, 1), laws
+        return torch.stack(drafts, 1), draft_probs
 
 
 class OtherVocabDrafter(Drafter):
@@ -210,19 +210,19 @@ class OtherVocabDrafter(Drafter):
         context, lengths = self.retokenized(ids, lengths) if self.retokenize else (self.to_draft[ids], lengths)
         top = int(lengths.max())
         context = F.pad(context, (0, max(0, top + k - context.shape[1])))[:, : top + k].clone()
-        rows, drafts, laws = torch.arange(len(context), device=context.device), [], []
+        rows, drafts, draft_probs = torch.arange(len(context), device=context.device), [], []
         for j in range(k):
             # The model is small: the whole context is simply run again.
             hidden = self.model(context[:, : top + j])[rows, lengths - 1 + j]
-            token, law = pick(hidden @ self.model.output.T + self.barred, temperature)
+            token, probs = pick(hidden @ self.model.output.T + self.barred, temperature)
             context[rows, lengths + j] = token
             drafts.append(self.to_target[token])
-            laws += [self.in_target_tokens(law)] if law is not None else []
-        return torch.stack(drafts, 1), laws
+            draft_probs += [self.in_target_tokens(probs)] if probs is not None else []
+        return torch.stack(drafts, 1), draft_probs
 
-    def in_target_tokens(self, law: Tensor) -> Tensor:
-        wide = torch.zeros(len(law), len(self.target_bytes), device=law.device)
-        return wide.index_add_(1, self.to_target.clamp(min=0), law)
+    def in_target_tokens(self, probs: Tensor) -> Tensor:
+        wide = torch.zeros(len(probs), len(self.target_bytes), device=probs.device)
+        return wide.index_add_(1, self.to_target.clamp(min=0), probs)
 
     def retokenized(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         for row, (tokens, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):

@@ -25,7 +25,7 @@ START_GAIN = 0.7
 class Head(Rotary):
     """Makes a state for position t out of the state before it and the token t + 1, so one step ahead of a model. It
     begins with a state of the target, and goes on with its own. Embedding and logits are the target's, unless a kind of
-    head says otherwise."""
+    head has its own."""
 
     def read(self, streams: list[Tensor]) -> Tensor:
         """The states to begin with, out of `Llama.streams` of the target."""
@@ -51,7 +51,7 @@ class Head(Rotary):
 
 
 class EagleHead(Head):
-    """EAGLE-1, with neither a norm in front nor one behind."""
+    """EAGLE-1, with neither a norm before nor one after."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -66,7 +66,7 @@ class EagleHead(Head):
         return x, x
 
     def weigh_alike(self, embedding_size: float, state_size: float) -> None:
-        """Both halves of the input start with the same say, whatever their sizes."""
+        """Both halves of the input start with the same weight, whatever their sizes."""
         hidden = self.shape.hidden
         self.fc.weight.data[:, :hidden].normal_(std=START_GAIN / math.sqrt(hidden) / embedding_size)
         self.fc.weight.data[:, hidden:].normal_(std=START_GAIN / math.sqrt(hidden) / state_size)
@@ -97,9 +97,9 @@ def train_eagle(
     head.weigh_alike(size_of(embedding), state_size)
 
     def steps_of(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        places = batch.places()
-        ids, given = samples.tokens[places].long(), states[places]
-        return unrolled(head, F.embedding(following(ids), embedding), given, given, batch, steps, plan)
+        flat_positions = batch.flat_positions()
+        ids, input_states = samples.tokens[flat_positions].long(), states[flat_positions]
+        return unrolled(head, F.embedding(following(ids), embedding), input_states, input_states, batch, steps, plan)
 
     def loss(batch: Batch) -> Tensor:
         return distillation(head, steps_of(batch), embedding, state_size)
@@ -121,7 +121,7 @@ def size_of(rows: Tensor) -> float:
 
 
 def following(ids: Tensor) -> Tensor:
-    """For every position of ids [B, T] the token behind it; the last stands for its own."""
+    """For every position of ids [B, T] the token after it; the last stands for its own."""
     return torch.cat([ids[:, 1:], ids[:, -1:]], 1)
 
 
@@ -133,7 +133,7 @@ def unrolled(
     keys: list[Tensor] = []
     values: list[Tensor] = []
     repeats = head.shape.heads // head.shape.kv_heads
-    given = states
+    input_states = states
     for n in range(1, steps + 1):
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor, n: int = n) -> Tensor:
@@ -145,11 +145,11 @@ def unrolled(
             return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
 
         with plan.autocast():
-            made, going_on = head(embedded, given, None, attend)
+            made, going_on = head(embedded, input_states, None, attend)
         # Position t stands for the target's state at t + 1; the first draft begins at the last token of the prompt.
         trained = batch.trained(n - 2)
         yield made.flatten(0, 1)[trained].to(goals.dtype), goals.flatten(0, 1)[trained + 1]
-        given = torch.cat([states[:, :1], going_on[:, :-1].to(states.dtype)], 1)
+        input_states = torch.cat([states[:, :1], going_on[:, :-1].to(states.dtype)], 1)
 
 
 @cache
@@ -221,11 +221,11 @@ class HeadDrafter(Drafter):
         # The last k + 2 positions are run again, since the target may have made new states of them.
         positions = (lengths[:, None] - 1 - (k + 2) + torch.arange(k + 2, device=ids.device)).clamp(min=0)
         fed, states = ids.gather(1, positions + 1), self.states[self.cache.rows, positions]
-        drafts, laws = [], []
+        drafts, draft_probs = [], []
         for j in range(k):
             made, going_on = self.run(fed, states, positions, top)
-            token, law = pick(self.head.widen(made[:, -1] @ self.weight.T), temperature)
+            token, probs = pick(self.head.widen(made[:, -1] @ self.weight.T), temperature)
             drafts.append(token)
-            laws += [law] if law is not None else []
+            draft_probs += [probs] if probs is not None else []
             fed, states, positions = token[:, None], going_on[:, -1:], (lengths - 1 + j)[:, None]
-        return torch.stack(drafts, 1), laws
+        return torch.stack(drafts, 1), draft_probs

@@ -148,7 +148,7 @@ class Llama(Rotary):
         return self.streams(ids, positions, attend)[-1]
 
     def streams(self, ids: Tensor, positions: Tensor | None = None, attend: Attend = causal) -> list[Tensor]:
-        """The residual stream before every layer and behind the last, and then what the final norm makes of it."""
+        """The residual stream before every layer and after the last, and then what the final norm makes of it."""
         cos, sin = self.turns(positions, ids)
         streams = [self.embed_tokens(ids)]
         for i, layer in enumerate(self.layers):
@@ -167,8 +167,8 @@ def save(folder: Path, config: dict[str, Any], model: Llama) -> None:
     save_weights(folder, config, {f"model.{name}": value for name, value in model.state_dict().items()})
 
 
-def llama_config(**own: Any) -> dict[str, Any]:
-    """What config.json says: of every Llama here the same, and of this one `own`."""
+def llama_config(**specific: Any) -> dict[str, Any]:
+    """The contents of config.json: shared by every Llama here, with those `specific` to this one."""
     every: dict[str, Any] = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -183,7 +183,7 @@ def llama_config(**own: Any) -> dict[str, Any]:
         dtype="bfloat16",
         torch_dtype="bfloat16",
     )
-    return every | own
+    return every | specific
 
 
 def save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:

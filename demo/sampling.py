@@ -66,8 +66,8 @@ def sample(
         past_end = torch.tensor(rng.random(len(mine)) < PAST_END, device=device)
         samples += generate(model, [prompts[job.prompt] for job in mine], temperatures, past_end, max_new)
         done += mine
-        kept = sum(map(len, samples)) / 1e6
-        print(f"batch {number + 1}/{len(batches)}: {kept:.2f}M tokens, {time.time() - started:.0f} s", flush=True)
+        millions = sum(map(len, samples)) / 1e6
+        print(f"batch {number + 1}/{len(batches)}: {millions:.2f}M tokens, {time.time() - started:.0f} s", flush=True)
     work.mkdir(parents=True, exist_ok=True)
     write_samples(work / "samples.npz", samples, done, prompts, held_out)
     held = [(i, texts[i]) for i in np.flatnonzero(held_out)]

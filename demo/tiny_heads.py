@@ -74,12 +74,12 @@ class Eagle3Head(Head):
 
     def start_from(self, target: Llama, samples: Samples) -> None:
         counts = torch.bincount(samples.tokens.long(), minlength=self.shape.vocab)
-        kept = counts.topk(DRAFTED_TOKENS).indices.sort().values
-        self.t2d[kept] = True
-        self.d2t.copy_(kept - torch.arange(DRAFTED_TOKENS, device=kept.device))
-        self.lm_head.weight.data.copy_(target.output[kept])
+        frequent = counts.topk(DRAFTED_TOKENS).indices.sort().values
+        self.t2d[frequent] = True
+        self.d2t.copy_(frequent - torch.arange(DRAFTED_TOKENS, device=frequent.device))
+        self.lm_head.weight.data.copy_(target.output[frequent])
         self.norm.weight.data.copy_(target.norm.weight)
-        print(f"eagle3: its tokens are {counts[kept].sum() / counts.sum():.1%} of the text", flush=True)
+        print(f"eagle3: its tokens are {counts[frequent].sum() / counts.sum():.1%} of the text", flush=True)
 
 
 # ---- multi-token prediction ------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Medusa(nn.Module):
 
 
 class MedusaDrafter(Drafter):
-    """Each head's best token, at any temperature, as engines have it: the law is that token alone."""
+    """Each head's best token, at any temperature, as engines have it: the distribution is that token alone."""
 
     def __init__(self, medusa: Medusa) -> None:
         self.medusa = medusa
@@ -156,8 +156,8 @@ class MedusaDrafter(Drafter):
         logits = [self.medusa.lm_head(state) for state in made]
         drafts = [pick(some, 0.0)[0] for some in logits]
         vocab = self.medusa.lm_head.out_features
-        laws = [F.one_hot(draft, vocab).to(logits[0].dtype) for draft in drafts] if temperature else []
-        return torch.stack(drafts, 1), laws
+        draft_probs = [F.one_hot(draft, vocab).to(logits[0].dtype) for draft in drafts] if temperature else []
+        return torch.stack(drafts, 1), draft_probs
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def train_head(kind: str, target: Llama, samples: Samples, plan: Plan, steps: in
     in_units_of = state_size(target, samples) if kind == "eagle" else None
 
     def loss(batch: Batch) -> Tensor:
-        ids = samples.tokens[batch.places()].long()
+        ids = samples.tokens[batch.flat_positions()].long()
         with torch.no_grad(), plan.autocast():
             streams = target.streams(ids)
         with plan.autocast():
@@ -207,11 +207,11 @@ def train_medusa(target: Llama, samples: Samples, plan: Plan) -> Medusa:
     medusa.lm_head.weight.data.copy_(target.output)
 
     def loss(batch: Batch) -> Tensor:
-        ids = samples.tokens[batch.places()].long()
+        ids = samples.tokens[batch.flat_positions()].long()
         with torch.no_grad(), plan.autocast():
             states = target(ids).flatten(0, 1)
         total = torch.zeros((), device=plan.device)
-        # Its first draft is behind the token that the target makes at the prompt's last.
+        # Its first draft is after the token that the target makes at the prompt's last.
         trained = batch.trained(-1)
         for i, block in enumerate(medusa.blocks):
             rows = trained[within(trained, i + 1, batch)]
@@ -225,7 +225,7 @@ def train_medusa(target: Llama, samples: Samples, plan: Plan) -> Medusa:
     return medusa
 
 
-def within(places: Tensor, ahead: int, batch: Batch) -> Tensor:
-    """Which of these flat positions are followed by `ahead` more of the same sample."""
+def within(flat_positions: Tensor, ahead: int, batch: Batch) -> Tensor:
+    """Which of these flat positions have `ahead` more after them in the same sample."""
     lengths = batch.put(batch.samples.lengths[batch.members])
-    return places % batch.length + ahead < lengths[places // batch.length]
+    return flat_positions % batch.length + ahead < lengths[flat_positions // batch.length]

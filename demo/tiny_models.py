@@ -59,10 +59,10 @@ def config_of(kind: str) -> dict[str, Any]:
             dtype="bfloat16",
             torch_dtype="bfloat16",
         )
-    # MiMo is Qwen2 with layers behind it; `transformers` has no name for it.
-    own = dict(architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=1)
+    # MiMo is Qwen2 with layers after it; `transformers` has no name for it.
+    changes = dict(architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=1)
     left_out = ("head_dim", "attention_bias", "mlp_bias")
-    return {name: value for name, value in target.items() if name not in left_out} | own
+    return {name: value for name, value in target.items() if name not in left_out} | changes
 
 
 # ---- folders -----------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ def as_question(question: str) -> str:
 
 
 def questions_and_openings(num_chat: int, num_plain: int, seed: int) -> tuple[list[str], list[str]]:
-    before, behind = as_chat("\0").split("\0")
+    before, end_marker = as_chat("\0").split("\0")
     chat, plain = build_prompts(num_chat, num_plain, seed)
-    return [text.removeprefix(before).removesuffix(behind) for text in chat], plain
+    return [text.removeprefix(before).removesuffix(end_marker) for text in chat], plain
 
 
 def write_texts(

@@ -135,8 +135,10 @@ def run_eval(options: argparse.Namespace) -> None:
 def prompt_sets(options: argparse.Namespace) -> dict[str, list[list[int]]]:
     held_out = json.loads((options.work / "heldout.json").read_text())
     rng, num_chat = random.Random(0), int(options.eval_prompts * CHAT_SHARE)
-    wanted = {"chat": num_chat, "plain": options.eval_prompts - num_chat}
-    chosen = [text for kind, n in wanted.items() for text in rng.sample(held_out[kind], min(n, len(held_out[kind])))]
+    num_by_kind = {"chat": num_chat, "plain": options.eval_prompts - num_chat}
+    chosen = [
+        text for kind, n in num_by_kind.items() for text in rng.sample(held_out[kind], min(n, len(held_out[kind])))
+    ]
     texts = {
         "held-out": chosen,
         "out-of-template": [as_chat(question) for question in OUT_OF_TEMPLATE],
@@ -162,8 +164,8 @@ def same_texts(outcome: Outcome, plain: Outcome) -> float:
     """The share of texts that are those of plain greedy decoding, which no drafter may change."""
     width = min(outcome.ids.shape[1], plain.ids.shape[1])
     ends = torch.minimum(outcome.lengths, plain.lengths)[:, None]
-    behind = torch.arange(width, device=ends.device) >= ends
-    return ((outcome.ids[:, :width] == plain.ids[:, :width]) | behind).all(1).float().mean().item()
+    past_end = torch.arange(width, device=ends.device) >= ends
+    return ((outcome.ids[:, :width] == plain.ids[:, :width]) | past_end).all(1).float().mean().item()
 
 
 def plan(options: argparse.Namespace, seconds: float) -> Plan:

@@ -120,9 +120,9 @@ def make_samples(options: argparse.Namespace) -> None:
     warmth = rng.choice(options.own_temperatures, len(prompts))
     # Some run on past the end token, as texts in an engine that ignores it do.
     past_end = rng.random(len(prompts)) < PAST_END
-    own = sampled(target, prompts, warmth, options.batch, options.own_max_new, END, past_end)
+    samples = sampled(target, prompts, warmth, options.batch, options.own_max_new, END, past_end)
     held_out = np.array([text.held_out for text in texts])
-    pack(options.work / "own.npz", own + whole, prompts * 2, np.concatenate([held_out, held_out]))
+    pack(options.work / "own.npz", samples + whole, prompts * 2, np.concatenate([held_out, held_out]))
 
 
 def train_drafters(options: argparse.Namespace) -> None:

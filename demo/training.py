@@ -41,7 +41,7 @@ class Plan:
 
 
 class Samples:
-    """Token sequences of any length behind one another on the device, dealt in batches of similar length."""
+    """Token sequences of any length one after another on the device, dealt in batches of similar length."""
 
     def __init__(self, file: Path, device: str) -> None:
         stored = np.load(file)
@@ -80,7 +80,7 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.members) * self.length
 
-    def places(self) -> Tensor:
+    def flat_positions(self) -> Tensor:
         """[B, T]: where each token is among all; padding repeats a sample's last."""
         last = self.samples.lengths[self.members][:, None] - 1
         return self.put(self.samples.offsets[self.members][:, None] + np.minimum(np.arange(self.length), last))
@@ -110,9 +110,9 @@ def target_states(target: Llama, samples: Samples, dtype: torch.dtype, batch_tok
     little room and computed once."""
     states = torch.empty(len(samples.tokens), target.shape.hidden, dtype=dtype, device=samples.device)
     for batch in samples.in_batches(np.arange(len(samples.lengths)), batch_tokens):
-        places, real = batch.places(), batch.real()
-        hidden = target(samples.tokens[places].long())
-        states[places[real]] = hidden[real].to(dtype)
+        flat_positions, real = batch.flat_positions(), batch.real()
+        hidden = target(samples.tokens[flat_positions].long())
+        states[flat_positions[real]] = hidden[real].to(dtype)
     return states
 
 
@@ -130,10 +130,10 @@ def train_same_vocab(
 
     def hidden_states(batch: Batch, first: int) -> tuple[Tensor, Tensor]:
         """The drafter's and the target's, one row per position that counts."""
-        places, trained = batch.places(), batch.trained(first)
+        flat_positions, trained = batch.flat_positions(), batch.trained(first)
         with plan.autocast():
-            hidden = model(samples.tokens[places].long())
-        return hidden.flatten(0, 1)[trained], states[places.flatten()[trained]]
+            hidden = model(samples.tokens[flat_positions].long())
+        return hidden.flatten(0, 1)[trained], states[flat_positions.flatten()[trained]]
 
     def loss(batch: Batch) -> Tensor:
         mine, its = hidden_states(batch, -1)
@@ -154,12 +154,12 @@ def train_same_vocab(
 
 
 def next_tokens(model: Llama, samples: Samples, batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The logits at the batch's trained places, and the tokens that follow there."""
-    places, trained = batch.places(), batch.trained(-1)
+    """The logits at the batch's trained positions, and the tokens that follow there."""
+    flat_positions, trained = batch.flat_positions(), batch.trained(-1)
     with plan.autocast():
-        hidden = model(samples.tokens[places].long())
+        hidden = model(samples.tokens[flat_positions].long())
         logits = hidden.flatten(0, 1)[trained] @ model.output.T
-    return logits.float(), samples.tokens[places.flatten()[trained] + 1].long()
+    return logits.float(), samples.tokens[flat_positions.flatten()[trained] + 1].long()
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -199,8 +199,8 @@ class SoftCrossEntropy(torch.autograd.Function):
 def train_other_vocab(
     target: Llama, target_tokenizer: Tokenizer, tokenizer: Tokenizer, samples: Samples, plan: Plan
 ) -> tuple[Llama, dict[str, Any], dict[str, Any]]:
-    """Next-token cross-entropy on the text in its own tokens; without a teacher, since the target's law is over other
-    tokens."""
+    """Next-token cross-entropy on the text in its own tokens; without a teacher, since the target's distribution is
+    over another vocabulary."""
     names = dict(bos_token_id=TURN_START, eos_token_id=TURN_END, pad_token_id=TURN_END)
     ids = {role: tokenizer.token_to_id(name) for role, name in names.items()}
     config = draft_config(tokenizer.get_vocab_size(), plan.layers, ids)

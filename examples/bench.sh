@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Tokens a second without speculation and with it, and their ratio: the same requests to two servers, one after the other.
+# Throughput without speculation and with it, and the speedup: the same requests to two servers, one after the other.
 #
 #   examples/bench.sh
 #   MODEL=Qwen/Qwen3-1.7B SPECULATION='{"method": "suffix", "num_speculative_tokens": 4}' examples/bench.sh --max-model-len 4096
 #
-# PROMPTS is a folder of *.txt. Other words go to both servers. What these and the benchmark said stays in .bench/example/.
+# PROMPTS is a folder of *.txt. Other arguments go to both servers. The output of these and of the benchmark is in .bench/example/.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PATH=$root/.venv/bin:$PATH VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -23,7 +23,7 @@ trap stop EXIT
 
 measure() {  # a name, and options of the server
     local name=$1; shift
-    echo "$name: starting a server, then ${REQUESTS:-16} requests of ${TOKENS:-64} tokens, ${CONCURRENCY:-1} at a time" >&2
+    echo "$name: starting a server, then ${REQUESTS:-16} requests of ${TOKENS:-64} tokens, concurrency ${CONCURRENCY:-1}" >&2
     vllm serve "$model" --host 127.0.0.1 --port "${PORT:-8123}" "$@" > "$work/$name-server.log" 2>&1 & server=$!
     for ((second = 0; ; second++)); do
         kill -0 "$server" 2> /dev/null || fail "the server ended: $(tail -n 1 "$work/$name-server.log")"
@@ -53,5 +53,5 @@ plain, drafted = (json.loads((pathlib.Path(sys.argv[1]) / f"{n}.json").read_text
 assert not plain["failed"] + drafted["failed"], "requests failed; see the logs"
 without, with_drafts = plain["output_throughput"], drafted["output_throughput"]
 print(f"without speculation {without:8.1f} tokens/s\nwith speculation    {with_drafts:8.1f} tokens/s, "
-      f"{drafted['spec_decode_acceptance_length']:.2f} tokens a step with drafts\nratio               {with_drafts / without:8.2f}")
+      f"{drafted['spec_decode_acceptance_length']:.2f} mean acceptance length\nspeedup             {with_drafts / without:8.2f}")
 END

@@ -1,4 +1,4 @@
-"""Without a server: what a model says with drafts, and how many of its tokens were drafts.
+"""Without a server: a model's output with drafts, and how many of its tokens were drafts.
 
 .venv/bin/python examples/offline.py [--model MODEL --speculative-config JSON]
 """

@@ -69,7 +69,7 @@ def test_it_goes_on_where_it_was_interrupted(looping_llama: str, cousin: str, tm
     first = script(tmp_path, *given, "--num-drafts", "1")
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("kept from an earlier run") == 0
-    assert "| method | k | tokens per step |" in first.stdout
+    assert "| method | k | mean acceptance length |" in first.stdout
     second = script(tmp_path, *given, "--num-drafts", "1", "3")
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("kept from an earlier run") == 2

@@ -1,6 +1,6 @@
-"""What a QUANT_CONFIG file says, as Intel Neural Compressor (INC) reads it.
+"""The contents of a QUANT_CONFIG file, as Intel Neural Compressor (INC) reads it.
 
-The file is INC's. On a Gaudi INC itself reads it; elsewhere, what it asks for is simulated (`simulation.py`).
+The file is INC's. On a Gaudi INC itself reads it; elsewhere it is simulated (`simulation.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.quantization import files
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
-# Fields that change nothing of what a simulation computes, or that `QuantConfig` has.
+# Fields that do not change what a simulation computes, or that `QuantConfig` has.
 _READ_OR_IGNORED = frozenset(
     [
         "mode",
@@ -43,7 +43,7 @@ _READ_OR_IGNORED = frozenset(
         "calibration_sample_interval",
     ]
 )
-# Fields that a simulation knows with one value only.
+# Fields of which a simulation supports one value only.
 _ONLY = {
     "observer": "maxabs",
     "fp8_config": "e4m3",
@@ -58,11 +58,11 @@ _ONLY = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     option: str
-    """What named the file, for messages."""
+    """The option or variable that names the file, for messages."""
     path: str
     mode: str
     dump_stats_path: str
-    """What the names of measurement and scale files begin with."""
+    """Prefix of the names of measurement and scale files."""
     scale_method: str
     measures_outputs: bool
     skips_unknown: bool
@@ -88,9 +88,7 @@ class QuantConfig:
         if mode not in (MEASURE, QUANTIZE):
             raise UnsupportedConfigError(f"{option}: mode in {path} must be MEASURE or QUANTIZE, got {mode or 'none'}.")
         if not isinstance(fields.get("dump_stats_path"), str):
-            raise UnsupportedConfigError(
-                f"{option}: {path} does not say in dump_stats_path what the names of its files begin with."
-            )
+            raise UnsupportedConfigError(f"{option}: {path} has no dump_stats_path, the prefix of its files' names.")
         allowed, blocked = (_names_and_types(fields, *names) for names in (_ALLOW, _BLOCK))
         return cls(
             option=option,
@@ -120,7 +118,7 @@ class QuantConfig:
         return kind in self.allowed_types or _found(self.allowed_names, name)
 
     def not_simulated(self) -> Iterator[str]:
-        """What the file asks for and only INC can do."""
+        """Fields of the file that only INC supports."""
         for name, value in self.fields.items():
             supported = _ONLY.get(name)
             if supported is not None and str(value).lower() != supported:
@@ -159,7 +157,7 @@ def drafter_config(options: Options) -> QuantConfig | None:
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
-    """Why a model cannot be quantised by its files, as far as they tell without the model."""
+    """Why a model cannot be quantised by its files, as far as the files alone show."""
     try:
         files.read_world(config.dump_stats_path, world, config.scale_method)
     except files.QuantFilesError as error:
@@ -167,7 +165,7 @@ def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:
 
 
 def hostile_scales(config: QuantConfig) -> Iterator[str]:
-    """Why INC should not read the files of a model, which it does by running what is in them."""
+    """Why INC must not read the files of a model: reading runs what is in them."""
     try:
         files.check_harmless(config.dump_stats_path)
     except files.QuantFilesError as error:

@@ -8,7 +8,7 @@ A run with QUANT_CONFIG's `dump_stats_path` P and W ranks has, for each rank r,
 
 The .json and the .npz hold the same values. INC reads the .npz, which is a pickle; here the .json is read, and the .npz
 is only checked to be whole and harmless, since unpickling a file means to run it. INC looks at `Nodes` alone, so more
-keys say what it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales
+keys hold what it does not record: `Model`, a fingerprint, `Linears`, how weights are spread over ranks, and for scales
 the `Device`.
 """
 
@@ -32,14 +32,14 @@ from vllm_gaudi_spec.quantization.pickles import foreign_calls
 MEASURED = "DynamicRange"
 SCALED = "Scale"
 _LOOKED_AT = "_mod_list.json"
-# Who serves reads what another user measured, whatever that one's umask.
+# The serving user may be another than the one who measured, whatever the latter's umask.
 _RIGHTS = 0o644
 _ARCHIVES = (b"PK\3\4", b"PK\5\6")
-"""How a file begins that numpy reads as an archive."""
+"""The first bytes of a file that numpy reads as an archive."""
 
 
 class QuantFilesError(ValueError):
-    """Measurement or scale files cannot be used; the message says which, and why, in one line."""
+    """Measurement or scale files cannot be used; the message names them and the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Part:
 
     rows: int
     heads: int = 0
-    """More ranks than heads keep copies of a head; 0 where rows may be cut anywhere."""
+    """With more ranks than heads, ranks hold copies of a head; 0 where rows may be cut anywhere."""
 
     def owners(self, world: int) -> int:
         """How many ranks hold different rows."""
@@ -85,7 +85,7 @@ class LinearShape:
 
 @dataclass
 class Node:
-    """What is known of one module: [1, 1] a tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
+    """The values of one module: [1, 1] a tensor, or [channels, 1] for a weight (as scales: [] or [channels])."""
 
     inputs: list[np.ndarray]
     outputs: list[np.ndarray] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Record:
     mode: str
     nodes: dict[str, Node]
     looked_at: list[str] = field(default_factory=list)
-    """Modules that would be measured, or were; nodes has those that saw something."""
+    """All modules that are measured; nodes has those that saw a value."""
     model: str = ""
     linears: dict[str, LinearShape] = field(default_factory=dict)
     device: str = ""
@@ -138,13 +138,13 @@ def worlds(prefix: str | Path, method: str = "") -> dict[int, set[int]]:
 
 
 def read_world(prefix: str | Path, world: int | None = None, method: str = "") -> list[Record]:
-    """The files of all ranks, which have to be of one model; `world` may be left out where only one is there."""
+    """The files of all ranks, which have to be of one model; without `world`, of the only world size there."""
     what = "scale" if method else "measurement"
     found = worlds(prefix, method)
     if not found:
         raise QuantFilesError(f"no {what} files: {stem(prefix, 0, world or 1, method)}.json is missing")
     if world is None and len(found) > 1:
-        raise QuantFilesError(f"{what} files of several world sizes at {prefix}: say which of {sorted(found)}")
+        raise QuantFilesError(f"{what} files of several world sizes at {prefix}: choose one of {sorted(found)}")
     world = world or next(iter(found))
     if world not in found:
         raise QuantFilesError(f"{what} files at {prefix} are for world size {sorted(found)[0]}, not {world}")
@@ -158,7 +158,7 @@ def read(path: Path) -> Record:
     """One rank's file, by its stem."""
     written = Path(f"{path}.json")
     for part in (written, Path(f"{path}.npz"), Path(f"{path}{_LOOKED_AT}")):
-        _check_place(part)
+        _check_inside_folder(part)
     try:
         stored = json.loads(written.read_text())
         record = _decode(stored, path)
@@ -174,17 +174,17 @@ def read(path: Path) -> Record:
     return record
 
 
-def check_same_model(known: Record, other: Record, what: str) -> None:
+def check_same_model(expected: Record, other: Record, what: str) -> None:
     """Refuses files that belong together but were measured on different models."""
-    if known.model and other.model and known.model != other.model:
-        raise QuantFilesError(f"{what} was measured on another model ({other.model}, not {known.model})")
-    missing = sorted(set(known.looked_at) ^ set(other.looked_at))
+    if expected.model and other.model and expected.model != other.model:
+        raise QuantFilesError(f"{what} was measured on another model ({other.model}, not {expected.model})")
+    missing = sorted(set(expected.looked_at) ^ set(other.looked_at))
     if missing:
         raise QuantFilesError(f"{what} was measured on another model: {missing[0]} is in one of the two only")
 
 
 def _decode(stored: Mapping[str, Any], path: Path) -> Record:
-    rank, world = (int(word) for word in path.name.rsplit("_", 2)[1:])
+    rank, world = (int(part) for part in path.name.rsplit("_", 2)[1:])
     if stored["LocalRank"] not in (None, -1, rank):
         raise QuantFilesError(f"{path}.json is of rank {stored['LocalRank']}: the file was renamed")
     nodes = {name: _decode_node(node) for name, node in stored["Nodes"].items()}
@@ -230,11 +230,11 @@ def check_harmless(prefix: str | Path) -> None:
     prefix = Path(prefix)
     for path in sorted(prefix.parent.glob("*.npz")):
         if path.name.startswith(prefix.name):
-            _check_place(path)
+            _check_inside_folder(path)
             _check_whole(path)
 
 
-def _check_place(path: Path) -> None:
+def _check_inside_folder(path: Path) -> None:
     if not stays_inside(path):
         raise QuantFilesError(f"{path} is a link out of its folder; copy the file there")
 
@@ -306,8 +306,8 @@ def _encode(node: Node, encode: Any) -> dict[str, Any]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """In a folder that is made where it is missing. A link in its place makes room: nobody named it, and what it leads
-    to is not ours."""
+    """Write a file, and its folder where that is missing. A link of that name is replaced, and its target
+    left alone: no user named it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         cached_files.replace(path, content, _RIGHTS)

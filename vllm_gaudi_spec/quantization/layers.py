@@ -1,7 +1,7 @@
 """A layer's parts in FP8, with the scales of a file: linears, the matmuls and the softmax of attention, caches.
 
 As Intel Neural Compressor's on a Gaudi: operands are cast, products are scaled back in the dtype of the model, and a
-bias is added behind that. What a cache keeps is cast and scaled back before it is written, since a simulation has
+bias is added after that. What a cache keeps is cast and scaled back before it is written, since a simulation has
 nothing to save by keeping 8 bits.
 """
 
@@ -35,7 +35,7 @@ class Cast(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """In the place of a layer's `quant_method`; the layer gives up its weight."""
+    """Replaces a layer's `quant_method`; the layer gives up its weight."""
 
     weight_scale: torch.Tensor
 

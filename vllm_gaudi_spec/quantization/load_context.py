@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadContext:
-    """Where a model is loaded."""
+    """The model, rank and device for which weights are loaded."""
 
     model: str
     """Its folder, or its name."""
@@ -22,21 +22,21 @@ class LoadContext:
     world: int
     """Ranks, each with files of its own."""
     fp8_range: str | None
-    """Whose e4m3 numbers are simulated; None for those that the scales were made for."""
+    """The card whose e4m3 range is simulated; None for that of the scales."""
     apart: Collection[nn.Module] = ()
-    """Parts of the model that are another one's too, and stay what they are."""
+    """Modules shared with another model, which stay as they are."""
 
 
 class Measuring(Protocol):
     """A model that is measured."""
 
     reads_logits: bool
-    """Whether logits are asked of every token, so that what makes them is measured as well."""
+    """Whether logits are computed for every token, so that their layer is measured as well."""
 
     def counting(self, real_T: torch.Tensor) -> AbstractContextManager[None]:
-        """Around a forward of T tokens, of which those count that are real."""
+        """Around a forward of T tokens, of which the real ones count."""
         ...
 
     def write(self) -> None:
-        """Write all that was seen so far to the files, in place of what was there."""
+        """Write all values so far to the files, over older ones."""
         ...

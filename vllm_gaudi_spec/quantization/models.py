@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Of one model that is going to be loaded."""
+    """The quantisation of one model that is going to be loaded."""
 
     quant_config: QuantConfig
     model: str
     fp8_range: str | None
-    """As the user chose it."""
-    theirs: nn.Module | None = None
-    """A model whose parts this one may share."""
+    """The user's choice."""
+    shared_with: nn.Module | None = None
+    """A model that this one may share modules with."""
 
     @classmethod
     def of_target(cls, vllm_config: VllmConfig) -> Quantization | None:
@@ -55,7 +55,7 @@ class Quantization:
         for name, module in model.named_modules():
             if isinstance(module, RectangleAttentionImpl) and self._takes_any(name):
                 module.make_layer_operations()
-        apart: Collection[nn.Module] = () if self.theirs is None else set(self.theirs.modules())
+        apart: Collection[nn.Module] = () if self.shared_with is None else set(self.shared_with.modules())
         load_context = LoadContext(
             model=self.model,
             rank=get_tensor_model_parallel_rank(),

@@ -1,7 +1,7 @@
 """Measuring: the largest |x| of what passes a module, of real tokens alone.
 
-Padding runs through the model too: it reads token 0 at position 0, and whatever a row has behind its end. A forward
-says which of its tokens are real, and no other row counts.
+Padding runs through the model too: token 0 at position 0, and whatever a row has after its end. A forward has a mask of
+its real tokens, and no others count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RealTokens:
 
 
 class MaxAbs(nn.Module):
-    """The largest |x| of all that it saw, [1, 1] as in a file."""
+    """The largest |x| so far, [1, 1] as in a file."""
 
     largest: torch.Tensor
 
@@ -56,7 +56,7 @@ def largest_by_output(weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 class MeasuredLinear(nn.Module):
-    """In the place of a layer's `quant_method`."""
+    """Replaces a layer's `quant_method`."""
 
     def __init__(self, layer: nn.Module, tokens: RealTokens, *, measures_outputs: bool, measures_sums: bool) -> None:
         """`measures_sums`: also what the ranks' outputs add up to, which leaves the layer."""
@@ -128,7 +128,7 @@ class MeasuredCache(VLLMKVCache):
 
 
 def serve_linear(layer: nn.Module, linear: Any) -> None:
-    """Let `linear.apply(layer, x, bias)` compute a layer, which is one of vLLM's or torch's own."""
+    """Let `linear.apply(layer, x, bias)` compute a layer of vLLM's or of torch's."""
     if isinstance(layer, nn.Linear):
         layer.served_by = linear
         layer.forward = partial(_forward, layer)

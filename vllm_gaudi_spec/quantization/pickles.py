@@ -1,7 +1,7 @@
-"""What a pickle would call when it is read, found out without reading it.
+"""The calls that reading a pickle would make, found without reading it.
 
 Intel Neural Compressor (INC) keeps measurements and scales in .npz files with a pickled dictionary, and reads them on a
-Gaudi by unpickling. Nothing here does; but what is handed on to INC is looked at first.
+Gaudi by unpickling. Nothing here does, and files are checked before INC reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-# What an array of objects is made of, in all that numpy writes.
+# The calls of an array of objects, in all formats that numpy writes.
 _OF_ARRAYS = {
     *(
         f"{module}.{name}"
@@ -41,7 +41,7 @@ def foreign_calls(member: IO[bytes]) -> Iterator[str]:
 
 
 def called(pickled: bytes) -> Iterator[str]:
-    """Dotted names, as far as they can be told; something that is none where they cannot."""
+    """Dotted names of what is called; where a name is computed, a text that is no name."""
     texts: list[object] = []  # what lies on top of the stack, as far down as it is text
     memo: dict[int, object] = {}
     for operation, argument, _ in pickletools.genops(pickled):

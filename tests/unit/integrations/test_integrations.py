@@ -98,7 +98,7 @@ def test_as_soon_as_vllm_ascend_is_the_platform_ours_is_not_touched(monkeypatch:
     assert registered == [True]
 
 
-def test_it_says_when_it_serves(installed: pytest.MonkeyPatch) -> None:
+def test_it_logs_that_it_serves(installed: pytest.MonkeyPatch) -> None:
     from vllm_gaudi_spec.integrations.vllm_ascend import patches
 
     said: list[str] = []
@@ -134,13 +134,13 @@ def test_our_platform_stays_inactive_beside_theirs(
         )
     monkeypatch.delenv("VGS_DEVICE", raising=False)
     monkeypatch.setattr(devices, "entry_points", lambda group: [*entry_points(group=group), theirs])
-    kept = (devices.other_platform_plugins, devices._log_inactive)
-    for cached in kept:
+    patched = (devices.other_platform_plugins, devices._log_inactive)
+    for cached in patched:
         cached.cache_clear()
     try:
         assert vllm_gaudi_spec.platform_plugin() is None
     finally:
-        for cached in kept:
+        for cached in patched:
             cached.cache_clear()
     assert said == [(level, text)]
 

@@ -104,21 +104,21 @@ def test_attention_is_what_it_was_but_for_its_rounding(form: Any, changes: dict[
 
 
 @pytest.mark.parametrize("form", ["padded", "flat"])
-def test_a_verify_rectangle_says_bit_for_bit_what_its_queries_say_alone(form: str) -> None:
+def test_a_verify_rectangle_equals_its_queries_alone_bit_for_bit(form: str) -> None:
     """Else a draft that is right would be refused now and then: FP8 makes a large step of a last bit."""
     queries = 5
     scene = make_scene([0, 5, 31, 70], queries)
     rectangle = attend(scene, {"padded": padded.attend, "flat": flat.attend}[form])
     listed = scene.call.flat
     assert listed is not None
-    for place in range(queries):
+    for offset in range(queries):
         call = replace(
             scene.call,
             num_queries=1,
-            starts_B=scene.call.starts_B + place,
+            starts_B=scene.call.starts_B + offset,
             flat=FlatBlocks(listed.ids_N, listed.rows_N, listed.places_N),
             _plans={},
         )
-        one = replace(scene, query_BQHD=scene.query_BQHD[:, place : place + 1], call=call)
+        one = replace(scene, query_BQHD=scene.query_BQHD[:, offset : offset + 1], call=call)
         alone = attend(one, {"padded": padded.attend, "flat": flat.attend}[form])
-        assert torch.equal(alone[:4, 0], rectangle[:4, place])
+        assert torch.equal(alone[:4, 0], rectangle[:4, offset])

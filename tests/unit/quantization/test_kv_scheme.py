@@ -1,4 +1,4 @@
-"""Checkpoints that ask for FP8 KV are served with KV in the model's dtype, and the user is told what that costs."""
+"""Checkpoints that ask for FP8 KV are served with KV in the model's dtype, and the user is warned what that costs."""
 
 from __future__ import annotations
 

@@ -37,33 +37,33 @@ def test_linear(has_outputs: bool) -> None:
     plain.load_state_dict(layer.state_dict())
     measured = MeasuredLinear(layer, tokens, measures_outputs=has_outputs, measures_sums=has_outputs)
     serve_linear(layer, measured)
-    given = forwards(0, 8)
-    for x in given:
+    inputs = forwards(0, 8)
+    for x in inputs:
         with tokens.counting(REAL):
             torch.testing.assert_close(layer(x), plain(x))
-    layer(given[0] * 1e6)  # outside of a forward
-    assert torch.equal(measured.input.largest, largest(given))
+    layer(inputs[0] * 1e6)  # outside of a forward
+    assert torch.equal(measured.input.largest, largest(inputs))
     assert torch.equal(measured.weight_N1, plain.weight.abs().amax(1, keepdim=True))
     assert len(measured.outputs()) == 2 * has_outputs
     if has_outputs:
-        products = [nn.functional.linear(x, plain.weight) for x in given]
+        products = [nn.functional.linear(x, plain.weight) for x in inputs]
         torch.testing.assert_close(measured.outputs()[0].largest, largest(products))
-        torch.testing.assert_close(measured.outputs()[1].largest, largest([plain(x) for x in given]))
+        torch.testing.assert_close(measured.outputs()[1].largest, largest([plain(x) for x in inputs]))
 
 
 def test_caches_and_attention() -> None:
     tokens = RealTokens()
     cache, matmul, softmax = MeasuredCache(tokens), MeasuredMatmul(), MeasuredSoftmax()
     stored, slots = torch.zeros(16, 2, 4), torch.tensor([3, 4, 0, 5, 0])
-    given = forwards(1, 2, 4)
-    for x in given:
+    inputs = forwards(1, 2, 4)
+    for x in inputs:
         with tokens.counting(REAL):
             cache(x, stored, slots)
             matmul(tokens.only(x), torch.ones(4, 3))
         assert torch.equal(stored[slots[REAL]], x[REAL])
-    assert torch.equal(cache.input.largest, largest(given))
-    assert torch.equal(matmul.input.largest, largest(given))
-    weights = softmax(given[0], -1)
+    assert torch.equal(cache.input.largest, largest(inputs))
+    assert torch.equal(matmul.input.largest, largest(inputs))
+    weights = softmax(inputs[0], -1)
     assert torch.equal(softmax.output.largest, weights.amax().view(1, 1))
 
 

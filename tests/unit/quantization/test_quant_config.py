@@ -16,7 +16,7 @@ def read(folder: Path, **fields: Any) -> QuantConfig:
     return QuantConfig.read(str(path), "QUANT_CONFIG")
 
 
-def test_what_a_gaudi_users_file_says(tmp_path: Path) -> None:
+def test_a_gaudi_users_file(tmp_path: Path) -> None:
     config = read(
         tmp_path,
         method="HOOKS",
@@ -86,7 +86,7 @@ def test_what_only_a_gaudi_can_do(fields: dict[str, Any], reason: str, tmp_path:
     ],
     ids=str,
 )
-def test_files_that_say_nothing(content: str | None, reason: str, tmp_path: Path) -> None:
+def test_unusable_files(content: str | None, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "quant.json"
     if content is not None:
         path.write_text(content)

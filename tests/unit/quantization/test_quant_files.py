@@ -106,7 +106,7 @@ def test_another_world_size_is_refused(prefix: Path) -> None:
     with pytest.raises(QuantFilesError, match="no scale files"):
         files.read_world(prefix, 2, "maxabs_hw")
     files.write(prefix, measured())
-    with pytest.raises(QuantFilesError, match=r"several world sizes .* which of \[1, 2\]"):
+    with pytest.raises(QuantFilesError, match=r"several world sizes .* choose one of \[1, 2\]"):
         files.read_world(prefix)
     assert len(files.read_world(prefix, 2)) == 2
 
@@ -204,7 +204,7 @@ def npy_of_a_pickle() -> bytes:
 
 
 @pytest.mark.parametrize("front", [HOSTILE[0], HOSTILE[1], npy_of_a_pickle()], ids=["pickle", "text pickle", "npy"])
-def test_an_archive_behind_a_pickle_is_not_handed_on(front: bytes, prefix: Path) -> None:
+def test_an_archive_after_a_pickle_is_not_handed_on(front: bytes, prefix: Path) -> None:
     """zipfile finds the archive from the file's end; numpy looks at the beginning, and would run what stands there."""
     path = Path(f"{prefix}_hooks_maxabs_1_2.npz")
     path.write_bytes(front + path.read_bytes())

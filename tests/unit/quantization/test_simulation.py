@@ -50,8 +50,8 @@ def scales(**changes: Any) -> Record:
         "first": Node([one], params={"weight": per_channel}),
         "last": Node([one], params={"weight": one}),
     }
-    given = {"rank": 0, "world": 1, "mode": files.SCALED, "nodes": nodes}
-    return Record(**(given | changes))
+    fields = {"rank": 0, "world": 1, "mode": files.SCALED, "nodes": nodes}
+    return Record(**(fields | changes))
 
 
 def apply(folder: Path, record: Record | None = None, apart: tuple[str, ...] = (), **fields: Any) -> Model:
@@ -147,8 +147,10 @@ def test_measurements_are_written_when_there_are_some(tmp_path: Path) -> None:
     path = tmp_path / "quant.json"
     path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
     model = Model()
-    given = QuantConfig.read(str(path), "QUANT_CONFIG")
-    measured = simulation.apply(model, given, LoadContext(model="", rank=0, world=1, fp8_range=None), HostArithmetic)
+    quant_config = QuantConfig.read(str(path), "QUANT_CONFIG")
+    measured = simulation.apply(
+        model, quant_config, LoadContext(model="", rank=0, world=1, fp8_range=None), HostArithmetic
+    )
     assert measured is not None
     measured.write()
     assert not list(tmp_path.glob("inc*"))  # what an earlier run wrote stays

@@ -19,7 +19,7 @@ def test_comparison() -> None:
     reference = side(([1, 2, 3], [-1.0, -2.0]), ([4, 5, 6], [-0.5, -0.5]))
     found = compare(reference, side(([1, 2, 3], [-1.0, -2.25]), ([4, 9, 9], [-0.5, -0.25])))
     assert (found.equal, found.of) == (1, 2)
-    assert found.differences == (Difference(prompt=1, place=1, reference=5, ours=9, margin=1.0),)
+    assert found.differences == (Difference(prompt=1, position=1, reference=5, ours=9, margin=1.0),)
     assert not found.differences[0].tied
     assert (found.num_scored, found.largest, found.average) == (4, 0.25, 0.125)
     assert found.as_json()["equal"] == 1

@@ -1,4 +1,4 @@
-"""The scripts of calibration/ on files: what they make, and what they say of files that are not right."""
+"""The scripts of calibration/ on files: what they make, and their messages about files that are not right."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def tree(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def given(folder: Folder, models: dict[str, str]) -> list[object]:
+def options_of(folder: Folder, models: dict[str, str]) -> list[object]:
     return ["--out", folder.root, "--model", models[TARGET], "--draft", models[DRAFT]]
 
 
 def test_from_two_ranks_to_the_scales_of_four(run: Run, folder: Folder, models: dict[str, str]) -> None:
     assert run("step_1_detect_device", "--out", folder.root, "--card", "gaudi3")[0] == 0
-    assert run("step_4_postprocess", *given(folder, models))[0] == 0
+    assert run("step_4_postprocess", *options_of(folder, models))[0] == 0
     assert run("step_5_unify_ranks", "--out", folder.root, "--world-size", 4)[0] == 0
-    status, out, err = run("step_6_make_scales", *given(folder, models), "--exclude", "down_proj")
+    status, out, err = run("step_6_make_scales", *options_of(folder, models), "--exclude", "down_proj")
     assert (status, err) == (0, "")
     for name in ROLES:
         role = folder.role(name)

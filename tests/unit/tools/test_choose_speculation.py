@@ -69,12 +69,12 @@ def test_counts_of_an_answer() -> None:
     assert Counts.of(SimpleNamespace(token_ids=range(6), spec_decode_metrics=None)) == Counts(5, 5, ())
 
 
-def test_a_longer_run_tells_of_fewer_drafts() -> None:
+def test_a_longer_run_estimates_fewer_drafts() -> None:
     found = accepting(3, 3, 0, 2, plain_steps=1).shortened(1)
     assert found.num_drafts == 1
     assert found.positions == (2 / 4,)
     assert found.tokens_per_step == 6 / 4
-    with pytest.raises(ValueError, match="does not tell"):
+    with pytest.raises(ValueError, match="cannot show"):
         found.shortened(2)
 
 
@@ -101,7 +101,7 @@ def test_a_step_costs_what_its_kinds_cost() -> None:
 
 
 class _Steps:
-    """Tells a clock of steps of given rows and queries, as a runner does; time is what `now` says."""
+    """Calls a clock for steps of given rows and queries, as a runner does; time is what `now` says."""
 
     def __init__(self, clock: Clock, now: list[float]) -> None:
         self.clock, self.now = clock, now
@@ -140,14 +140,14 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = steady(every, 2)
     assert [(step.queries, step.seconds, step.draft) for step in steps] == [(4, 18, 3)] * 3 + [(1, 14, 3)] * 2
     assert cost_of(steps, 2) == StepCost(2, plain_s=11, verify_s=15, draft_s=3)
-    # A drafter that never had anything to say
+    # A drafter that never drafts
     assert cost_of(steps[3:], 2) == StepCost(2, plain_s=11, verify_s=11, draft_s=3)
     with pytest.raises(ValueError, match="no step decoded 2 requests at once"):
         cost_of(steps[:3], 2)
 
 
 @pytest.mark.parametrize(("method", "overlap"), [("draft_model", True), ("draft_model", False), ("suffix", False)])
-def test_a_runner_tells_its_observer_of_every_step_and_all_drafting(
+def test_a_runner_calls_its_observer_for_every_step_and_all_drafting(
     method: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that no runner reads: it is moved by the drafter's own functions, below the runner's calls of them."""
@@ -180,9 +180,9 @@ def test_a_runner_tells_its_observer_of_every_step_and_all_drafting(
 
 def test_gain_is_tokens_over_time() -> None:
     one = candidate("draft_model", 3, 2.0, b1=1.25, b4=1.6)
-    assert one.gain(1) == pytest.approx(1.6)
-    assert one.gain(4) == pytest.approx(1.25)
-    assert one.gain(2) == pytest.approx(2.0 / (1.25 + 0.35 / 3))
+    assert one.speedup(1) == pytest.approx(1.6)
+    assert one.speedup(4) == pytest.approx(1.25)
+    assert one.speedup(2) == pytest.approx(2.0 / (1.25 + 0.35 / 3))
 
 
 def test_the_fastest_wins_at_each_size_and_overall() -> None:
@@ -289,14 +289,14 @@ def test_an_answer_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: py
     assert answered == [1, 1, 1]
 
 
-def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failure_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"its process ended with 1 \(log: .*case.log\)"):
         run_module("vllm_gaudi_spec.tools.tune.no_such_module", {}, tmp_path / "case.log")
     assert "no_such_module" in (tmp_path / "case.log").read_text()
 
 
 def test_another_python_sees_the_package_alone(tmp_path: Path) -> None:
-    """Not what lies beside it, nor what this process was told."""
+    """Not what lies beside it, nor the arguments of this process."""
     there = tmp_path / "python"
     there.write_text(
         '#!/bin/sh\ntest "$(ls $PYTHONPATH)" = vllm_gaudi_spec || exit 9\n'

@@ -48,7 +48,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
 
 
 def test_commands_run_where_numpy_is_all_there_is(tmp_path: Path) -> None:
-    """Nothing but the standard library, to say that something is missing."""
+    """Nothing but the standard library, to report that something is missing."""
     code = (
         "import sys\nfrom vllm_gaudi_spec.tools import cli\n"
         "sys.exit(cli.main(['demo']) + 10 * cli.main(['doctor', '--json']))"
@@ -123,7 +123,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("options", [["completion", "bash"], ["doctor", "--json"]], ids=["short", "flushed"])
 def test_a_reader_that_goes_away(options: list[str]) -> None:
-    """As behind `| head`: no word on stderr, and status 1."""
+    """As with `| head`: nothing on stderr, and status 1."""
     code = (
         "import sys\nfrom vllm_gaudi_spec.tools import cli\nfrom vllm_gaudi_spec.tools.doctor import examine\n"
         "examine.probe = lambda pair: []\nsys.exit(cli.main(sys.argv[1:]))"
@@ -175,12 +175,12 @@ def test_demo_is_the_comparison_with_options_of_its_own(
     assert settings["LD_PRELOAD"] == str(tmp_path)
     assert settings["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert command[python + 1 : python + 4] == ["-P", "-m", "vllm_gaudi_spec.tools.compare"]
-    given = command[python + 4 :]
-    assert given[-2:] == ["--osl", "7"]  # the user's words come last
-    assert given.count("--osl") == 1
-    assert given[given.index("--report") + 1] == ".demo/report.html"
+    arguments = command[python + 4 :]
+    assert arguments[-2:] == ["--osl", "7"]  # the user's arguments come last
+    assert arguments.count("--osl") == 1
+    assert arguments[arguments.index("--report") + 1] == ".demo/report.html"
     assert (tmp_path / ".demo").is_dir()
-    assert given[given.index("--num_prompts") + 1] == "4"
+    assert arguments[arguments.index("--num_prompts") + 1] == "4"
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     assert cli.main(["demo", "--prompts", str(tmp_path)]) == 0
     assert not any(word.startswith("LD_PRELOAD") for word in started[1])
@@ -225,7 +225,7 @@ def test_demo_where_its_folder_can_not_be_made(
         ("0.31.2", "works with vLLM 0.32, and 0.31.2 is installed"),
     ],
 )
-def test_commands_that_run_vllm_say_that_it_is_missing_or_another(
+def test_commands_that_run_vllm_report_that_it_is_missing_or_another(
     command: list[str],
     release: str | None,
     words: str,
@@ -245,7 +245,7 @@ def test_commands_that_run_vllm_say_that_it_is_missing_or_another(
     [("jinja2", ["report", "run.json"]), ("rich", ["doctor"])],
 )
 def test_a_package_of_the_command_line_that_is_missing(missing: str, words: list[str], tmp_path: Path) -> None:
-    """Both are required: where they are missing all the same, one line says so."""
+    """Both are required: where they are missing all the same, one line reports it."""
     (tmp_path / "run.json").write_text(json.dumps(records.run()))
     code = (
         f"import sys\nsys.modules[{missing!r}] = None\n"
@@ -284,7 +284,7 @@ def test_pip_is_named_only_for_what_it_knows_by_that_name(
 
 
 def test_verbose_shows_who_wants_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*given: object) -> int:
+    def start(*arguments: object) -> int:
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
     monkeypatch.setattr(cli.graph_check, "start", start)
@@ -386,8 +386,8 @@ def test_the_workload_is_mixed() -> None:
     assert len({item.arrives for item in items}) > 8
     assert any(item.leaves_after is not None for item in items)
     assert any(len(item.prompt) + item.params["max_tokens"] == LIMITS.max_model_len for item in items)
-    wanted = {name for kind in workload.KINDS for name in kind}
-    assert {name for item in items for name in item.params} >= wanted
+    expected = {name for kind in workload.KINDS for name in kind}
+    assert {name for item in items for name in item.params} >= expected
     assert not any("prompt_logprobs" in item.params for item in items)
     beginnings = [item.prompt[:150] for item in items if len(item.prompt) > 150]
     assert len(set(beginnings)) < len(beginnings), "nobody shares a beginning"
@@ -403,11 +403,11 @@ def tally(compiles: int = 0, **amounts: int) -> dict[str, int]:
 
 
 def report(
-    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, behind: int = 0
+    steps: Sequence[dict[str, int]], events: dict[tuple[str, str, str], int] | None = None, after_steps: int = 0
 ) -> dict[str, Any]:
-    """A worker's report on the emulated card behind a warm-up of two graphs; `behind`: reads after the last step."""
+    """A worker's report on the emulated card after a warm-up of two graphs; `after_steps`: syncs after the last one."""
     total = {name: sum(step[name] for step in steps) for name in tally()}
-    total["host_reads"] += behind
+    total["host_reads"] += after_steps
     names = ("kind", "what", "where")
     graphs = [
         {"name": "Runner._forward", "replays": len(steps)},
@@ -479,7 +479,7 @@ def test_a_clean_run() -> None:
     assert summary.conclusion(result).startswith("clean: ")
     table = [" ".join(line.split()) for line in summary.table(result).splitlines()]
     assert "graphs captured in warm-up 3, of which 1 never used here" in table
-    assert "host reads per step 1.00, 1 at most" in table
+    assert "device-to-host syncs per step 1.00, 1 at most" in table
     assert any(line.startswith("estimate of a step, gaudi3 mean 0.") for line in table)
     assert f"6 x {READ[1]} at {READ[2]}" in table
 
@@ -498,21 +498,21 @@ def test_a_compile_is_found_with_its_line() -> None:
     late = ("compile after warm-up", "sort, op 3 of 4", "my/drafter.py:12 (propose)")
     result = result_after(report([GOOD, tally(compiles=2, host_reads=1)], {READ: 2, late: 2}))
     (finding,) = result["findings"]
-    assert finding == "compiled after warm-up, in the mixed phase: 2 programs: my/drafter.py:12 (propose)"
+    assert finding == "compiled after warm-up, in the mixed phase: 2 graphs: my/drafter.py:12 (propose)"
     assert summary.conclusion(result) == f"not clean: {finding}"
     assert "       2 x sort, op 3 of 4 at my/drafter.py:12 (propose)" in summary.table(result).splitlines()
 
 
-def test_a_second_read_is_found_with_its_line() -> None:
+def test_a_second_sync_is_found_with_its_line() -> None:
     item = ("device-to-host sync", "item", "my/drafter.py:14 (propose)")
     result = result_after(report([GOOD, tally(host_reads=3), GOOD], {READ: 3, item: 2}))
     (finding,) = result["findings"]
-    assert "1 of 3 steps read the host more than once, one of them 3 times" in finding
+    assert "1 of 3 steps have more than 1 device-to-host sync, one of them 3" in finding
     assert "my/drafter.py:14 (propose)" in finding
 
 
-def test_reads_behind_the_last_step_are_counted() -> None:
-    result = result_after(report([GOOD], {READ: 1}, behind=2))
+def test_syncs_after_the_last_step_are_counted() -> None:
+    result = result_after(report([GOOD], {READ: 1}, after_steps=2))
     assert result["phases"]["mixed"]["most_reads_in_a_step"] == 2
     assert len(result["findings"]) == 1
 
@@ -542,7 +542,7 @@ def test_what_another_card_captured_is_counted() -> None:
     assert "estimate" not in summary.table(result)
     late = real_report(3, 0) | {"device": {"captured": {"Runner._forward": 6}}}
     first = real_report(0, 0) | {"device": {"captured": {"Runner._forward": 5}}}
-    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 programs"]
+    assert result_after(late, first=first)["findings"] == ["compiled after warm-up, in the mixed phase: 1 graphs"]
 
 
 def test_a_card_counts_less() -> None:
@@ -552,9 +552,9 @@ def test_a_card_counts_less() -> None:
     assert mixed["host_reads"] is mixed["kv_bytes_read"] is result["graphs"]["captured"] is None
     assert result["findings"] == []
     assert "not counted on this device" in summary.table(result)
-    assert "the runner reads the host once a step" in summary.conclusion(result)
+    assert "the runner makes at most 1 device-to-host sync per step" in summary.conclusion(result)
     found = result_after(real_report(4, 2), first=real_report(0, 0))["findings"]
-    assert found == ["compiled after warm-up, in the mixed phase: 2 programs"]
+    assert found == ["compiled after warm-up, in the mixed phase: 2 graphs"]
 
 
 # ---- verify-gaudi, verify-ascend ------------------------------------------------------------------------------
@@ -603,7 +603,7 @@ def test_markdown_for_the_documentation() -> None:
         verify_device.Row("reads of results per step", 0.9, 0.9, must_agree=True),
     ]
     failed = {"title": "ngram", "error": "graph-check on hpu ended with status 1: no memory"}
-    given = {
+    record = {
         "a_card": "a Gaudi",
         "rehearsal": False,
         "machine": {"torch": "2.11", "driver": "1.24"},
@@ -611,7 +611,7 @@ def test_markdown_for_the_documentation() -> None:
         "checks": [checked("draft_model", rows), failed],
         "result": "all agree",
     }
-    lines = verify_device.markdown(given).splitlines()
+    lines = verify_device.markdown(record).splitlines()
     assert lines[0] == "## Verified on a Gaudi"
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
@@ -619,14 +619,14 @@ def test_markdown_for_the_documentation() -> None:
     assert "| reads of results per step | 0.9 | 0.9 | equal |" in lines
     assert "graph-check, emulated card: 2 programs" in lines
     assert failed["error"] in lines
-    rehearsed = verify_device.markdown(given | {"rehearsal": True})
+    rehearsed = verify_device.markdown(record | {"rehearsal": True})
     assert rehearsed.startswith("## Rehearsal on the emulated card")
     assert "| count | in place of the card | emulated | |" in rehearsed
     assert "graph-check, in place of the card: clean" in rehearsed
 
 
 @pytest.mark.parametrize("device", verify_device.DEVICES.values(), ids=lambda device: device.name)
-def test_without_a_card_it_says_so(
+def test_without_a_card_it_is_an_error(
     device: verify_device.Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = dataclasses.replace(device, is_available=lambda: False)

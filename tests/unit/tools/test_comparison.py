@@ -20,8 +20,8 @@ from vllm_gaudi_spec.tools.io import terminal
 
 def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
     answer = Answer("prompt", [1], params=None)  # type: ignore[arg-type]
-    for place, tokens in enumerate(steps):
-        last = place == len(steps) - 1 and histogram is not None
+    for header, tokens in enumerate(steps):
+        last = header == len(steps) - 1 and histogram is not None
         metrics = SimpleNamespace(histogram=histogram, num_draft_tokens=2 * sum(histogram)) if last else None
         step: Any = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics)
         assert answer.take(step) == len(tokens)
@@ -40,7 +40,7 @@ def test_without_speculation_nothing_is_a_draft() -> None:
 
 
 def test_an_answer_that_its_end_cut_off() -> None:
-    """Two drafts were accepted in the last step too, and the target's own token behind them was not wanted."""
+    """Two drafts were accepted in the last step too, and the target's own token after them was not wanted."""
     answer = arriving([5], [6, 7, 8], [9, 10], histogram=[0, 0, 2, 0])
     assert answer.steps() == [(1, 0), (3, 2), (2, 2)]
 
@@ -89,25 +89,27 @@ def test_pieces_are_what_vllm_writes() -> None:
 def test_a_table_in_a_pipe_is_plain() -> None:
     made, pipe = run(), io.StringIO()
     show_several(made["tasks"], made["device"], made["measurement"], pipe)
-    said = pipe.getvalue()
-    assert "\x1b" not in said
-    lines = said.splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith("task"))
-    assert lines[place].split() == [
+    shown = pipe.getvalue()
+    assert "\x1b" not in shown
+    lines = shown.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("task"))
+    assert lines[header].split() == [
         "task",
         "tokens/s",
-        "ratio",
-        *["middle", "half"],
-        "tokens/step",
-        "acceptance",
+        "speedup",
+        "quartiles",
+        *["acceptance", "length"],
+        *["all", "steps"],
+        *["acceptance", "rate"],
         *["same", "text", "as", "baseline"],
     ]
-    assert lines[place + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "-", "-"]
-    assert lines[place + 2].split() == [
+    assert lines[header + 1].split() == ["baseline", "40.0", "1.00", "-", "1.00", "1.00", "-", "-"]
+    assert lines[header + 2].split() == [
         "ngram",
         "60.0",
         "1.50",
         *["1.25", "to", "2.00"],
+        "2.30",
         "2.30",
         "0.650",
         "1",
@@ -117,8 +119,8 @@ def test_a_table_in_a_pipe_is_plain() -> None:
         "0",
         "different",
     ]
-    assert "'Once upon a time there was a boat'" in said
-    assert "Each prompt was run 2 times, by all tasks in turns" in said
+    assert "'Once upon a time there was a boat'" in shown
+    assert "Each prompt was run 2 times, by all tasks in turns" in shown
 
 
 # ---- speeds ----------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def test_one_task_in_full() -> None:
     one = task("ngram", 60.0, acc_rate_elsewhere=0.25, mean_accepted_length=2.3)
     pipe = io.StringIO()
     show(one, {"device": "cpu", "mode": "eager"}, pipe)
-    assert "acc_rate elsewhere   0.250" in pipe.getvalue()
+    assert "on other prompts     0.250" in pipe.getvalue()
     assert "-> ' there was a boat'" in pipe.getvalue()
 
 
@@ -219,9 +221,9 @@ def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(terminal.counted("abc", "letters", 3)) == ["a", "b", "c"]
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == "letters: 3 of 3, 0 s\n"
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "letters: 3 of 3, 0 s\n"
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stderr", watched := Terminal())
     assert list(terminal.counted("abc", "[letters]", 3)) == ["a", "b", "c"]
@@ -237,9 +239,9 @@ def test_an_unknown_device_is_one_line_on_stderr(
 ) -> None:
     monkeypatch.setenv("VGS_DEVICE", "tpu")
     assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
     assert line.startswith("error: task ngram failed: VGS_DEVICE=tpu is not available; use one of cpu, ")
 
 
@@ -249,8 +251,8 @@ def test_another_platform_is_one_line_on_stderr(
     monkeypatch.setattr("vllm_gaudi_spec.platforms.base.is_active", lambda: False)
     monkeypatch.setattr("vllm_gaudi_spec.tools.compare.run.setup_of", lambda *_: pytest.fail("it went on"))
     assert main(["--task", "ngram"], command=("gaudi-spec", "demo")) == 1
-    said = capsys.readouterr()
-    assert "error" not in said.out
-    assert said.err == (
+    shown = capsys.readouterr()
+    assert "error" not in shown.out
+    assert shown.err == (
         "error: task ngram failed: vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec\n"
     )

@@ -74,8 +74,8 @@ def test_a_round_is_read_once_a_draft(tmp_path: Path) -> None:
 
 def test_a_head_borrows_the_output_matrix(tmp_path: Path) -> None:
     folder = model(tmp_path / "model")
-    own, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)
-    costs = [estimate(folder, "eagle", head, 2, 1, 50, "gaudi2").draft_s for head in (own, borrowed)]
+    with_head, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)
+    costs = [estimate(folder, "eagle", head, 2, 1, 50, "gaudi2").draft_s for head in (with_head, borrowed)]
     assert costs[0] == pytest.approx(costs[1])
 
 
@@ -96,7 +96,7 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     "begins", [b"", b"{}", (1 << 40).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"[" * 9]
 )
 def test_a_damaged_file(tmp_path: Path, begins: bytes) -> None:
-    """Nothing is read that is not there, however long its header says that it is."""
+    """Nothing is read that is not there, whatever length its header has."""
     (tmp_path / "model.safetensors").write_bytes(begins)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
         tensor_sizes(tmp_path)

@@ -1,4 +1,4 @@
-"""What doctor says of good and of bad machines: the conclusion, the remedy, the exit status."""
+"""doctor on good and on bad machines: the conclusion, the remedy, the exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(*words: str, **environment: str) -> tuple[int, dict[str, Any]]:
-    """As a user runs it: the exit status, and what --json says."""
+    """As a user runs it: the exit status, and the output of --json."""
     paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "doctor", "--json", *words],
@@ -61,7 +61,7 @@ def here(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
     """The same in this process."""
     status = cli.main(["doctor", "--json", *words])
     said = capsys.readouterr().out
-    return status, json.loads(said[said.index("{\n") :])  # behind what vLLM logs
+    return status, json.loads(said[said.index("{\n") :])  # after vLLM's log
 
 
 def of(found: dict[str, Any], about: str) -> list[tuple[str, str]]:
@@ -73,8 +73,8 @@ def only_problem(found: dict[str, Any]) -> dict[str, str]:
     assert problem["remedy"]
     assert found["problems"] == 1
     assert found["conclusion"].endswith(problem["remedy"])
-    told: dict[str, str] = problem
-    return told
+    finding: dict[str, str] = problem
+    return finding
 
 
 def fake_distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:
@@ -88,7 +88,7 @@ def fake_distribution(folder: Path, name: str, version: str, entry_points: str =
 
 
 TARGET, DRAFTER = str(DEMO / "draft-same-vocab"), str(DEMO / "draft-other-vocab")
-# Two tokenizer families, with a slab of the drafter's own: everything that can be looked at.
+# Two tokenizer families, with a KV region of the drafter's own: everything that can be looked at.
 PAIR = (
     *("--model", TARGET, "--draft", DRAFTER, "--method", "universal_draft", "--num-speculative-tokens", "4"),
     *("--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--additional-config"),
@@ -120,14 +120,14 @@ def test_this_machine_and_a_pair_of_models(capsys: pytest.CaptureFixture[str]) -
     (memory,) = of(found, "memory")
     assert "GiB for weights" in memory[1]
     assert "GiB for the drafter's KV: sequences x 256 tokens (universal_kv_len)" in memory[1]
-    assert "requests of 512 at a time" in memory[1]
+    assert re.search(r": concurrency \d+ at 512 tokens per request, more if shorter$", memory[1])
 
 
 def test_the_emulated_gaudi() -> None:
     """To the end, as a user runs it."""
     status, found = doctor(*PAIR, VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="1")
     assert (status, found["problems"]) == (0, 0), found
-    assert ("ok", "hpu-emulated, because VGS_DEVICE says so") in of(found, "device")
+    assert ("ok", "hpu-emulated, set by VGS_DEVICE") in of(found, "device")
     assert ("ok", "hpu-emulated, mode lazy") in of(found, "device")
     assert of(found, "platform") == [("ok", "vllm_gaudi_spec.platforms.hpu.HpuSpecPlatform")]
     assert of(found, "models") == [("ok", "LlamaForCausalLM in float32, with universal_draft, k = 4, is accepted")]
@@ -170,10 +170,10 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("probed_here")
 def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the worker reckons: the cache may have 4 GiB of 16, and the slab takes more than these."""
+    """As the worker reckons: the cache may have 4 GiB of 16, and the KV region takes more than these."""
     monkeypatch.setattr("vllm_gaudi_spec.devices.common.host_memory.free", lambda: 16 << 30)
-    slab = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 8192}})
-    status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", slab)
+    kv_region = json.dumps({"gaudi_spec": {"universal_context": "retokenize", "universal_kv_len": 8192}})
+    status, found = here(capsys, *PAIR, "--max-num-seqs", "256", "--additional-config", kv_region)
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "memory"
@@ -292,7 +292,7 @@ def test_a_logits_processor_of_a_package(
 
 @pytest.mark.slow
 def test_a_conflicting_plugin_to_the_end(tmp_path: Path) -> None:
-    """vLLM itself says the same of who the platform is."""
+    """vLLM itself chooses the same platform."""
     conflict(tmp_path)
     status, found = doctor(PYTHONPATH=str(tmp_path))
     assert status == 1
@@ -410,7 +410,7 @@ def test_other_vllms(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_vllm_in_a_folder_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, and says nothing of its release: so it is loaded, and commands that run vLLM go on."""
+    """It is there without a release: so it is loaded, and commands that run vLLM go on."""
     monkeypatch.setattr(versions, "installed", lambda name: None)
     assert versions.installed_vllm() == "unknown"
     assert versions.vllm_mistake() is None
@@ -512,9 +512,9 @@ def test_settings(
 # ---- drivers ---------------------------------------------------------------------------------------------
 
 
-def tool(folder: Path, name: str, says: str, status: int = 0) -> None:
+def tool(folder: Path, name: str, output: str, status: int = 0) -> None:
     script = folder / name
-    script.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\nexit {status}\n")
+    script.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
     script.chmod(0o755)
 
 
@@ -528,7 +528,7 @@ CHIPS = "NPU   Name                | Health        | Power(W)    Temp(C)        
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "version"),
+    ("name", "output", "version"),
     [
         # As in documentation and issues of optimum-habana, OPEA's Enterprise Inference and PyTorch Lightning.
         (
@@ -559,9 +559,9 @@ CHIPS = "NPU   Name                | Health        | Power(W)    Temp(C)        
     ],
 )
 def test_what_tools_print(
-    name: str, says: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, output: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool(tmp_path, name, says)
+    tool(tmp_path, name, output)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(versions, "installed", lambda name: None)
     (found,) = machine.driver_findings()

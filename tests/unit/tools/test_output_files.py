@@ -33,14 +33,14 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_links_and_rights_stay(tmp_path: Path) -> None:
-    kept, link = tmp_path / "kept", tmp_path / "link"
-    kept.write_text("old")
-    kept.chmod(0o600)
+    target, link = tmp_path / "kept", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o600)
     link.symlink_to("kept")
     (tmp_path / "further").symlink_to(link)
     output_files.write("--json", tmp_path / "further", b"new")
     assert link.is_symlink()
-    assert (kept.read_text(), kept.stat().st_mode & 0o777) == ("new", 0o600)
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o600)
     before = os.umask(0o027)
     try:
         output_files.write("--json", tmp_path / "fresh", b"")
@@ -50,9 +50,9 @@ def test_links_and_rights_stay(tmp_path: Path) -> None:
 
 
 def test_what_nobody_named_is_replaced_whatever_it_is(tmp_path: Path) -> None:
-    kept, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
-    kept.write_text("old")
-    link.symlink_to(kept)
+    target, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
     os.mkfifo(pipe)
     before = os.umask(0o077)
     try:
@@ -63,7 +63,7 @@ def test_what_nobody_named_is_replaced_whatever_it_is(tmp_path: Path) -> None:
     for path in (link, pipe):
         assert stat.S_ISREG(path.lstat().st_mode)
         assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o644)
-    assert kept.read_text() == "old"
+    assert target.read_text() == "old"
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_files.mistake("--json", None) is None
     assert output_files.mistake("--json", "-") is None
     assert output_files.mistake("--json", "run.json") is None
-    # A model's name behind --json is taken for a file.
+    # A model's name after --json is taken for a file.
     assert output_files.mistake("--json", "some/model") == (
         f"there is no folder {tmp_path}/some for --json some/model; make it first, or put --json last to print"
     )

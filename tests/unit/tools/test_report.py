@@ -71,7 +71,7 @@ def test_a_bad_file_is_one_clear_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert "run.json" in line
-    assert re.search(r"; (give|make)", line), f"does not say what to do: {line}"
+    assert re.search(r"; (give|make)", line), f"names no remedy: {line}"
     assert not (tmp_path / "report.html").exists()
 
 
@@ -111,18 +111,19 @@ class Page(HTMLParser):
 
 
 def rendered(*runs: dict[str, Any]) -> Page:
-    return Page(page.render([page.Run(f"run{place}.json", made) for place, made in enumerate(runs or (run(),), 1)]))
+    return Page(page.render([page.Run(f"run{number}.json", made) for number, made in enumerate(runs or (run(),), 1)]))
 
 
-def test_the_page_says_what_was_gained() -> None:
+def test_the_page_shows_the_speedup() -> None:
     text = rendered().text
-    assert "ngram was 1.50 times as fast as no speculation: 60.0 tokens a second against 40.0." in text
+    assert "ngram: speedup 1.50 over no speculation, 60.0 tokens/s against 40.0." in text
     assert "1.50 × 1.25 to 2.00" in text, "the quartiles stand below"
     assert "Each prompt was run 2 times, by all tasks in turns within seconds, in alternating order" in text
     assert "65 % 13 of 20" in text
-    assert "Device cpu, mode eager. 1 prompt of 4 tokens, 1 request at a time, temperature 0." in text
+    assert "Device cpu, mode eager. 1 prompt of 4 tokens, concurrency 1, temperature 0." in text
     assert "gaudi-spec demo --task compare" in text
-    # Each position of ten steps with drafts, and how many steps kept so many.
+    assert "2.30 2.30 over all steps" in text
+    # The rate of each position in ten steps with drafts, and the steps by number of accepted drafts.
     assert "1 80 % 2 50 %" in text
     assert "0 2 1 3 2 5" in text
 
@@ -138,16 +139,16 @@ def test_steps_of_every_kind_make_the_whole_text() -> None:
     assert page._parts(cut_off) == [(" one", 0), (" two three", 2), (" four five", 0), (" six", 1), (" seven", 0)]
 
 
-def test_what_does_not_pay_is_said() -> None:
+def test_a_run_without_speedup() -> None:
     text = rendered(run(task("baseline", 40.0, k=0), task("ngram", 30.0))).text
-    assert "No drafting paid here: ngram came nearest with 30.0 tokens a second, against 40.0 without." in text
+    assert "No speedup here: ngram came nearest with 30.0 tokens/s, against 40.0 without speculation." in text
     alone = rendered(run(task("ngram", 30.0))).text
-    assert "ngram: 30.0 tokens a second." in alone
-    assert "times as fast" not in alone
+    assert "ngram: 30.0 tokens/s." in alone
+    assert "speedup" not in alone
     assert "in turns" not in alone
 
 
-def test_tasks_that_did_not_take_turns_are_said_to_have_run_apart() -> None:
+def test_tasks_that_ran_one_after_the_other() -> None:
     made = run()
     made["measurement"] = {"turns": 1, "why_one_by_one": "a card belongs to one process"}
     text = rendered(made).text
@@ -167,24 +168,23 @@ def test_several_runs_are_compared() -> None:
     text = rendered(slow, fast).text
     assert "2 runs" in text
     assert (
-        "run1.json ngram drafts what came after the same words before drafter 60.0 tokens a second 1.50 × 1.25 to 2.00"
-        in text
+        "run1.json ngram drafts what came after the same words before drafter 60.0 tokens/s 1.50 × 1.25 to 2.00" in text
     )
     assert (
-        "run2.json ngram drafts what came after the same words before drafter 200.0 tokens a second 2.50 × 2.25 to 3.00"
+        "run2.json ngram drafts what came after the same words before drafter 200.0 tokens/s 2.50 × 2.25 to 3.00"
         in text
     )
-    assert "target: ngram was 2.50 times as fast" in text
+    assert "target: ngram: speedup 2.50" in text
 
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\ud800\u202e\0</style></title>"
 
 
-def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
+def test_texts_of_models_and_files_stay_text(tmp_path: Path) -> None:
     """Everywhere: prompts, answers, names of models, tasks, files and commands."""
     words = [NASTY, f" {NASTY}"]
-    said = {"prompt": NASTY, "pieces": words, "steps": [[2, 1]]}
-    made = run(task(NASTY, 2.0, answers=[said], draft_model=NASTY), device=NASTY, model=NASTY)
+    hostile = {"prompt": NASTY, "pieces": words, "steps": [[2, 1]]}
+    made = run(task(NASTY, 2.0, answers=[hostile], draft_model=NASTY), device=NASTY, model=NASTY)
     made |= {"command": [NASTY], "versions": {NASTY: NASTY}, "environment": {"VGS_DEVICE": NASTY}, "made": NASTY}
     path = saved(tmp_path, made, "<b>.json")
     html = tmp_path / "report.html"
@@ -212,8 +212,8 @@ def test_the_page_loads_nothing() -> None:
 def test_json_in_place_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, html = saved(tmp_path, run()), tmp_path / "report.html"
     assert cli.main(["report", str(path), "-o", str(html), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["ratio"] for one in told["runs"][0]["tasks"]] == [1.0, 1.5]
+    written = json.loads(capsys.readouterr().out)
+    assert [one["ratio"] for one in written["runs"][0]["tasks"]] == [1.0, 1.5]
     assert html.stat().st_size > 5000
     assert cli.main(["report", str(path), "-o", str(html)]) == 0
     assert capsys.readouterr().out == f"report: {html}\n"
@@ -256,7 +256,7 @@ def test_records_from_elsewhere(
 
 
 def test_each_task_is_explained() -> None:
-    assert set(TASKS) <= set(page._WAYS)
+    assert set(TASKS) <= set(page._DESCRIPTIONS)
 
 
 def test_a_pipe_to_write_into_is_not_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

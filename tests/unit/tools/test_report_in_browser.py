@@ -14,19 +14,19 @@ from tests.support.records import answer, run, task
 from vllm_gaudi_spec.tools.report import page
 
 PHONE = 360
-# Of each text, the contrast with what lies behind it, as WCAG counts it; the worst ones.
+# Of each text, the contrast with its background, as WCAG counts it; the worst ones.
 CONTRAST = """(() => {
   const parts = (text) => { const c = text.match(/[\\d.]+/g).map(Number); return c.length > 3 ? c : [...c, 1]; };
   const light = (c) => { c = c / 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
-  const behind = (e) => { for (; e; e = e.parentElement) {
+  const background = (e) => { for (; e; e = e.parentElement) {
     const c = parts(getComputedStyle(e).backgroundColor); if (c[3] > 0) return c; } return [255, 255, 255, 1]; };
   const found = [];
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) {
     const e = walk.currentNode.parentElement;
     if (!walk.currentNode.data.trim()) continue;
-    const [a, b] = [luminance(parts(getComputedStyle(e).color)), luminance(behind(e))];
+    const [a, b] = [luminance(parts(getComputedStyle(e).color)), luminance(background(e))];
     found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), walk.currentNode.data.trim().slice(0, 30)]);
   }
   return found.sort((left, right) => left[0] - right[0]).slice(0, 3);
@@ -55,7 +55,7 @@ def long_record(device: str = "cpu") -> dict[str, object]:
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
 def test_without_a_browser(ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has none hears how to get one; continuous integration has one."""
+    """Without one, the message has the remedy; continuous integration has one."""
     monkeypatch.setenv("CI", ci)
     monkeypatch.setitem(started._BROWSER, "find", lambda: None)
     with pytest.raises(outcome, match="make browser"), browser():

@@ -71,8 +71,8 @@ def test_a_drafter_is_cut_as_its_target_or_not_at_all(size: int | None, tmp_path
 def test_other_sizes_are_refused() -> None:
     """By upstream too, before us."""
     sizes = dict(draft_parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    given: Any = SimpleNamespace(**sizes, target_parallel_config=SimpleNamespace(tensor_parallel_size=4))
-    assert next(drafter_model_refusals(given)) == (
+    spec_config: Any = SimpleNamespace(**sizes, target_parallel_config=SimpleNamespace(tensor_parallel_size=4))
+    assert next(drafter_model_refusals(spec_config)) == (
         "draft_tensor_parallel_size 2 is neither 1 nor the target's 4; use one of these."
     )
 

@@ -25,11 +25,11 @@ def test_an_object() -> None:
 
 
 def test_the_user_wins_and_our_own_additions_stay() -> None:
-    own = {"max_num_seqs": 8, "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": True}}}
-    given = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"goodput": False}, "other": 1}}
-    assert engine_options(own, given) == {
+    defaults = {"max_num_seqs": 8, "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": True}}}
+    overrides = {"max_num_seqs": 4, "additional_config": {"gaudi_spec": {"goodput": False}, "other": 1}}
+    assert engine_options(defaults, overrides) == {
         "max_num_seqs": 4,
         "additional_config": {"gaudi_spec": {"draft_quant_config": "a", "goodput": False}, "other": 1},
     }
-    assert engine_options(own, {}) == own
-    assert engine_options({}, given) == given
+    assert engine_options(defaults, {}) == defaults
+    assert engine_options({}, overrides) == overrides

@@ -119,11 +119,11 @@ def test_measurements_per_tensor_need_no_shapes() -> None:
         make_scales([whole], "act_maxabs_hw_weights_pcs_maxabs_pow2", "gaudi2")
 
 
-def test_channels_that_nobody_says_how_to_cut_are_refused() -> None:
+def test_channels_with_an_unknown_split_are_refused() -> None:
     ranks = [replace(record, linears={}) for record in as_ranks_measure(measured(), 2)]
-    with pytest.raises(QuantFilesError, match="measured by channel, and its file does not say how ranks share it"):
+    with pytest.raises(QuantFilesError, match="measured by channel, and its file does not record how ranks share it"):
         unify(ranks)
-    with pytest.raises(QuantFilesError, match="measured by channel, and its file does not say how ranks share it"):
+    with pytest.raises(QuantFilesError, match="measured by channel, and its file does not record how ranks share it"):
         expand(replace(measured(), linears={}), 2)
     same(expand(replace(measured(), linears={}), 1)[0], measured())
 

@@ -98,11 +98,11 @@ def test_scales_are_those_of_neural_compressor(inc: SimpleNamespace, method: str
         (ours,) = make_scales([Record(0, 1, MEASURED, nodes, list(nodes), "", shapes)], method, card)
         for name, kind in names.items():
             made = ours.nodes[name]
-            known = theirs(inc, kind, nodes[name], method, card, weight if nodes[name].params else None)
-            assert len(made.inputs) == len(known.inputs)
-            for one, other in zip([*made.inputs, *made.outputs], [*known.inputs, *known.outputs], strict=True):
+            expected = theirs(inc, kind, nodes[name], method, card, weight if nodes[name].params else None)
+            assert len(made.inputs) == len(expected.inputs)
+            for one, other in zip([*made.inputs, *made.outputs], [*expected.inputs, *expected.outputs], strict=True):
                 equal(one, other)
-            for one, other in zip(made.params.values(), known.params.values(), strict=True):
+            for one, other in zip(made.params.values(), expected.params.values(), strict=True):
                 if isinstance(other, dict):
                     for axis in (0, 1):
                         equal(one[axis], other[axis])

@@ -1,8 +1,8 @@
 """Method `universal_draft` for users of vllm-ascend, who keep its platform, its worker and its version of vLLM.
 
-Nothing here or below needs the vLLM of our own platform: what is shared with it is drafting/universal/, config.py
-and environment.py.
-versions.py says what it is made for, patches.py what it changes there, proposer.py is the drafter.
+Nothing here or below needs the vLLM of our own platform; shared with it are drafting/universal/, config.py and
+environment.py.
+versions.py has the supported releases, patches.py the changes to them, proposer.py is the drafter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def is_active() -> bool:
 
 
 def register() -> None:
-    """Teach vllm-ascend and its vLLM the method, or, where they are others than we know, to refuse it. Safe to call
-    again: vLLM does in each of its processes."""
+    """Add the method to vllm-ascend and its vLLM, or a refusal of it beside unsupported releases. Safe to call again:
+    vLLM does in each of its processes."""
     from vllm_gaudi_spec.integrations.vllm_ascend import patches, versions
 
     logger = logging.getLogger("vllm")

@@ -12,7 +12,7 @@ from vllm_gaudi_spec.compat.patching import raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 
 _DRAFT_MODEL = "draft_model"
-# Options of a speculative configuration that others than these values of would pass by the mapping.
+# Options of a speculative configuration whose other values would bypass the mapping.
 _ONLY = {"draft_sample_method": "greedy", "use_local_argmax_reduction": False, "parallel_drafting": False}
 
 
@@ -26,7 +26,7 @@ def admit_universal_draft() -> None:
     """Method `universal_draft` in a speculative configuration: to vLLM a `draft_model` with a vocabulary of its own.
 
     Reason: upstream's methods are a closed list, it gives a drafter the target's tokenizer, and it refuses vocabularies
-    of other sizes. Everything else that it decides by the method's name, it shall decide as for a draft model.
+    of other sizes. All its other decisions by the method's name shall be those of a draft model.
     Remove when: the vLLM that vllm-ascend runs on has `use_heterogeneous_vocab`, and vllm-ascend heeds it.
     """
     from vllm.config import SpeculativeConfig
@@ -71,16 +71,16 @@ def is_universal(config: Any) -> bool:
 def make_universal_proposers() -> None:
     """Let vllm-ascend's `get_spec_decode_method` make our proposer where that method was asked for.
 
-    Reason: it chooses among classes of its own, by the method's name. It is taught when a worker starts, because its
-    module can only be imported behind others of vllm-ascend, whose worker imports all of them in the right order.
+    Reason: it chooses among classes of its own, by the method's name. It is wrapped when a worker starts, because its
+    module can only be imported after others of vllm-ascend, whose worker imports all of them in the right order.
     Remove when: vllm-ascend lets a plugin add a method.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    wrap(WorkerBase, "__init__", _teach_when_a_worker_starts)
+    wrap(WorkerBase, "__init__", _wrap_when_a_worker_starts)
 
 
-def _teach_when_a_worker_starts(original: Callable[..., None], worker: Any, *args: Any, **named: Any) -> None:
+def _wrap_when_a_worker_starts(original: Callable[..., None], worker: Any, *args: Any, **named: Any) -> None:
     original(worker, *args, **named)
     if is_universal(worker.vllm_config.speculative_config):
         from vllm_ascend import spec_decode
@@ -105,10 +105,10 @@ def _get_spec_decode_method(
 
 
 def refuse_universal_draft(reason: str) -> None:
-    """Answer who asks for the method with the reason why it is not here; nothing else changes.
+    """Refuse the method with the reason why it is not supported; nothing else changes.
 
     Reason: upstream would answer with its list of methods.
-    Remove when: there are no releases any more that we do not know.
+    Remove when: no unsupported releases are left.
     """
     from vllm.config import SpeculativeConfig
 

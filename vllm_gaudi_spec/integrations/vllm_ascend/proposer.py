@@ -1,7 +1,7 @@
 """vllm-ascend's draft-model proposer, for a drafter that has another vocabulary than its target.
 
-The drafter reads and writes its own tokens all the way through upstream's loop over k, which stays as it is: what goes
-in, what is looked at for the best token, and what comes out are the only places where the two vocabularies meet.
+The drafter reads and writes its own tokens throughout upstream's loop over k, which is unchanged: the two vocabularies
+meet only in the loop's input, in the logits for the best token, and in its output.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         super().load_model(model)
         pair = Pair.load(self.vllm_config, cache_folder())
         self._read: MappedTokens = pair.mapped(self.device)
-        # What is not drafted is no token of the target's either; some id has to stand there.
+        # Tokens without a counterpart in the target are never drafted; some id has to stand there.
         self._target_U = torch.tensor(pair.map.draft_to_target, device=self.device).clamp(min=0)
         self._last_target = len(pair.map.target_to_draft) - 1
-        said = OwnTokens(pair.map.draftable, self.device)
-        self.model.compute_logits = _then(said.to_target, self.model.compute_logits)
+        shared = OwnTokens(pair.map.draftable, self.device)
+        self.model.compute_logits = _then(shared.to_target, self.model.compute_logits)
 
     def set_inputs_first_pass(
         self, target_token_ids: torch.Tensor, next_token_ids: torch.Tensor, *args: Any, **named: Any
@@ -62,11 +62,11 @@ class AscendUniversalDraftProposer(AscendDraftModelProposer):
         )
 
     def _to_drafter(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Steps that overlap leave ids of -1 where a token is not known yet; nothing that is read then counts.
+        # Async scheduling leaves ids of -1 for tokens not sampled yet; what is read there does not count.
         return self._read.to_drafter(tokens.clamp(0, self._last_target)).to(tokens.dtype)
 
     def _run_merged_draft(self, *args: Any, **named: Any) -> torch.Tensor:
-        """With the logits confined to tokens of both, each step's best token is the drafter's next input as it is."""
+        """Logits are confined to tokens of both vocabularies: each step's best token is the drafter's next input."""
         drafts = super()._run_merged_draft(*args, **named)
         return self._target_U.index_select(0, drafts.flatten()).view(drafts.shape).to(drafts.dtype)
 

@@ -9,11 +9,11 @@ VLLM = "0.23.0"
 
 
 def why_unsupported() -> str | None:
-    """What to tell who asks for the method beside other releases; None beside these."""
+    """The message for users of the method beside other releases; None beside these."""
     import vllm
 
     found = {"vllm-ascend": _vllm_ascend(), "vLLM": vllm.__version__}
-    # What stands behind a plus tells builds of one release apart, such as vLLM's for platforms of others.
+    # The part after a plus names a build of one release, such as vLLM's for other platforms.
     if {name: text.split("+")[0] for name, text in found.items()} == {"vllm-ascend": VLLM_ASCEND, "vLLM": VLLM}:
         return None
     return (

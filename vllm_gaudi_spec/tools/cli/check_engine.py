@@ -15,14 +15,14 @@ from vllm_gaudi_spec.tools.io.terminal import counting as counting_requests
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-# Engine steps between two looks at the counters.
+# Engine steps between two reads of the counters.
 _LOOK_EVERY = 1000
-# Where the emulated card says that a real one would fail.
+# The emulated card's error where a real one would fail.
 _REFUSAL = "DeviceRefusal"
 
 
 class WrongOptions(Exception):
-    """The message says which, and what to do."""
+    """The message names them, and the remedy."""
 
 
 def main() -> int:
@@ -53,12 +53,12 @@ def _explained(error: Exception) -> str:
     return f"{type(error).__name__}: {in_one_line(error)} (--verbose shows where)"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"graph-check: {text}", file=sys.stderr, flush=True)
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
-    say(f"loading {options.model or 'the demo model'}, and making all graphs")
+    log(f"loading {options.model or 'the demo model'}, and capturing all graphs")
     llm = open_engine(options)
     limits, text = limits_and_text(llm, options)
     warm = report(llm)
@@ -69,7 +69,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         ("mixed", workload.mixed(options.requests, options.seed, text, limits)),
         ("prompt log-probabilities", workload.with_prompt_logprobs(options.seed, text, limits)),
     ):
-        say(f"{len(items)} requests ({title})")
+        log(f"{len(items)} requests ({title})")
         meter = counting.Meter(meter.last)
         with counting_requests(f"requests ({title})", len(items)) as more:
             for name, count in drive(llm, items, look_with(meter, llm), more).items():
@@ -108,7 +108,7 @@ def open_engine(options: argparse.Namespace) -> LLM:
             max_num_seqs=options.max_num_seqs,
             dtype=options.dtype,
             seed=options.seed,
-            # A KV cache as large as a card would have does not fit on the host of an emulated one.
+            # A card's KV cache would not fit into the memory of an emulated card's host.
             num_gpu_blocks_override=1 + blocks,
         )
     except (DemoModelError, ValueError, OSError) as error:
@@ -137,7 +137,8 @@ def look_with(meter: counting.Meter, llm: LLM) -> Callable[[], None]:
 def drive(
     llm: LLM, items: list[workload.Item], look: Callable[[], None], more: Callable[[int], None]
 ) -> dict[str, int]:
-    """Each request comes and leaves at its step; pauses without work are skipped. `more` is told of those that end."""
+    """Each request comes and leaves at its step; pauses without work are skipped. `more` is called with
+    the number of those that ended."""
     engine = llm.llm_engine
     waiting = sorted(items, key=lambda item: item.arrives)[::-1]
     leaving: dict[str, int] = {}
@@ -182,16 +183,16 @@ def sampling_params(params: dict[str, Any]) -> SamplingParams:
 def describe(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     from vllm_gaudi_spec.devices import describe_device
 
-    given = options.speculative_config
-    k = (given or {}).get("num_speculative_tokens")
-    speculation = f"{given.get('method', 'draft_model')}, k = {k}" if given else "none"
+    spec_config = options.speculative_config
+    k = (spec_config or {}).get("num_speculative_tokens")
+    speculation = f"{spec_config.get('method', 'draft_model')}, k = {k}" if spec_config else "none"
     settings = {
         "model": options.model or "the demo model",
         "speculation": speculation,
         **{
             name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "requests", "seed", "host_reads")
         },
-        "speculative_config": given,
+        "speculative_config": spec_config,
         "additional_config": options.additional_config,
     }
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")

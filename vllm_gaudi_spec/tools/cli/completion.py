@@ -19,7 +19,7 @@ _PROGRAM = "gaudi-spec"
 
 class _Option(NamedTuple):
     names: tuple[str, ...]
-    """Empty for an argument that is told by its place."""
+    """Empty for a positional argument."""
     choices: tuple[str, ...]
     takes_value: bool
     help: str
@@ -59,8 +59,8 @@ def _option(action: argparse.Action) -> _Option:
 
 
 def _words(command: _Command) -> list[str]:
-    """What can stand anywhere behind the command: its options, and values of arguments without a name."""
-    return [word for option in command.options for word in option.names or option.choices]
+    """What may follow the command anywhere: its options, and values of positional arguments."""
+    return [text for option in command.options for text in option.names or option.choices]
 
 
 # ---- shells ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def _bash(commands: list[_Command]) -> str:
 
 
 def _is_open(option: _Option) -> bool:
-    """It takes a value that is not out of a list: often a file."""
+    """Whether it takes a value from no list: often a file."""
     return option.takes_value and not option.choices
 
 

@@ -1,4 +1,4 @@
-"""From the worker's reports to what graph-check says: plain dictionaries in, plain dictionaries out."""
+"""From the worker's reports to the figures of graph-check: plain dictionaries in, plain dictionaries out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def emulated(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def total_compiles(report: dict[str, Any]) -> int | None:
-    """Programs made since the process began: as habana_frameworks counts them, or as the backend captures them."""
+    """Graphs compiled since the process began: counted by habana_frameworks, or captured by the backend."""
     device = report["device"]
     if (captured := device.get("captured")) is not None:
         return sum(captured.values())
@@ -41,7 +41,7 @@ def _metric(device: dict[str, Any], name: str) -> int | None:
 
 
 def recorded_reads(report: dict[str, Any]) -> int:
-    """Reads of results that the runner knows of."""
+    """Device-to-host syncs that the runner counts."""
     return round(report["host_syncs_per_step"] * report["steps"])
 
 
@@ -64,17 +64,17 @@ class Meter:
 
 @dataclass(kw_only=True)
 class Phase:
-    """What a part of the workload cost. None: not counted on this device."""
+    """The costs of a part of the workload. None: not counted on this device."""
 
     steps: int
     compiles: int | None
     compile_lines: list[Line] = field(default_factory=list)
     runner_reads: int
-    """Reads of results that the runner knows of; counted on every device."""
+    """Device-to-host syncs that the runner counts, on every device."""
     host_reads: int | None = None
     most_reads_in_a_step: int | None = None
     steps_by_reads: dict[int, int] = field(default_factory=dict)
-    """How many steps read the host how often."""
+    """Number of device-to-host syncs of a step -> number of such steps."""
     read_lines: list[Line] = field(default_factory=list)
     dynamic_ops: int | None = None
     dynamic_lines: list[Line] = field(default_factory=list)
@@ -104,7 +104,7 @@ def phase(meter: Meter) -> Phase:
         return found
     amounts = {name: after["total"][name] - before["total"][name] for name in after["total"]}
     new = new_events(before["events"], after["events"])
-    # What comes behind the last step's end, such as a drafter on the host, stands in no step's record.
+    # What comes after the end of the last step, such as a drafter on the host, is in no step's record.
     reads = [step["host_reads"] for step in meter.steps]
     reads.append(amounts["host_reads"] - sum(reads))
     found.compiles = amounts["compiles"]

@@ -14,11 +14,11 @@ from vllm_gaudi_spec.tools.compare import options as comparison
 from vllm_gaudi_spec.tools.compare.tasks import COMPARE, tasks_of
 
 DESCRIPTION = f"""\
-Run the demo model with and without speculation, print one table, and write a page that shows the texts too.
+Run the demo model with and without speculation, print one table, and write a report page with the texts.
 
 {comparison.DESCRIPTION}"""
 FOLDER = Path(".demo")
-# One request at a time is where drafting gains most; few prompts keep the demo short.
+# The speedup is largest at concurrency 1; few prompts keep the demo short.
 DEFAULTS: dict[str, Any] = {
     "task": [COMPARE],
     "osl": 64,
@@ -54,7 +54,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def make_folder(options: argparse.Namespace) -> str | None:
-    """That of our own choice; others have to be there."""
+    """Make the default folder; a user's has to exist."""
     if any(getattr(options, name) == DEFAULTS[name] for name in ("json", "report")):
         try:
             FOLDER.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def make_folder(options: argparse.Namespace) -> str | None:
 
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    given = list(arguments[1:])
+    user_arguments = list(arguments[1:])
     defaults = [*("--num_prompts", str(NUM_PROMPTS))] if not (options.prompts or options.num_prompts) else []
     for name, value in DEFAULTS.items():
         if getattr(options, name) != value:
@@ -77,4 +77,4 @@ def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
         DO_NOT_TRACK="1",
         **({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "1"} if OPENMP.exists() else {}),
     )
-    return python("vllm_gaudi_spec.tools.compare", values, [*defaults, *given])
+    return python("vllm_gaudi_spec.tools.compare", values, [*defaults, *user_arguments])

@@ -1,4 +1,4 @@
-"""`gaudi-spec doctor`: what is here, what is wrong with it, and what to do."""
+"""`gaudi-spec doctor`: what is installed, its faults, and remedies."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 
 DESCRIPTION = """\
 Look at versions, drivers, devices, plugins and environment variables, load torch and vLLM in a process of their own,
-and with --model say whether the model, or the pair of models, can be served: what refuses it, whether the vocabularies
-meet, lengths, and memory for weights, KV and the drafter's slab. Weights are not loaded.
+and with --model report whether the model, or the pair of models, can be served: refusals, overlap of the vocabularies,
+lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
 
 gaudi-spec doctor
 gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
@@ -39,12 +39,12 @@ def add_to(commands: Any) -> None:
     add("--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter")
     add("--method", choices=[*METHODS, UNIVERSAL_DRAFT], help="how to draft (default: draft_model with --draft)")
     add("--num-speculative-tokens", type=positive, metavar="K", help=f"default: {_DEFAULT_DRAFTS}")
-    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, in place of these three")
+    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, instead of these three")
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
-    add("--max-model-len", type=positive, metavar="N", help="as you mean to serve (default: the model's own)")
-    add("--max-num-seqs", type=positive, metavar="N", help="as you mean to serve")
-    add("--tensor-parallel-size", type=positive, metavar="N", help="as you mean to serve")
-    add("--dtype", help="as you mean to serve")
+    add("--max-model-len", type=positive, metavar="N", help="as you will serve (default: the model's own)")
+    add("--max-num-seqs", type=positive, metavar="N", help="as you will serve")
+    add("--tensor-parallel-size", type=positive, metavar="N", help="as you will serve")
+    add("--dtype", help="as you will serve")
     output_files.add_json(add, "everything that was found")
 
 
@@ -66,9 +66,9 @@ def contradiction_in(options: argparse.Namespace) -> str | None:
     others = [options.additional_config, options.max_model_len, options.max_num_seqs, options.dtype]
     others += [options.speculative_config, options.tensor_parallel_size]
     if options.model is None and any(option is not None for option in (*drafting, *others)):
-        return "these options are about a model; give --model"
+        return "these options need a model; give --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):
-        return "--speculative-config takes the place of --draft, --method and --num-speculative-tokens; leave those out"
+        return "--speculative-config replaces --draft, --method and --num-speculative-tokens; leave those out"
     row = METHODS.get(options.method)
     if row is not None and options.draft is not None and not (row.has_model or "model" in row.options):
         return f"method {options.method} needs no model; leave out --draft"
@@ -81,13 +81,13 @@ def pair(options: argparse.Namespace) -> dict[str, Any] | None:
     """Options of vLLM's engine."""
     if options.model is None:
         return None
-    given = options.speculative_config
+    spec_config = options.speculative_config
     if options.draft is not None or options.method is not None:
         drafts = options.num_speculative_tokens or _DEFAULT_DRAFTS
-        given = {"method": options.method or "draft_model", "num_speculative_tokens": drafts}
-        given |= {"model": options.draft} if options.draft is not None else {}
+        spec_config = {"method": options.method or "draft_model", "num_speculative_tokens": drafts}
+        spec_config |= {"model": options.draft} if options.draft is not None else {}
     names = ("model", "max_model_len", "max_num_seqs", "dtype", "additional_config", "tensor_parallel_size")
-    return {"speculative_config": given, **{name: getattr(options, name) for name in names}}
+    return {"speculative_config": spec_config, **{name: getattr(options, name) for name in names}}
 
 
 # ---- showing ---------------------------------------------------------------------------------------------

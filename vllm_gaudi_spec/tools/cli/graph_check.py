@@ -14,17 +14,17 @@ from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
 
 DESCRIPTION = """\
-Run a mixed workload on a model and say whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up made:
-prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. By default on an
-emulated Gaudi, which needs none. Figures named estimate are computed from counted bytes and operations; nothing is
-measured.
+Run a mixed workload on a model and report whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up
+captured: prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. The
+default is an emulated Gaudi, which needs no card. Figures named estimate are computed from counted bytes and
+operations; nothing is measured.
 
-Exit status: 0 when no step compiles after warm-up and none reads the host more often than it may, 1 when one does or
-the model does not run, 2 for options that make no sense.
+Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
+or the model does not run, 2 for options that make no sense.
 """
 # An emulated card before the card: it is everywhere.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
-# The variables in which an answer would depend on what the shell happens to have.
+# Variables of the shell that would change the answer.
 ENVIRONMENT = {
     LAZY_MODE.name: "1",
     SKIP_WARMUP.name: "0",
@@ -38,7 +38,7 @@ ENVIRONMENT = {
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "graph-check",
-        help="does anything compile, or wait for the host, after warm-up?",
+        help="does a step compile after warm-up, or wait for too many device-to-host syncs?",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,8 +46,8 @@ def add_to(commands: Any) -> None:
     add("model", nargs="?", metavar="MODEL", help="folder or Hugging Face id (default: the demo model)")
     add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve; none: no speculation")
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
-    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you mean to serve (default: 512)")
-    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you mean to serve (default: 4)")
+    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you will serve (default: 512)")
+    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you will serve (default: 4)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
     add("--device", default=CHECKED[0], choices=CHECKED, help=f"default: {CHECKED[0]}")
     add("--requests", type=positive, default=32, metavar="N", help="size of the workload (default: 32)")
@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="reads of the host that a step may make (default: 1; retokenize with slem needs 2)",
+        help="device-to-host syncs allowed per step (default: 1; retokenize with slem needs 2)",
     )
     output_files.add_json(add, "everything that was counted")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")

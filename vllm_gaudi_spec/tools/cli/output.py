@@ -21,8 +21,8 @@ _REQUIRED = ("jinja2", "numpy", "rich")
 
 
 def guarded(command: str, work: Callable[[], int], *, verbose: bool = False) -> int:
-    """`work` and its exit status, with what may end each command as one line; `verbose`: a package that is missing
-    shows who wants it."""
+    """`work` and its exit status, with what may end each command as one line; `verbose`: a missing package
+    raises, with its traceback."""
     try:
         return until_nobody_reads(work)
     except NotWritten as error:
@@ -59,8 +59,8 @@ def model_mistake(*models: object) -> str | None:
 
 def python(module: str, values: dict[str, str], arguments: list[str]) -> list[str]:
     """A module of ours in an environment of its own from the start: torch and vLLM read theirs when they are loaded,
-    and this package leaves reading them to environment/. -P: as for console scripts, the current folder is no place
-    for modules."""
+    and this package leaves reading them to environment/. -P: as for console scripts, modules are
+    not searched for in the current folder."""
     return [
         "env",
         *(f"{name}={value}" for name, value in values.items()),

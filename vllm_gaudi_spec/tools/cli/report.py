@@ -12,9 +12,9 @@ from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.output_files import STDOUT
 
 DESCRIPTION = """\
-Write one page of what runs recorded (`gaudi-spec demo --json RUN.json`): speeds against no speculation, how far drafts
-were accepted, the texts with accepted tokens marked, graphs and host reads, and the command to run it again. Several
-records are compared. The page is one file that loads nothing, and has no script.
+Write one page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, mean acceptance length,
+per-position acceptance rates, the texts with accepted tokens marked, graphs, device-to-host syncs, and the command to
+run it again. Several records are compared. The page is one file that loads nothing, and has no script.
 
 Exit status: 0 when the page is written, 2 when a record cannot be read or the options make no sense.
 """

@@ -1,4 +1,4 @@
-"""What graph-check prints, and its conclusion."""
+"""The printed output of graph-check, and its conclusion."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ _NOT_COUNTED = "not counted on this device"
 
 
 def findings(result: dict[str, Any]) -> list[str]:
-    """What makes the exit status 1, one line each, with the lines of source that did it."""
+    """What makes the exit status 1, one line each, with the lines of source that caused it."""
     found = []
     for title, phase in result["phases"].items():
         if phase["compiles"]:
-            places = _at(phase["compile_lines"])
-            found.append(f"compiled after warm-up, in the {title} phase: {phase['compiles']} programs{places}")
+            origin = _at(phase["compile_lines"])
+            found.append(f"compiled after warm-up, in the {title} phase: {phase['compiles']} graphs{origin}")
     if unexpected := result["graphs"]["unexpected"]:
         found.append(f"{len(unexpected)} step signatures were not part of the warm-up: {', '.join(unexpected)}")
     mixed = result["phases"]["mixed"]
-    budget = result["settings"]["host_reads"]
-    if above := sum(steps for reads, steps in mixed["steps_by_reads"].items() if reads > budget):
-        often = "more than once" if budget == 1 else f"more than {budget} times"
+    max_syncs = result["settings"]["host_reads"]
+    if above := sum(steps for reads, steps in mixed["steps_by_reads"].items() if reads > max_syncs):
         found.append(
-            f"{above} of {mixed['steps']} steps read the host {often}, one of them "
-            f"{mixed['most_reads_in_a_step']} times{_at(mixed['read_lines'])}"
+            f"{above} of {mixed['steps']} steps have more than {_syncs(max_syncs)}, one of them "
+            f"{mixed['most_reads_in_a_step']}{_at(mixed['read_lines'])}"
         )
-    elif mixed["host_reads"] is None and mixed["runner_reads"] > budget * mixed["steps"]:
-        found.append(f"the runner read the host {mixed['runner_reads']} times in {mixed['steps']} steps")
+    elif mixed["host_reads"] is None and mixed["runner_reads"] > max_syncs * mixed["steps"]:
+        found.append(f"the runner made {_syncs(mixed['runner_reads'])} in {mixed['steps']} steps")
     return found
 
 
+def _syncs(number: int) -> str:
+    return f"{number} device-to-host sync{'s' if number != 1 else ''}"
+
+
 def _at(lines: Sequence[dict[str, Any]]) -> str:
-    places = list(dict.fromkeys(line["where"] for line in lines))
-    more = f" and {len(places) - 3} more places" if len(places) > 3 else ""
-    return f": {'; '.join(places[:3])}{more}" if places else ""
+    sources = list(dict.fromkeys(line["where"] for line in lines))
+    more = f" and {len(sources) - 3} more lines" if len(sources) > 3 else ""
+    return f": {'; '.join(sources[:3])}{more}" if sources else ""
 
 
 def conclusion(result: dict[str, Any]) -> str:
     if result["findings"]:
         return "\n".join(f"not clean: {line}" for line in result["findings"])
-    budget = result["settings"]["host_reads"]
-    often = "once" if budget == 1 else f"{budget} times"
+    syncs = _syncs(result["settings"]["host_reads"])
     if result["phases"]["mixed"]["host_reads"] is None:
-        return f"clean: nothing was compiled after warm-up, and the runner reads the host {often} a step at most"
-    return f"clean: nothing was compiled after warm-up, and no step reads the host more than {often}"
+        return f"clean: nothing was compiled after warm-up, and the runner makes at most {syncs} per step"
+    return f"clean: nothing was compiled after warm-up, and no step has more than {syncs}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -73,7 +75,7 @@ def _head(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _graph_rows(graphs: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step signatures in warm-up", f"{graphs['signatures']} of {graphs['listed']} listed"
     if graphs["captured"] is None:
-        yield "programs made until ready", _count(graphs["compiles_until_ready"])
+        yield "graphs compiled until ready", _count(graphs["compiles_until_ready"])
         return
     yield "graphs captured in warm-up", f"{graphs['captured']}, of which {graphs['never_used']} never used here"
     for name, counts in sorted(graphs["by_name"].items()):
@@ -84,18 +86,18 @@ def _phase_rows(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
     steps = phase["steps"]
     yield "steps", str(steps)
     yield "compiles after warm-up", _count(phase["compiles"])
-    yield from _places(phase["compile_lines"])
+    yield from _source_lines(phase["compile_lines"])
     if phase["host_reads"] is None:
         per_step = phase["runner_reads"] / max(steps, 1)
-        yield "host reads per step", f"{per_step:.2f} by the runner; others are {_NOT_COUNTED}"
+        yield "device-to-host syncs per step", f"{per_step:.2f} by the runner; others are {_NOT_COUNTED}"
     else:
-        most = f"{phase['most_reads_in_a_step']} at most"
-        yield "host reads per step", f"{phase['host_reads'] / max(steps, 1):.2f}, {most}"
-        yield from _places(phase["read_lines"])
+        largest = f"{phase['most_reads_in_a_step']} at most"
+        yield "device-to-host syncs per step", f"{phase['host_reads'] / max(steps, 1):.2f}, {largest}"
+        yield from _source_lines(phase["read_lines"])
     yield "dynamic ops", _count(phase["dynamic_ops"])
-    yield from _places(phase["dynamic_lines"])
+    yield from _source_lines(phase["dynamic_lines"])
     yield "CPU fallbacks", _count(phase["fallbacks"])
-    yield from _places(phase["fallback_lines"])
+    yield from _source_lines(phase["fallback_lines"])
     if phase["garbage_reads"]:
         yield "values that warm-up never made", str(phase["garbage_reads"])
     yield "bytes over PCIe per step", _traffic(phase)
@@ -106,11 +108,11 @@ def _phase_rows(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"estimate of a step, {generation}", ", ".join(words)
 
 
-def _places(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _source_lines(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for line in lines[:_SHOWN]:
         yield f"  {line['count']:>6} x {line['what']} at {line['where']}", ""
     if len(lines) > _SHOWN:
-        yield f"  and {len(lines) - _SHOWN} more places; --json has them all", ""
+        yield f"  and {len(lines) - _SHOWN} more lines; --json has them all", ""
 
 
 def _count(number: int | None) -> str:

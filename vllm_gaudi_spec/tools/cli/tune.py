@@ -1,4 +1,4 @@
-"""`gaudi-spec tune`: how far to speculate; its options. The measuring is in tools/tune/."""
+"""`gaudi-spec tune`: which drafter, and how many drafts; its options. The measuring is in tools/tune/."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.tune.drafters import Drafter
 
 DESCRIPTION = """\
-Find out how far to speculate: the method, k and batch-size schedule that give most tokens a second.
+Find the method, k and batch-size schedule with the highest throughput.
 
 gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
 
-For each drafter and k an engine answers the prompts, which says how far drafts are accepted, and times its steps with
-drafts and without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
+For each drafter and k an engine answers the prompts, which measures acceptance, and times its steps with drafts and
+without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
 the emulator's cost model, and one engine a drafter measures acceptance. Nothing here was run on a Gaudi.
 
 Written to --out: choice.json with the arguments for `vllm serve`, choice.svg, and each engine's answers, which are
-kept: the command goes on where it was interrupted, and measures anew what changed. ngram is always a candidate.
+kept: the command resumes where it was interrupted, and measures changed tasks anew. ngram is always a candidate.
 
 Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for options that
 make no sense.
@@ -50,8 +50,13 @@ def add_to(commands: Any) -> None:
     add("--temperature", type=float, default=0.0)
     add("--turns", type=positive, default=3, metavar="N", help="with drafts and without, at each batch size")
     add("--device", choices=GAUDIS, help="estimate this card's costs instead of timing steps here")
-    add("--one-run", action="store_true", help="with --device: tell smaller k from the run with the largest")
-    add("--context", type=positive, metavar="N", help="with --device: tokens of KV a request (default: as the prompts)")
+    add("--one-run", action="store_true", help="with --device: estimate smaller k from the run with the largest")
+    add(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="with --device: tokens of KV per request (default: as the prompts)",
+    )
     add("--speculative", type=json_object, default={}, metavar="JSON", help="more of speculative_config, for all")
     add(
         "--engine",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# All ways of sampling that may lead to another program; each request has one. Token ids are put in by `_fit_ids`.
+# All kinds of sampling that may need another graph; each request has one. Token ids are put in by `_fit_ids`.
 KINDS: tuple[dict[str, Any], ...] = (
     dict(temperature=0.0, ignore_eos=True),
     dict(temperature=0.8, top_k=20),

@@ -1,4 +1,4 @@
-"""Ask an engine, and keep how each answer came: in which steps, and how many tokens of each were drafts."""
+"""Generate with an engine, and record the steps of each answer: their tokens, and how many of these were drafts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Answer:
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """How many tokens each step of the target brought; the first is the prompt's."""
+    """Number of tokens of each step of the target; the first is the prompt's."""
     histogram: list[int] = field(default_factory=list)
     """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
     num_draft_tokens: int = 0
 
     def take(self, completion: CompletionOutput) -> int:
-        """What a step brought of it."""
+        """Add the output of a step; returns its number of tokens."""
         new = list(completion.token_ids)
         if new:
             self.token_ids += new
@@ -64,16 +64,16 @@ class Answer:
 def ask(
     llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], more: Callable[[int], None] | None = None
 ) -> list[Answer]:
-    """`more` is told of tokens as they come."""
+    """`more` is called with the number of new tokens of each step."""
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
     answers = {}
-    for place, (text, wanted) in enumerate(zip(prompts, params, strict=True)):
-        answer = answers[str(place)] = Answer(text, tokenizer.encode(text), wanted)
-        wanted.output_kind = RequestOutputKind.DELTA
-        engine.add_request(str(place), tokens_input(answer.prompt_ids, prompt=text), wanted)
+    for number, (text, sampling) in enumerate(zip(prompts, params, strict=True)):
+        answer = answers[str(number)] = Answer(text, tokenizer.encode(text), sampling)
+        sampling.output_kind = RequestOutputKind.DELTA
+        engine.add_request(str(number), tokens_input(answer.prompt_ids, prompt=text), sampling)
     while engine.has_unfinished_requests():
         brought = sum(answers[output.request_id].take(output.outputs[0]) for output in engine.step())
         if more is not None:

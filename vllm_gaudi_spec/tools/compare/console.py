@@ -1,4 +1,4 @@
-"""What a comparison prints: one task in full, or a table of several."""
+"""The printed output of a comparison: one task in full, or a table of several."""
 
 from __future__ import annotations
 
@@ -8,40 +8,49 @@ from vllm_gaudi_spec.tools.compare.tasks import BASELINE
 from vllm_gaudi_spec.tools.io.terminal import show_table
 from vllm_gaudi_spec.tools.report import record
 
-MOST_TEXTS = 8
+MAX_TEXTS = 8
 TEXT_WIDTH = 100
-COLUMNS = ("task", "tokens/s", "ratio", "middle half", "tokens/step", "acceptance", "same text as baseline")
+COLUMNS = (
+    "task",
+    "tokens/s",
+    "speedup",
+    "quartiles",
+    "acceptance length",
+    "all steps",
+    "acceptance rate",
+    "same text as baseline",
+)
 
 
 def show(report: dict[str, Any], device: dict[str, str], file: TextIO) -> None:
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         print(text, file=file, flush=True)
 
-    say(f"\n=== {report['task']} (device {device['device']}, mode {device['mode']}) ===")
-    say(f"k {report['k']}, batch size {report['batch_size']}")
-    say(f"latency              {report['latency_s']:.2f} s")
-    say(f"speed                {report['tokens_per_s']:.1f} tokens/s")
+    write(f"\n=== {report['task']} (device {device['device']}, mode {device['mode']}) ===")
+    write(f"k {report['k']}, concurrency {report['batch_size']}")
+    write(f"latency              {report['latency_s']:.2f} s")
+    write(f"throughput           {report['tokens_per_s']:.1f} tokens/s")
     if report["k"]:
         rate = "no drafts" if report["acc_rate"] is None else f"{report['acc_rate']:.3f}"
-        say(f"acc_rate             {rate}")
+        write(f"acceptance rate      {rate}")
         if report["acc_rate_elsewhere"] is not None:
-            say(f"acc_rate elsewhere   {report['acc_rate_elsewhere']:.3f}, on prompts unlike those of its training")
-        say(f"acc_counts           {report['acc_counts']}")
-        say(f"mean accepted length {report['mean_accepted_length']:.2f}")
-        say(f"num_drafts           {report['num_drafts']}")
-        say(f"num_draft_tokens     {report['num_draft_tokens']}")
-        say(f"num_accepted_tokens  {report['num_accepted_tokens']}")
-        say(f"tokens per step      {report['tokens_per_step']:.2f}")
+            write(f"on other prompts     {report['acc_rate_elsewhere']:.3f}, unlike those of the drafter's training")
+        write(f"accepted by position {report['acc_counts']}")
+        write(f"acceptance length    {report['mean_accepted_length']:.2f} on average, over steps with drafts")
+        write(f"over all steps       {report['tokens_per_step']:.2f}, those without drafts too")
+        write(f"num_drafts           {report['num_drafts']}")
+        write(f"num_draft_tokens     {report['num_draft_tokens']}")
+        write(f"num_accepted_tokens  {report['num_accepted_tokens']}")
     graphs = report["graphs"]
-    say(f"graphs               {graphs['warmup']} in warm-up, {graphs['after_warmup']} after it")
+    write(f"graphs               {graphs['warmup']} in warm-up, {graphs['after_warmup']} after it")
     if report["compiled_after_warmup"] is not None:
-        say(f"compiled after it    {report['compiled_after_warmup']}, as the device counts")
-    say(f"host syncs per step  {report['host_syncs_per_step']:.2f}")
+        write(f"compiled after it    {report['compiled_after_warmup']}, by the device's counter")
+    write(f"device-to-host syncs {report['host_syncs_per_step']:.2f} per step")
     if report["matches_baseline"] is not None:
-        say("against baseline     " + counted(report["matches_baseline"]))
-    for prompt, text in prompts_and_texts(report)[:MOST_TEXTS]:
-        say(f"  {prompt!r}\n    -> {text!r}")
-    say("")
+        write("against baseline     " + counted(report["matches_baseline"]))
+    for prompt, text in prompts_and_texts(report)[:MAX_TEXTS]:
+        write(f"  {prompt!r}\n    -> {text!r}")
+    write("")
 
 
 def counted(conclusions: dict[str, int]) -> str:
@@ -56,24 +65,25 @@ def show_several(
 ) -> None:
     """One line per task, the baseline first, and how to read it."""
 
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         print(text, file=file, flush=True)
 
     base = reports[BASELINE]
     k = max(report["k"] for report in reports.values())
-    say("\nWhat was said without speculation:")
-    for prompt, text in prompts_and_texts(base)[:MOST_TEXTS]:
-        say(f"  {shortened(prompt + text)!r}")
-    say(f"\n=== side by side (device {device['device']}, mode {device['mode']}) ===")
-    say(f"k {k}, {len(base['answers'])} prompts, {base['batch_size']} at a time\n")
+    write("\nGenerated text without speculation:")
+    for prompt, text in prompts_and_texts(base)[:MAX_TEXTS]:
+        write(f"  {shortened(prompt + text)!r}")
+    write(f"\n=== side by side (device {device['device']}, mode {device['mode']}) ===")
+    write(f"k {k}, {len(base['answers'])} prompts, concurrency {base['batch_size']}\n")
     show_table(COLUMNS, [row_of(report) for report in reports.values()], file)
-    say(f"\n{record.how_measured(measurement)}")
-    say("ratio: seconds without speculation over the task's, for the same prompt in the same turn: the median of all,")
-    say("and their middle half, from the lower quartile to the upper; prompts differ, and a busy machine widens it.")
-    say("tokens/step: what a request gains per step of the target, whatever the machine.")
+    write(f"\n{record.how_measured(measurement)}")
+    write("speedup: seconds without speculation over the task's, for the same prompt in the same turn: the median;")
+    write("quartiles: the lower and the upper one; prompts differ, and a busy machine widens the range.")
+    write("acceptance length: mean tokens per request and step of the target, over steps with drafts;")
+    write("all steps: the same over those without drafts too. Neither depends on the machine.")
     if device["device"] == "cpu":
-        say("On a CPU drafting gains most with one request at a time; with eight it often costs more than it saves.")
-    say("")
+        write("On a CPU the speedup is largest at concurrency 1; at 8, drafting often costs more than it saves.")
+    write("")
 
 
 def row_of(report: dict[str, Any]) -> tuple[str, ...]:
@@ -83,6 +93,7 @@ def row_of(report: dict[str, Any]) -> tuple[str, ...]:
         f"{report['tokens_per_s']:.1f}",
         "1.00" if report["speedup"] is None else f"{report['speedup']['ratio']:.2f}",
         "-" if report["speedup"] is None else "{low:.2f} to {high:.2f}".format(**report["speedup"]),
+        f"{record.mean_acceptance_length(report):.2f}",
         f"{report['tokens_per_step']:.2f}",
         "-" if rate is None else f"{rate:.3f}",
         "-" if conclusions is None else counted(conclusions),

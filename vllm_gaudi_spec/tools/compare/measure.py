@@ -20,7 +20,7 @@ from vllm_gaudi_spec.tools.compare.answers import Answer, ask
 from vllm_gaudi_spec.tools.compare.turns import Seconds, batches, in_order, speedup, typical_seconds
 from vllm_gaudi_spec.tools.io.terminal import counting
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
 WARMUP_TOKENS = 16
@@ -28,10 +28,10 @@ OTHER_TOKENS = 128
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
 # A drafter has a cache of its own, and blocks are not filled to the end.
-_SPARE_KV = 3
-_LEAST_KV = 256 << 20
+_KV_FACTOR = 3
+_MIN_KV = 256 << 20
 # In a single one, other work on the machine decided ratios by a factor of two.
-_LEAST_TURNS = 2
+_MIN_TURNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Setup:
     model: str
     prompts: list[str]
     other_prompts: list[str]
-    """For a second rate of accepted drafts, behind the measured run; or none."""
+    """For a second acceptance rate, after the measured run; or none."""
     dtype: str
     osl: int
     batch_size: int
@@ -75,7 +75,7 @@ class Setup:
     def sharing(self, num_engines: int, bytes_for_kv: int) -> Setup:
         """For engines that live side by side: no KV cache is larger than what they need, so that more of them fit."""
         needed = self.batch_size * self.engine_options(None)["max_model_len"] * kv_bytes_per_token(self.model)
-        kv_bytes = min(max(_SPARE_KV * needed, _LEAST_KV), bytes_for_kv // num_engines)
+        kv_bytes = min(max(_KV_FACTOR * needed, _MIN_KV), bytes_for_kv // num_engines)
         return replace(self, kv_bytes=kv_bytes)
 
     def generate(
@@ -105,23 +105,23 @@ def kv_bytes_per_token(model: str) -> int:
 class Run:
     """A task with its engine, from loading to its report; the engine stays until it is closed."""
 
-    def __init__(self, task: str, config: dict[str, Any] | None, setup: Setup, say: Say) -> None:
+    def __init__(self, task: str, config: dict[str, Any] | None, setup: Setup, log: Log) -> None:
         """Load and warm up."""
-        self.task, self.setup, self._config, self._say = task, setup, config, say
+        self.task, self.setup, self._config, self._log = task, setup, config, log
         self.answers: list[Answer] = []
         """Of the first turn."""
         self.seconds: Seconds = []
         self.report: dict[str, Any] = {}
-        say(f"[{task}] loading")
+        log(f"[{task}] loading")
         self.llm: LLM | None = LLM(**setup.engine_options(config))
         for _ in range(setup.num_warmups):
-            say(f"[{task}] warm-up run")
+            log(f"[{task}] warm-up run")
             setup.generate(self.llm, setup.prompts[: setup.batch_size], min(WARMUP_TOKENS, setup.osl))
 
     def take(self, turn: int, batch: range, more: Callable[[int], None]) -> None:
         """Answer a batch of prompts; in the first turn its answers and drafts are kept."""
         assert self.llm is not None, "it was closed"
-        prompts = [self.setup.prompts[place] for place in batch]
+        prompts = [self.setup.prompts[i] for i in batch]
         started = time.perf_counter()
         answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
         if turn == len(self.seconds):
@@ -154,7 +154,7 @@ class Run:
             "compiled_after_warmup": steps["device"].get("compiled_after_warmup"),
             "steps": steps["steps"],
             "host_syncs_per_step": steps["host_syncs_per_step"],
-            "acc_rate_elsewhere": rate_elsewhere(setup, llm, k, self._say) if k and setup.other_prompts else None,
+            "acc_rate_elsewhere": rate_elsewhere(setup, llm, k, self._log) if k and setup.other_prompts else None,
             "matches_baseline": None,
             "trace": str(trace) if trace else None,
             "answers": [
@@ -173,16 +173,16 @@ class Run:
         gc.collect()
 
 
-def take_turns(runs: Sequence[Run], setup: Setup, say: Say, enough_s: float = math.inf) -> dict[str, Exception]:
+def take_turns(runs: Sequence[Run], setup: Setup, log: Log, enough_s: float = math.inf) -> dict[str, Exception]:
     """All turns of these engines, batch by batch; but for the first two, none is begun that many seconds after the
     first. Hands back what ended a task early; the others go on."""
     names, failed = ", ".join(run.task for run in runs), dict[str, Exception]()
     started, window = time.perf_counter(), 0
     for turn in range(setup.turns):
-        if turn >= _LEAST_TURNS and time.perf_counter() - started >= enough_s:
-            say(f"[{names}] {turn} of {setup.turns} turns took more than {enough_s:.0f} s: that is enough")
+        if turn >= _MIN_TURNS and time.perf_counter() - started >= enough_s:
+            log(f"[{names}] {turn} of {setup.turns} turns took more than {enough_s:.0f} s: no further turn")
             break
-        say(f"[{names}] measured turn {turn + 1} of {setup.turns}: {len(setup.prompts)} x {setup.osl} tokens each")
+        log(f"[{names}] measured turn {turn + 1} of {setup.turns}: {len(setup.prompts)} x {setup.osl} tokens each")
         left = [run for run in runs if run.task not in failed]
         with counting(f"[{names}] tokens", len(left) * len(setup.prompts) * setup.osl) as more:
             for batch in batches(len(setup.prompts), setup.batch_size):
@@ -200,8 +200,8 @@ def accepted_lengths(answers: Sequence[Answer], k: int) -> list[int]:
     return [sum(answer.histogram[number] for answer in answers if answer.histogram) for number in range(k + 1)]
 
 
-def rate_elsewhere(setup: Setup, llm: LLM, k: int, say: Say) -> float | None:
-    say(f"{len(setup.other_prompts)} other prompts, for the rate of accepted drafts alone")
+def rate_elsewhere(setup: Setup, llm: LLM, k: int, log: Log) -> float | None:
+    log(f"{len(setup.other_prompts)} other prompts, for the acceptance rate alone")
     answers = setup.generate(llm, setup.other_prompts, min(OTHER_TOKENS, setup.osl))
     rate: float | None = acceptance(answers, k)["acc_rate"]
     return rate
@@ -224,8 +224,8 @@ def acceptance(answers: Sequence[Answer], k: int) -> dict[str, Any]:
 
 
 def tokens_per_step(num_tokens: int, accepted: int) -> float:
-    """What a row gains per step of the target, steps without a draft included: the accepted drafts and one token more.
-    `num_tokens` is without each row's first, which is the prompt's."""
+    """Per request and step of the target, steps without a draft included: the accepted drafts and one token more.
+    `num_tokens` is without each request's first, which is the prompt's."""
     return num_tokens / (num_tokens - accepted) if num_tokens > accepted else 1.0
 
 
@@ -233,7 +233,7 @@ def tokens_per_step(num_tokens: int, accepted: int) -> float:
 
 
 @contextmanager
-def profiled(trace: Path | None, say: Say) -> Iterator[None]:
+def profiled(trace: Path | None, log: Log) -> Iterator[None]:
     if trace is None:
         yield
         return
@@ -242,7 +242,7 @@ def profiled(trace: Path | None, say: Say) -> Iterator[None]:
     with profile(activities=supported_activities()) as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
-    say(f"trace of the measured run: {trace}")
+    log(f"trace of the measured run: {trace}")
 
 
 # ---- comparing with the baseline -----------------------------------------------------------------------
@@ -261,7 +261,7 @@ def compare_one(base_llm: LLM, base: Answer, answer: Answer, temperature: float)
         return "equal"
     pairs = zip(base.token_ids, answer.token_ids, strict=False)
     first = next((i for i, (expected, got) in enumerate(pairs) if expected != got), None)
-    # The noise of a sampled token is not to be had from outside, so only greedy ties can be told.
+    # The noise of a sampled token is not to be had from outside, so only greedy ties are found.
     if first is None or temperature > 0:
         return "different"
     prefix = tokens_input([*base.prompt_ids, *base.token_ids[:first]])

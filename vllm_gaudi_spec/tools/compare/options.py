@@ -13,16 +13,16 @@ DESCRIPTION = """\
 Several tasks end in one table beside the baseline; `compare` stands for baseline, ngram, draft_model and universal.
 Where the device is the host, their engines live side by side and take turns, prompt by prompt, so that a slow minute
 of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do_profile,
-they run one after the other, and the table says so.
+they run one after the other, and the table notes it.
 
 Without --model the target is the demo model, and --draft_model may be left out: its drafters are in demo/. For eagle3,
-medusa and mtp the demo has a tiny model of its own, which says little but drafts well. With a model of your own and no
---draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
+medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
+no --draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
 
-A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second rate,
-on prompts that have nothing to do with its training.
+A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
+acceptance rate, on prompts unlike those of its training.
 
-Exit status: 0 when the task ran and met what was asked of it, 1 when it failed (the last line says why), 2 for options
+Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for options
 that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
 """
 
@@ -35,15 +35,15 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
-        help=f"how to draft: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
+        help=f"method: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
     )
     add("--model", help="Hugging Face id or folder (default: the demo model)")
     add("--draft_model", help="Hugging Face id or folder (default: the one in demo/ for the demo model)")
     add("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
-    add("--batch_size", type=positive, default=8, help="requests at a time")
+    add("--batch_size", type=positive, default=8, help="concurrency: requests that run together")
     add("--num_prompts", type=positive, metavar="N", help="how many of the fixed prompts (default: as --batch_size)")
     add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
-    add("--num_spec_tokens", type=positive, default=5, help="k, the most tokens drafted per step")
+    add("--num_spec_tokens", type=positive, default=5, help="k, the largest number of drafts per step")
     add("--prompt_lookup_min", type=positive, default=2, help="ngram: the shortest match that counts")
     add("--prompt_lookup_max", type=positive, default=5, help="ngram: the longest match that is looked for")
     add(
@@ -53,7 +53,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help=f"a rule ({', '.join(RULES)}), a drafting mode ({', '.join(DRAFTING)}) or one of each",
     )
-    add("--synthetic_rates", type=float, nargs="+", metavar="RATE", help="how often the first 1, 2, ... k are accepted")
+    add(
+        "--synthetic_rates",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        help="acceptance rate of the first 1, 2, ... k drafts",
+    )
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="prompt i samples with seed + i")
     add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
@@ -77,13 +83,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="write torch.profiler's trace of the measured run to FOLDER (default: beside --json, else here)",
     )
-    add("--assert_accept_rate", type=float, metavar="RATE", help="fail when fewer of the drafts are accepted")
+    add("--assert_accept_rate", type=float, metavar="RATE", help="fail when the acceptance rate is lower")
     add("--accuracy_rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
     add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:
-    """`options.tasks` is what `tasks_of` says."""
+    """`options.tasks` is the result of `tasks_of`."""
     return contradiction_in_tasks(options) or contradiction_in_acceptance(options)
 
 
@@ -102,17 +108,17 @@ def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
     if options.prompts and options.num_prompts:
         return "--num_prompts is for the fixed prompts; leave it out with --prompts"
     if len(options.tasks) > 1 and options.accuracy_rate is not None:
-        return "--accuracy_rate is for one task at a time"
+        return "--accuracy_rate is for a single task"
     if options.limit and options.accuracy_rate is None:
         return "--limit is for --accuracy_rate"
     return None
 
 
 def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
-    words = options.acceptance or []
-    if len([word for word in words if word in RULES]) > 1 or len([word for word in words if word in DRAFTING]) > 1:
+    choices = options.acceptance or []
+    if any(len([one for one in choices if one in kind]) > 1 for kind in (RULES, DRAFTING)):
         return "--acceptance takes one rule and one drafting mode at most"
-    if ("synthetic" in words) != bool(options.synthetic_rates):
+    if ("synthetic" in choices) != bool(options.synthetic_rates):
         return "--acceptance synthetic and --synthetic_rates need each other"
     if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
         return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"

@@ -59,28 +59,28 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-class Missed(Exception):
+class ThresholdMissed(Exception):
     """The task ran, but not as well as was asked."""
 
 
 class Comparison:
-    """One command: what was asked, on which device, and where it is told."""
+    """One command: its options, its device, and its output."""
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self.options, self.command = options, command
-        # What is printed of a run in words makes room for a record on stdout.
-        self.words = sys.stderr if options.json == output_files.STDOUT else sys.stdout
+        # A record on stdout moves the printed text to stderr.
+        self.text_output = sys.stderr if options.json == output_files.STDOUT else sys.stdout
         self.environment = record.environment()
         refuse_unknown_device()
         self.device = describe_device()
         self.failures: dict[str, str] = {}
         self.apart: str | None = None
 
-    def say(self, text: str) -> None:
-        print(text, file=self.words, flush=True)
+    def log(self, text: str) -> None:
+        print(text, file=self.text_output, flush=True)
 
     def run(self) -> None:
-        self.say(f"device {self.device['device']}, mode {self.device['mode']}")
+        self.log(f"device {self.device['device']}, mode {self.device['mode']}")
         check_what_is_there(self.options)
         if self.options.do_profile is not None:
             keep_engine_in_process("--do_profile")
@@ -96,30 +96,30 @@ class Comparison:
         names = [BASELINE, name] if options.run_base and name != BASELINE else [name]
         runs = self.measured(names, setup)
         if self.failures:
-            raise Missed(self.failures[name] if name in self.failures else self.all_failures())
+            raise ThresholdMissed(self.failures[name] if name in self.failures else self.all_failures())
         reports = {run.task: run.report for run in runs.values()}
         for report in reports.values():
-            show(report, self.device, self.words)
+            show(report, self.device, self.text_output)
         if options.accuracy_rate is not None:
             from vllm_gaudi_spec.tools.compare.accuracy import gsm8k_accuracy
 
             reports[name]["accuracy"] = gsm8k_accuracy(setup, speculative_config(name, options), options.limit)
-            self.say(f"GSM8K accuracy       {reports[name]['accuracy']:.3f}")
+            self.log(f"GSM8K accuracy       {reports[name]['accuracy']:.3f}")
         self.write(reports, setup)
         check_what_was_asked(reports[name], options)
 
     def several(self, setup: Setup) -> None:
         options = self.options
         if left_out := [name for name in COMPARED if COMPARE in options.task and name not in options.tasks]:
-            self.say(f"left out, for want of --draft_model: {', '.join(left_out)}")
+            self.log(f"left out, for want of --draft_model: {', '.join(left_out)}")
         runs = self.measured(options.tasks, setup)
         if BASELINE not in runs:
-            raise Missed(self.all_failures())
+            raise ThresholdMissed(self.all_failures())
         reports = {name: run.report for name, run in runs.items()}
-        show_several(reports, self.device, self.measurement(reports), self.words)
+        show_several(reports, self.device, self.measurement(reports), self.text_output)
         self.write(reports, setup)
         if self.failures:
-            raise Missed(self.all_failures())
+            raise ThresholdMissed(self.all_failures())
         for name, report in reports.items():
             if name != BASELINE:
                 check_what_was_asked(report, options)
@@ -157,10 +157,10 @@ class Comparison:
                 reason := why_not_together(len(names), host_memory.of_children(), host_memory.free())
             ):
                 self.apart = reason
-                self.say(f"the engines run one after the other: {reason}")
+                self.log(f"the engines run one after the other: {reason}")
                 runs.pop(name).close()
                 return self.one_by_one(names, setup)
-        failed = take_turns(list(runs.values()), shared, self.say, ENOUGH_S)
+        failed = take_turns(list(runs.values()), shared, self.log, ENOUGH_S)
         self.fail(runs, failed)
         for run in runs.values():
             run.finish()
@@ -176,8 +176,8 @@ class Comparison:
             if (run := runs.get(name)) is None:
                 continue
             trace = trace_file(name, self.options)
-            with profiled(trace, self.say):
-                self.fail(runs, take_turns([run], setup, self.say))
+            with profiled(trace, self.log):
+                self.fail(runs, take_turns([run], setup, self.log))
             if name in runs:
                 run.finish(trace)
                 if name != BASELINE:
@@ -188,14 +188,14 @@ class Comparison:
         from vllm_gaudi_spec.tools.compare.measure import Run
 
         try:
-            runs[name] = Run(name, speculative_config(name, self.options), setup, self.say)
+            runs[name] = Run(name, speculative_config(name, self.options), setup, self.log)
         except Exception as error:
             self.fail(runs, {name: error})
 
     def fail(self, runs: dict[str, Run], failed: dict[str, Exception]) -> None:
         for name, error in failed.items():
             self.failures[name] = in_one_line(error)
-            self.say(f"[{name}] failed: {in_one_line(error)}")
+            self.log(f"[{name}] failed: {in_one_line(error)}")
             if name in runs:
                 runs.pop(name).close()
 
@@ -216,7 +216,7 @@ class Comparison:
         output_files.write_json(made, options.json)
         if options.report:
             page.write([page.Run(options.json or "this run", made)], options.report)
-            self.say(f"report: {options.report.absolute()}")
+            self.log(f"report: {options.report.absolute()}")
 
 
 def setup_of(options: argparse.Namespace, device: str) -> Setup:
@@ -289,11 +289,11 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
     if (asked := options.assert_accept_rate) is not None:
         rate = report["acc_rate"]
         if rate is None:
-            raise Missed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
+            raise ThresholdMissed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
         if rate < asked:
-            raise Missed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
+            raise ThresholdMissed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
     if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
-        raise Missed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
+        raise ThresholdMissed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:

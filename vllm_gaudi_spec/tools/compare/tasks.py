@@ -1,4 +1,4 @@
-"""The ways of drafting that can be compared, and what each needs. Nothing heavy is imported here."""
+"""The methods that can be compared, and what each needs. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [
 @dataclass(frozen=True)
 class Task:
     method: str | None
-    """vLLM's name for the way of drafting; none for the baseline."""
+    """vLLM's name of the method; none for the baseline."""
     options: tuple[str, ...] = ()
     """Options of the command that go to vLLM under the same name."""
     needs_draft_model: bool = False
@@ -38,7 +38,7 @@ class Task:
     demo_target: str | None = None
     """The folder under demo/ that is the target, where it is not the demo model."""
     demo_drafts: int | None = None
-    """How many drafts the demo's drafter can make at most, where there is an end to it."""
+    """The largest number of drafts of the demo's drafter, where it has a limit."""
 
     @property
     def was_trained_on_the_prompts(self) -> bool:
@@ -87,20 +87,20 @@ def speculative_config(name: str, options: argparse.Namespace) -> dict[str, Any]
     task = TASKS[name]
     if task.method is None:
         return None
-    most = task.demo_drafts if uses_demo_drafter(name, options) else None
-    config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, most or sys.maxsize)}
+    max_drafts = task.demo_drafts if uses_demo_drafter(name, options) else None
+    config = {"method": task.method, "num_speculative_tokens": min(options.num_spec_tokens, max_drafts or sys.maxsize)}
     config |= {name: getattr(options, name) for name in task.options}
     if task.needs_draft_model:
         config["model"] = draft_model(name, options)
-    for word in options.acceptance or ():
-        config["rejection_sample_method" if word in RULES else "draft_sample_method"] = word
+    for choice in options.acceptance or ():
+        config["rejection_sample_method" if choice in RULES else "draft_sample_method"] = choice
     if options.synthetic_rates:
         config["synthetic_acceptance_rates"] = options.synthetic_rates
     return config
 
 
 def draft_model(name: str, options: argparse.Namespace) -> str | None:
-    """The one that was given, else the demo model's, if that is the target and the task needs one."""
+    """The user's, else the demo's if the target is the demo model and the task needs one."""
     drafter = TASKS[name].demo_drafter
     return str(DEMO / drafter) if drafter and uses_demo_drafter(name, options) else options.draft_model
 
@@ -117,7 +117,7 @@ def demo_targets(options: argparse.Namespace) -> set[str | None]:
 
 def tasks_of(options: argparse.Namespace) -> list[str]:
     """Each task once; where there are several the baseline is one of them, and the first."""
-    asked = [name for word in options.task for name in (compared(options) if word == COMPARE else [word])]
+    asked = [name for task in options.task for name in (compared(options) if task == COMPARE else [task])]
     return list(dict.fromkeys(asked if len(set(asked)) == 1 else [BASELINE, *asked]))
 
 

@@ -1,6 +1,6 @@
-"""Speeds that can be compared: for each batch of prompts all engines answer within one short window.
+"""Comparable speeds: for each batch of prompts all engines answer within one short window.
 
-On a machine with other work, speeds that were measured minutes apart differ by more than drafting gains. A turn is one
+On a machine with other work, speeds measured minutes apart differ by more than the speedup of drafting. A turn is one
 pass over all prompts; in it each engine answers a batch while the others wait, in alternating order.
 """
 

@@ -1,4 +1,4 @@
-"""All that is looked at, in the order in which one thing needs another."""
+"""All checks, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_gaudi_spec.tools.doctor.software import plugin_findings, serves_vllm_a
 
 
 def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str, Any]:
-    """`missing_model`: what to say of a model folder that is not there, which is not looked for again."""
+    """`missing_model`: the message about a model folder that does not exist; it is not looked for again."""
     found = [*version_findings(), *driver_findings(), *device_findings(), *plugin_findings(), *setting_findings()]
     if missing_model is not None:
         found.append(Finding.refusal("models", missing_model))

@@ -1,4 +1,4 @@
-"""What was found: one line each, and what to do about it."""
+"""Findings: one line each, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Finding:
 
     @classmethod
     def refusal(cls, about: str, message: str) -> Finding:
-        """Of a refusal in one line, which ends with what to do."""
+        """From a refusal in one line, which ends with the remedy."""
         text, _, remedy = message.rpartition("; ")
         return cls(PROBLEM, about, text or message, remedy if text else "")
 
 
 def conclusion(findings: list[Finding]) -> str:
     counts = {name: sum(found.severity == name for found in findings) for name in (PROBLEM, WARNING)}
-    told = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+    counted = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
     if not counts[PROBLEM]:
-        return f"fine, with {told}" if told else "fine"
+        return f"fine, with {counted}" if counted else "fine"
     first = next(found for found in findings if found.severity == PROBLEM)
-    return f"{told}; first: {'; '.join(filter(None, (first.text, first.remedy)))}"
+    return f"{counted}; first: {'; '.join(filter(None, (first.text, first.remedy)))}"

@@ -20,10 +20,10 @@ _CARDS = {name: device.title for name, device in devices.DEVICES.items() if devi
 class _Tool(NamedTuple):
     command: tuple[str, ...]
     driver: str
-    """Where the driver's version stands in what the tool prints."""
+    """The driver's version in the tool's output."""
 
 
-# hl-smi names the network's driver, "Nic Driver Version", behind the card's; npu-smi has its own version in front.
+# hl-smi names the network's driver, "Nic Driver Version", after the card's; npu-smi has its own version in front.
 _TOOLS = {
     "hl-smi": _Tool(("hl-smi",), r"^\|\s*Driver Version:\s*([\w.-]+)"),
     "npu-smi": _Tool(("npu-smi", "info"), r"^\|\s*npu-smi\s.*\sVersion:\s*([\w.-]+)"),
@@ -42,8 +42,8 @@ def device_findings() -> Iterator[Finding]:
 
 def _requested_device(device: str) -> Iterator[Finding]:
     if device not in devices.DEVICES:
-        known = ", ".join(devices.DEVICES)
-        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {known}")
+        names = ", ".join(devices.DEVICES)
+        yield Finding(PROBLEM, "device", f"VGS_DEVICE={device} is not available", f"use one of {names}")
         return
     if (software := devices.missing_software(device)) is not None:
         yield Finding(
@@ -60,7 +60,7 @@ def _requested_device(device: str) -> Iterator[Finding]:
             f"give the container its devices, load the driver, or use VGS_DEVICE={device}-emulated",
         )
     else:
-        yield Finding(OK, "device", f"{device}, because VGS_DEVICE says so")
+        yield Finding(OK, "device", f"{device}, set by VGS_DEVICE")
 
 
 def _chosen_device() -> Iterator[Finding]:
@@ -102,8 +102,8 @@ def driver_findings() -> Iterator[Finding]:
             yield Finding(WARNING, "driver", f"{name} does not answer: {error}", "load the driver again, or reboot")
             continue
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
-            yield Finding(WARNING, "driver", f"{name} fails: {said}", "load the driver again, or reboot")
+            message = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()[0]
+            yield Finding(WARNING, "driver", f"{name} fails: {message}", "load the driver again, or reboot")
             continue
         found = re.search(tool.driver, done.stdout, re.MULTILINE)
         yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")

@@ -45,19 +45,21 @@ def _configure(task: dict[str, Any]) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    given = {name: value for name, value in task.items() if value is not None}
-    return EngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)  # the server takes larger batches
+    arguments = {name: value for name, value in task.items() if value is not None}
+    return EngineArgs(**arguments).create_engine_config(
+        UsageContext.OPENAI_API_SERVER
+    )  # the server takes larger batches
 
 
 def _described(vllm_config: VllmConfig, speculation: Speculation | None) -> str:
     model = vllm_config.model_config
-    told = f"{model.architectures[0]} in {str(model.dtype).removeprefix('torch.')}"
+    text = f"{model.architectures[0]} in {str(model.dtype).removeprefix('torch.')}"
     if model.quantization is not None:
-        told += f" with weights in {model.quantization}"
+        text += f" with weights in {model.quantization}"
     if speculation is None:
-        return f"{told}, without speculation, is accepted"
+        return f"{text}, without speculation, is accepted"
     method = "universal_draft" if speculation.universal else speculation.method
-    return f"{told}, with {method}, k = {speculation.num_drafts}, is accepted"
+    return f"{text}, with {method}, k = {speculation.num_drafts}, is accepted"
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator
     try:
         if not speculation.universal:
             same_tokens(vllm_config)
-            yield Finding(OK, "vocabulary", "the drafter has the target's tokens")
+            yield Finding(OK, "vocabulary", "the drafter has the target's vocabulary")
             return
         pair = Pair.load(vllm_config, cache_folder())
     except UnsupportedConfigError as error:
@@ -76,19 +78,19 @@ def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator
     matched = pair.map.target_to_draft >= 0
     ids = [token for text in PROMPTS for token in pair.target.tokenizer.encode(text, add_special_tokens=False)]
     share = float(matched[ids].mean())
-    told = (
+    text = (
         f"{pair.map.num_matched} tokens in common, {100 * matched.mean():.0f} % of the target's and "
         f"{100 * pair.map.num_matched / len(pair.map.draft_to_target):.0f} % of the drafter's; "
         f"{100 * share:.0f} % of the tokens of ordinary texts"
     )
     if share >= ENOUGH:
-        yield Finding(OK, "vocabulary", told)
+        yield Finding(OK, "vocabulary", text)
         return
     remedy = (
         "set universal_context retokenize and universal_match slem in additional_config.gaudi_spec, "
         "or take another drafter"
     )
-    yield Finding(NOTE if speculation.retokenizes else WARNING, "vocabulary", told, remedy)
+    yield Finding(NOTE if speculation.retokenizes else WARNING, "vocabulary", text, remedy)
 
 
 # ---- lengths ---------------------------------------------------------------------------------------------
@@ -96,17 +98,20 @@ def _vocabularies(vllm_config: VllmConfig, speculation: Speculation) -> Iterator
 
 def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
     longest = vllm_config.model_config.max_model_len
-    own = speculation.drafter_max_len if speculation is not None else None
+    drafter_len = speculation.drafter_max_len if speculation is not None else None
     if speculation is not None and speculation.retokenizes:
-        own = speculation.universal_kv_len
-    if own is None or own >= longest:
-        yield Finding(OK, "lengths", f"requests of up to {longest} tokens" + (", drafted to their end" if own else ""))
+        drafter_len = speculation.universal_kv_len
+    if drafter_len is None or drafter_len >= longest:
+        yield Finding(
+            OK, "lengths", f"requests of up to {longest} tokens" + (", drafted to their end" if drafter_len else "")
+        )
         return
     yield Finding(
         NOTE,
         "lengths",
-        f"requests of up to {longest} tokens; the drafter ends at {own} of its own, and they go on without drafts",
-        "expect less speed behind that, or take a drafter with a longer context",
+        f"requests of up to {longest} tokens; the drafter ends at {drafter_len} of its own, and they go "
+        "on without drafts",
+        "expect no speedup after that, or take a drafter with a longer context",
     )
 
 
@@ -114,44 +119,48 @@ def _lengths(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterat
 
 
 def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterator[Finding]:
-    model, given = vllm_config.model_config, vllm_config.speculative_config
-    drafter = given.draft_model_config if given is not None and speculation and speculation.has_model else None
+    model, spec_config = vllm_config.model_config, vllm_config.speculative_config
+    drafter = (
+        spec_config.draft_model_config if spec_config is not None and speculation and speculation.has_model else None
+    )
     # mtp's drafter is part of the target's files.
     models = [model] if drafter is None or drafter.model == model.model else [model, drafter]
     sizes = {one.model: _weights(vllm_config, one) for one in models}
     if missing := [name for name, size in sizes.items() if not size]:
-        told = f"the weights of {' and '.join(missing)} are not here, so what they take is not known"
-        yield Finding(NOTE, "memory", told)
+        text = f"the weights of {' and '.join(missing)} are not here, so what they take is not known"
+        yield Finding(NOTE, "memory", text)
         return
     weights, drafting = sum(sizes.values()), _drafting(vllm_config, speculation, drafter)
     parts = {"weights": weights, **drafting}
     a_token = _kv_bytes(model, vllm_config)
     if drafter is not None and speculation is not None and not speculation.retokenizes:
         a_token += _kv_bytes(drafter, vllm_config)
-    told = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
+    text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
     cache = _room_for_kv(vllm_config, weights, sum(drafting.values()))
     if cache is None:
-        yield Finding(NOTE, "memory", f"{told}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
+        yield Finding(NOTE, "memory", f"{text}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
         return
     if cache <= 0 < sum(drafting.values()):
-        yield Finding.refusal("memory", f"{told}: {NO_ROOM_FOR_KV}")
+        yield Finding.refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
         return
     tokens = max(cache, 0) // a_token
-    told += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
+    text += f"; the KV cache gets {max(cache, 0) / _GIB:.2f} GiB, room for {tokens} tokens at {a_token / 1024:.0f} KiB"
     longest = model.max_model_len
     if tokens < longest:
         yield Finding(
             PROBLEM,
             "memory",
-            f"{told}, and one request may have {longest}",
+            f"{text}, and one request may have {longest}",
             (f"set --max-model-len to {tokens} or less, " if tokens else "set ")
             + "--kv-cache-memory-bytes to more, or take smaller models",
         )
     else:
-        yield Finding(OK, "memory", f"{told}: {tokens // longest} requests of {longest} at a time, more if shorter")
+        yield Finding(
+            OK, "memory", f"{text}: concurrency {tokens // longest} at {longest} tokens per request, more if shorter"
+        )
 
 
-# On a CPU, in float32: bytes for each number by what `cpu_weights` says. Without a choice there is a copy in half
+# On a CPU, in float32: bytes per number by `cpu_weights`. Without a choice there is a copy in half
 # precision too, of each matrix for which that is exact.
 _CPU_BYTES = {None: 6, FLOAT32: 4, FLOAT16: 2, INT8: 1}
 

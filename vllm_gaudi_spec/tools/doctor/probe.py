@@ -19,7 +19,7 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, Finding
 
 SECONDS = 300
-# The device comes behind the pair, as in `vllm serve`: an emulated card changes what libraries find that come later.
+# The device comes after the pair, as in `vllm serve`: an emulated card changes what libraries find that come later.
 _STAGES = ("torch", "vLLM", "platform", "pair", "device")
 _REMEDIES = {
     "torch": "install torch's build for this machine again (`make setup`), or use the vendor's image",
@@ -36,16 +36,16 @@ def probe(pair: dict[str, Any] | None) -> list[Finding]:
         task, answers, log = (Path(folder) / name for name in ("task.json", "answers", "log"))
         task.write_text(json.dumps(pair))
         answers.touch()
-        # -P: as in `vllm serve`, the current folder is no place for modules.
+        # -P: as in `vllm serve`, modules are not searched for in the current folder.
         ended = _run([sys.executable, "-P", "-m", __name__, str(task), str(answers)], log)
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
         findings = [Finding(**finding) for line in lines for finding in line["findings"]]
         done = [line["stage"] for line in lines]
         if ended is not None:
             stage = _STAGES[len(done)] if len(done) < len(_STAGES) else _STAGES[-1]
-            said = log.read_text(errors="replace").strip().splitlines()
-            told = f"{ended} while {stage} was loaded" + (f"; its last line: {said[-1].strip()}" if said else "")
-            findings.append(Finding(PROBLEM, stage, told, _REMEDIES[stage]))
+            output = log.read_text(errors="replace").strip().splitlines()
+            text = f"{ended} while {stage} was loaded" + (f"; its last line: {output[-1].strip()}" if output else "")
+            findings.append(Finding(PROBLEM, stage, text, _REMEDIES[stage]))
     return findings
 
 
@@ -57,8 +57,8 @@ def _run(command: list[str], log: Path) -> str | None:
         except subprocess.TimeoutExpired:
             return f"its process was still busy after {SECONDS} s"
     if status < 0:
-        known = {one.value: one.name for one in signal.Signals}
-        return f"its process was ended by {known.get(-status, f'signal {-status}')}"
+        names = {one.value: one.name for one in signal.Signals}
+        return f"its process was ended by {names.get(-status, f'signal {-status}')}"
     return f"its process ended with status {status}" if status else None
 
 
@@ -90,7 +90,7 @@ def _platform() -> Iterator[Finding]:
 
 
 def _serves() -> bool:
-    """Whether this platform does; beside the vLLM of vllm-ascend its modules do not load."""
+    """Whether this platform serves; its modules do not load beside the vLLM of vllm-ascend."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
     if vllm_ascend.is_active():
@@ -123,8 +123,8 @@ def _answer(stage: str, look: Callable[[], Iterator[Finding]], answers: Any) -> 
     try:
         findings, went_well = list(look()), True
     except Exception as error:
-        told = f"{stage} does not load: {type(error).__name__}: {in_one_line(error)}"
-        findings, went_well = [Finding(PROBLEM, stage, told, _REMEDIES[stage])], False
+        text = f"{stage} does not load: {type(error).__name__}: {in_one_line(error)}"
+        findings, went_well = [Finding(PROBLEM, stage, text, _REMEDIES[stage])], False
     print(json.dumps({"stage": stage, "findings": [asdict(found) for found in findings]}), file=answers, flush=True)
     return went_well
 

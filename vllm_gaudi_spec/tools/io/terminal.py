@@ -1,4 +1,4 @@
-"""What commands show: tables and bars where somebody watches, plain lines in a pipe."""
+"""Output of commands: tables and bars on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def show_table(
     from rich.text import Text
 
     table = Table(header_style="bold")
-    for place, name in enumerate(columns):
-        is_words = not numbers or place in (0, len(columns) - 1)
+    for index, name in enumerate(columns):
+        is_words = not numbers or index in (0, len(columns) - 1)
         table.add_column(name, justify="left" if is_words else "right")
     for first, *others in rows:
         # Not markup: what stands in brackets is shown as it is.
@@ -66,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Hands out what is told how many more are done, and shows that on stderr; `done` were there before."""
+    """Show progress on stderr; yields a function to call with the number of new items. `done`: items from before."""
     if not sys.stderr.isatty():
         yield _Lines(title, total, done).more
         return
@@ -79,7 +79,7 @@ def counting(title: str, total: int, done: int = 0) -> Iterator[Callable[[int], 
 
 
 def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterator[T]:
-    """Hands on the items, and counts them."""
+    """Yield the items, and show progress."""
     with counting(title, total, done) as more:
         for item in items:
             yield item
@@ -87,7 +87,7 @@ def counted(items: Iterable[T], title: str, total: int, done: int = 0) -> Iterat
 
 
 class _Lines:
-    """A line now and then, where nobody sees a bar move."""
+    """A line now and then, for output that is no terminal."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self._title, self._total, self._done = title, total, done

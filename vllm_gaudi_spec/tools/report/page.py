@@ -16,15 +16,15 @@ from typing import Any
 
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.io import output_files
-from vllm_gaudi_spec.tools.report.record import how_measured
+from vllm_gaudi_spec.tools.report.record import how_measured, mean_acceptance_length
 
 BASELINE = "baseline"
-# Faster by less than what two measurements differ by is not called faster.
-_A_GAIN = 1.02
-# What somebody reads who hears of a task for the first time.
-_WAYS = {
+# Two measurements of one thing differ by as much.
+_MIN_SPEEDUP = 1.02
+# A task in a few words, for readers who meet it for the first time.
+_DESCRIPTIONS = {
     BASELINE: "without drafts",
-    "universal": "a smaller model with tokens of its own drafts",
+    "universal": "a smaller model with another vocabulary drafts",
     **{name: method.about for name, method in METHODS.items()},
 }
 
@@ -36,7 +36,7 @@ class Run:
 
 
 def write(runs: Sequence[Run], path: Path) -> None:
-    # A model may say half of a pair of surrogates, which no file can hold.
+    # A model may generate half of a pair of surrogates, which no file can hold.
     output_files.write("the page", path, render(runs).encode("utf-8", "replace"))
 
 
@@ -57,7 +57,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """All that the page shows, save for its looks."""
+    """All figures and texts of the page."""
     fastest = max(task["tokens_per_s"] for run in runs for task in run.record["tasks"].values())
     shown = [_run(run, fastest) for run in runs]
     several = len(shown) > 1
@@ -82,7 +82,7 @@ def _run(run: Run, fastest: float) -> dict[str, Any]:
         "made": record["made"].replace("+00:00", " UTC").replace("T", " ", 1),
         "measured": how_measured(record["measurement"]) if len(tasks) > 1 else "",
         "workload": f"{_number(len(answers), 'prompt')} of {_number(settings['osl'], 'token')}, "
-        f"{_number(settings['batch_size'], 'request')} at a time, temperature {settings['temperature']:g}",
+        f"concurrency {settings['batch_size']}, temperature {settings['temperature']:g}",
         "tasks": tasks,
         "prompts": [_prompt(number, record["tasks"]) for number in range(len(answers))],
         "command": _command(record),
@@ -94,17 +94,17 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
     compared = [task for task in tasks if task["ratio"] is not None and task["k"]]
     if not compared:
         best = max(tasks, key=lambda task: float(task["tokens_per_s"]))
-        return f"{best['name']}: {best['tokens_per_s']:.1f} tokens a second."
+        return f"{best['name']}: {best['tokens_per_s']:.1f} tokens/s."
     best = max(compared, key=lambda task: float(task["ratio"]))
     plain = next(task["tokens_per_s"] for task in tasks if task["name"] == BASELINE)
-    if best["ratio"] < _A_GAIN:
+    if best["ratio"] < _MIN_SPEEDUP:
         return (
-            f"No drafting paid here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens a second, "
-            f"against {plain:.1f} without."
+            f"No speedup here: {best['name']} came nearest with {best['tokens_per_s']:.1f} tokens/s, against "
+            f"{plain:.1f} without speculation."
         )
     return (
-        f"{best['name']} was {best['ratio']:.2f} times as fast as no speculation: {best['tokens_per_s']:.1f} tokens a "
-        f"second against {plain:.1f}."
+        f"{best['name']}: speedup {best['ratio']:.2f} over no speculation, {best['tokens_per_s']:.1f} tokens/s against "
+        f"{plain:.1f}."
     )
 
 
@@ -114,20 +114,21 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
     conclusions, graphs = task["matches_baseline"], task["graphs"]
     return {
         "name": name,
-        "way": _WAYS.get(name, ""),
+        "way": _DESCRIPTIONS.get(name, ""),
         "k": task["k"],
         "drafter": PurePath(task["draft_model"]).name if task["draft_model"] else "",
         "tokens_per_s": speed,
         "bar": _percent(speed, fastest),
         "ratio": 1.0 if name == BASELINE and len(tasks) > 1 else speedup["ratio"] if speedup else None,
         "spread": (speedup["low"], speedup["high"]) if speedup else None,
+        "mean_acceptance_length": mean_acceptance_length(task),
         "tokens_per_step": task["tokens_per_step"],
         "acc_rate": task["acc_rate"],
         "drafts": (task["num_accepted_tokens"], task["num_draft_tokens"]),
         "same_text": _same_text(conclusions),
-        # Of all steps that had drafts, how many accepted this one: later positions hang on earlier ones.
+        # The share of the steps with drafts that accepted this one; a later position needs the earlier ones.
         "positions": [
-            (place, _percent(count, task["num_drafts"])) for place, count in enumerate(task["acc_counts"], 1)
+            (position, _percent(count, task["num_drafts"])) for position, count in enumerate(task["acc_counts"], 1)
         ],
         "lengths": [
             (length, count, _percent(count, drafted_steps)) for length, count in enumerate(task["accepted_lengths"])
@@ -144,8 +145,8 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
 def _same_text(conclusions: dict[str, int] | None) -> str:
     if conclusions is None:
         return ""
-    told = f"{conclusions.get('equal', 0)} of {sum(conclusions.values())}"
-    return f"{told}, {conclusions['tied']} tied" if conclusions.get("tied") else told
+    text = f"{conclusions.get('equal', 0)} of {sum(conclusions.values())}"
+    return f"{text}, {conclusions['tied']} tied" if conclusions.get("tied") else text
 
 
 def _prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:
@@ -167,20 +168,20 @@ def _prompt(number: int, tasks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(answer: dict[str, Any]) -> list[tuple[str, int]]:
-    """The text in stretches, each with how many accepted drafts it is; 0 for what the target said itself."""
+    """The text in parts, each with its number of accepted drafts; 0 for the target's own tokens."""
     parts: list[tuple[str, int]] = []
-    place = 0
+    start = 0
     for size, drafts in answer["steps"]:
-        middle, end = place + drafts, place + size
+        middle, end = start + drafts, start + size
         for text, number in (
-            ("".join(answer["pieces"][place:middle]), drafts),
+            ("".join(answer["pieces"][start:middle]), drafts),
             ("".join(answer["pieces"][middle:end]), 0),
         ):
             if text and not number and parts and not parts[-1][1]:
                 parts[-1] = (parts[-1][0] + text, 0)
             elif text:
                 parts.append((text, number))
-        place = end
+        start = end
     return parts
 
 

@@ -1,9 +1,8 @@
-"""The record of a run: one JSON object, with a version, made here and checked here when it is read again.
+"""The record of a run: one JSON object with a version, made here, and checked here when it is read again.
 
-{"format", "version", "made", "command", "environment", "versions", "device", "settings", "measurement",
-"tasks"}; a task's figures are
-those that SHAPE names and more. `answers` has each prompt, the answer in pieces, a piece a token, and for each step of
-the target how many tokens it brought and how many of these were drafts.
+{"format", "version", "made", "command", "environment", "versions", "device", "settings", "measurement", "tasks"}; a
+task has the figures that SHAPE names, and more. `answers` has each prompt, the answer in pieces, one per token, and for
+each step of the target the number of its tokens and how many of these were drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class RecordError(ValueError):
 
 
 def environment() -> dict[str, str]:
-    """Of the variables that matter those that are set: to be asked before a run, which sets some itself."""
+    """The variables of our table that are set. Call it before a run, which sets some itself."""
     return {variable.name: value for variable, value in set_variables().items()}
 
 
@@ -57,13 +56,19 @@ def make(
     }
 
 
+def mean_acceptance_length(task: dict[str, Any]) -> float:
+    """vLLM's metric, over steps with drafts: the accepted drafts and one token more. 1 where nothing was drafted."""
+    return 1 + task["num_accepted_tokens"] / task["num_drafts"] if task["num_drafts"] else 1.0
+
+
 def how_measured(measurement: dict[str, Any]) -> str:
-    """For whoever reads the speeds."""
+    """How the speeds were measured, in a sentence."""
     turns, apart = measurement["turns"], measurement["why_one_by_one"]
     count = "once" if turns == 1 else f"{turns} times"
     if apart is not None:
         return (
-            f"Each prompt was run {count}, one task after the other, because {apart}: a busy machine moves the ratios."
+            f"Each prompt was run {count}, one task after the other, because {apart}: a busy machine moves the "
+            "speedups."
         )
     return (
         f"Each prompt was run {count}, by all tasks in turns within seconds, in alternating order, while the other "
@@ -72,7 +77,7 @@ def how_measured(measurement: dict[str, Any]) -> str:
 
 
 def is_record(path: str | Path) -> bool:
-    """Of any version, whole or not. No pipe is: who reads one waits for what is to be written there."""
+    """Whether a file is a record, of any version, whole or not. A pipe is none: reading it would block."""
     try:
         found = json.loads(Path(path).read_text()) if Path(path).is_file() else None
     except (OSError, ValueError, RecursionError):
@@ -144,42 +149,42 @@ class _Mismatch(Exception):
     pass
 
 
-def _check(value: Any, shape: Any, place: str) -> None:
+def _check(value: Any, shape: Any, path: str) -> None:
     """A type, a list of one shape, an object with these names and maybe more, or with any names; or one of several.
     Numbers are figures: none is negative, or not a number."""
     if isinstance(shape, tuple):
-        if not any(_fits(value, one, place) for one in shape):
-            raise _Mismatch(f"{place} is {_shortened(value)}")
+        if not any(_fits(value, one, path) for one in shape):
+            raise _Mismatch(f"{path} is {_shortened(value)}")
     elif isinstance(shape, list):
-        _expect(isinstance(value, list), value, place)
+        _expect(isinstance(value, list), value, path)
         for number, item in enumerate(value):
-            _check(item, shape[0], f"{place}[{number}]")
+            _check(item, shape[0], f"{path}[{number}]")
     elif isinstance(shape, dict):
-        _expect(isinstance(value, dict), value, place)
-        wanted = dict.fromkeys(value, shape[str]) if str in shape else shape
-        for name, inner in wanted.items():
-            inside = f"{place}.{name}" if place else name
+        _expect(isinstance(value, dict), value, path)
+        expected = dict.fromkeys(value, shape[str]) if str in shape else shape
+        for name, inner in expected.items():
+            inner_path = f"{path}.{name}" if path else name
             if name not in value:
-                raise _Mismatch(f"{inside} is missing")
-            _check(value[name], inner, inside)
+                raise _Mismatch(f"{inner_path} is missing")
+            _check(value[name], inner, inner_path)
     else:
         is_sane = not isinstance(value, bool) and not (
             isinstance(value, int | float) and not 0 <= value <= sys.float_info.max
         )
-        _expect(isinstance(value, shape) and is_sane, value, place)
+        _expect(isinstance(value, shape) and is_sane, value, path)
 
 
-def _fits(value: Any, shape: Any, place: str) -> bool:
+def _fits(value: Any, shape: Any, path: str) -> bool:
     try:
-        _check(value, shape, place)
+        _check(value, shape, path)
     except _Mismatch:
         return False
     return True
 
 
-def _expect(holds: bool, value: Any, place: str) -> None:
+def _expect(holds: bool, value: Any, path: str) -> None:
     if not holds:
-        raise _Mismatch(f"{place} is {_shortened(value)}")
+        raise _Mismatch(f"{path} is {_shortened(value)}")
 
 
 def _shortened(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""How far drafts are accepted: counted request by request, summed up as rates and tokens per step.
+"""Acceptance: counted request by request, summed up as per-position rates and mean acceptance length.
 
-Each number of drafts has a run of its own, which is exact for every method and rule. `shortened` tells a smaller number
-from a longer run instead. It needs drafts that are a prefix of longer ones (greedy, coupled and looked-up drafts,
-heads; not `suffix`, `slem`, or the rule `block`), and is a little low even there: with more drafts, rounds begin behind
-harder places, since the easy ones were accepted.
+Each number of drafts has a run of its own, which is exact for every method and rule. `shortened` estimates a smaller
+number from a run with more drafts. It needs drafts that are a prefix of longer ones (greedy, coupled and looked-up
+drafts, heads; not `suffix`, `slem`, or the rule `block`), and is a little low even there: with more drafts, rounds
+begin after harder positions, since the easy ones were accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one request, behind its first token, which is the prompt's."""
+    """Of one request, after its first token, which is the prompt's."""
 
     tokens: int
     steps: int
@@ -44,7 +44,7 @@ class Counts:
 @dataclass(frozen=True)
 class Acceptance:
     num_drafts: int
-    """k, as the requests asked."""
+    """k, as requested."""
     requests: tuple[Counts, ...]
 
     @cached_property
@@ -53,18 +53,24 @@ class Acceptance:
 
     @property
     def tokens_per_step(self) -> float:
-        """What a row gains per step of the target."""
+        """Tokens per request and step of the target, steps without drafts included."""
         return sum(counts.tokens for counts in self.requests) / self.steps if self.steps else 1.0
 
     @property
-    def positions(self) -> tuple[float, ...]:
-        """The share of steps in which the first i + 1 drafts were accepted."""
+    def mean_acceptance_length(self) -> float:
+        """vLLM's metric, over steps with drafts: the accepted drafts and one token more. 1 without drafts."""
         accepted = [num for counts in self.requests for num in counts.accepted]
-        return tuple(sum(num > place for num in accepted) / max(self.steps, 1) for place in range(self.num_drafts))
+        return 1 + sum(accepted) / len(accepted) if accepted else 1.0
+
+    @property
+    def positions(self) -> tuple[float, ...]:
+        """Per-position acceptance: the share of all steps in which the first i + 1 drafts were accepted."""
+        accepted = [num for counts in self.requests for num in counts.accepted]
+        return tuple(sum(num > i for num in accepted) / max(self.steps, 1) for i in range(self.num_drafts))
 
     @property
     def drafting(self) -> float:
-        """The share of a row's steps that had drafts for it."""
+        """The share of a request's steps that had drafts for it."""
         return sum(len(counts.accepted) for counts in self.requests) / max(self.steps, 1)
 
     def interval(self) -> tuple[float, float]:
@@ -77,14 +83,14 @@ class Acceptance:
         return float(low), float(high)
 
     def verifying(self, batch: int) -> float:
-        """The share of a batch's steps that verify: those in which any row has drafts. Rows are taken to have them
-        independently of each other."""
+        """The share of a batch's steps that verify: those in which any request has drafts. Requests are taken to
+        have them independently of each other."""
         return 1 - (1 - self.drafting) ** batch
 
     def shortened(self, num_drafts: int) -> Acceptance:
         """As it would be with fewer drafts, in rounds that begin where these do."""
         if not 0 < num_drafts <= self.num_drafts:
-            raise ValueError(f"a run with {self.num_drafts} drafts does not tell what {num_drafts} would do")
+            raise ValueError(f"a run with {self.num_drafts} drafts cannot show what {num_drafts} would do")
         requests = []
         for counts in self.requests:
             accepted = tuple(min(num, num_drafts) for num in counts.accepted)
@@ -93,7 +99,7 @@ class Acceptance:
 
 
 def ask(llm: LLM, prompts: list[list[int]], tokens: int, num_drafts: int, temperature: float = 0.0) -> list[Counts]:
-    """So many tokens of each prompt, past any end token, with up to `num_drafts` drafts a step (0: none)."""
+    """Generate `tokens` tokens for each prompt, past any end token, with up to `num_drafts` drafts a step (0: none)."""
     from vllm import SamplingParams
 
     params = [

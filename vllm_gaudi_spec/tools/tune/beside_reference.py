@@ -1,4 +1,4 @@
-"""Our engine on the prompts of a reference: what it says itself, and how likely it finds what the reference said.
+"""Our engine on the prompts of a reference: its own output, and its log-likelihoods of the reference's output.
 
 python -m vllm_gaudi_spec.tools.tune.beside_reference TASK.json ANSWER.json
 """
@@ -19,8 +19,8 @@ TIE = 1e-3
 @dataclass(frozen=True)
 class Difference:
     prompt: int
-    place: int
-    """The first token of the answer that differs."""
+    position: int
+    """Of the first token of the answer that differs."""
     reference: int
     ours: int
     margin: float
@@ -46,26 +46,32 @@ class Comparison:
         return self.of - len(self.differences)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"equal": self.equal, "tied": sum(one.tied for one in self.differences)}
+        differences = [asdict(one) for one in self.differences]
+        for one in differences:
+            one["place"] = one.pop("position")
+        tied = sum(one.tied for one in self.differences)
+        return asdict(self) | {"differences": differences, "equal": self.equal, "tied": tied}
 
 
 def compare(reference: dict[str, Any], ours: dict[str, Any]) -> Comparison:
     pairs = list(zip(reference["answers"], ours["answers"], strict=True))
     differences = [found for number, pair in enumerate(pairs) if (found := _difference(number, *pair))]
     apart = [
-        abs(theirs - own)
+        abs(expected - measured)
         for one, other in pairs
-        for theirs, own in zip(one["logprobs"], other["logprobs"], strict=True)
+        for expected, measured in zip(one["logprobs"], other["logprobs"], strict=True)
     ]
     return Comparison(len(pairs), tuple(differences), len(apart), max(apart), mean(apart))
 
 
 def _difference(prompt: int, reference: dict[str, Any], ours: dict[str, Any]) -> Difference | None:
     pairs = zip(reference["ids"], ours["ids"], strict=True)
-    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-    if place is None:
+    position = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    if position is None:
         return None
-    return Difference(prompt, place, reference["ids"][place], ours["ids"][place], reference["margins"][place])
+    return Difference(
+        prompt, position, reference["ids"][position], ours["ids"][position], reference["margins"][position]
+    )
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +81,13 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
     from vllm_gaudi_spec.tools.tune.case import engine
 
     texts = task["texts"]
-    own = dict(
+    defaults = dict(
         dtype=task["dtype"],
         max_model_len=max(len(text["prompt_ids"]) + len(text["ids"]) for text in texts) + 1,
         speculative_config=task["speculative"],
     )
-    with engine(task["model"], **engine_options(own, task["engine"])) as llm:
-        said = llm.generate(
+    with engine(task["model"], **engine_options(defaults, task["engine"])) as llm:
+        generated = llm.generate(
             [{"prompt_token_ids": text["prompt_ids"]} for text in texts],
             SamplingParams(temperature=0.0, max_tokens=len(texts[0]["ids"]), ignore_eos=True),
             use_tqdm=False,
@@ -94,14 +100,14 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
     return {
         "answers": [
             {
-                "ids": list(own.outputs[0].token_ids),
-                "text": own.outputs[0].text,
+                "ids": list(output.outputs[0].token_ids),
+                "text": output.outputs[0].text,
                 "logprobs": [
                     of_token[token].logprob
                     for token, of_token in zip(seen.prompt_token_ids[1:], seen.prompt_logprobs[1:], strict=True)
                 ],
             }
-            for own, seen in zip(said, scored, strict=True)
+            for output, seen in zip(generated, scored, strict=True)
         ]
     }
 

@@ -46,13 +46,13 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     longest = max(map(len, prompts))
     speculative, temperature = task["speculative"], task["temperature"]
     num_drafts = speculative["num_speculative_tokens"] if speculative else 0
-    own = dict(
+    defaults = dict(
         speculative_config=speculative,
         max_num_seqs=task["max_num_seqs"],
-        max_model_len=longest + max(task["tokens"], costs.MOST_TOKENS) + 1,
+        max_model_len=longest + max(task["tokens"], costs.MAX_TIMED_TOKENS) + 1,
         **({"per_request_spec_decode_metrics": "detailed"} if speculative else {}),
     )
-    with engine(task["model"], **engine_options(own, task["engine"])) as llm:
+    with engine(task["model"], **engine_options(defaults, task["engine"])) as llm:
         for drafts in {0, num_drafts}:
             acceptance.ask(llm, prompts[:2], _WARMUP_TOKENS, drafts, temperature)
         accepted = {

@@ -1,4 +1,4 @@
-"""The cases of a choice: each run once, in a process of its own, and kept for the next time."""
+"""The cases of a choice: each run once, in a process of its own, and stored for the next time."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _counts(written: dict[str, Any]) -> Counts:
 
 @dataclass(frozen=True)
 class Cases:
-    """Answers lie in `folder` under names that follow from all that was asked: what changes is measured anew."""
+    """Answers are stored in `folder` under names that depend on the whole task: a changed task is measured anew."""
 
     folder: Path
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     more: Callable[[int], None]
-    """Is told of each answer."""
+    """Called with the number of new answers."""
 
     def answer(self, name: str, task: dict[str, Any]) -> Answer:
         found = self._answer(name, task)
@@ -55,14 +55,14 @@ class Cases:
 
     def _answer(self, name: str, task: dict[str, Any]) -> Answer:
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = self.folder / f"{name}-{_digest(task)}.json"
-        if kept.exists():
-            self.say("      kept from an earlier run")
-            return Answer.read(json.loads(kept.read_text()))
+        stored = self.folder / f"{name}-{_digest(task)}.json"
+        if stored.exists():
+            self.log("      kept from an earlier run")
+            return Answer.read(json.loads(stored.read_text()))
         started = time.monotonic()
         written = run_module("vllm_gaudi_spec.tools.tune.case", task, self.folder / f"{name}.log")
-        replace(kept, json.dumps(written).encode())
-        self.say(f"      {time.monotonic() - started:.0f} s")
+        replace(stored, json.dumps(written).encode())
+        self.log(f"      {time.monotonic() - started:.0f} s")
         return Answer.read(written)
 
 

@@ -1,4 +1,4 @@
-"""A picture of a choice, as an SVG that needs nothing else: acceptance by position, and each k's speed by batch."""
+"""A choice as an SVG that needs nothing else: per-position acceptance, and the speedup of each k by batch size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line:
     name: str
     points: tuple[tuple[float, float], ...]
     marked: float | None = None
-    """The x of a point to point out."""
+    """The x of the highlighted point."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def _panels(choice: Choice) -> Iterator[Panel]:
     methods = [(name, list(group)) for name, group in groupby(choice.candidates, lambda candidate: candidate.name)]
     longest = [group[-1] for _, group in methods]
     yield Panel(
-        "How far drafts are accepted",
+        "Per-position acceptance rate",
         "position of the draft",
-        "share of steps",
+        "share of all steps",
         tuple(Line(candidate.name, _numbered(candidate.acceptance.positions)) for candidate in longest),
     )
     yield Panel(
-        "Tokens per step of the target",
+        "Mean acceptance length, over all steps",
         "k",
         "tokens",
         tuple(
@@ -67,17 +67,17 @@ def _panels(choice: Choice) -> Iterator[Panel]:
     )
     for batch in choice.batches:
         best = choice.best_at(batch)
-        said = f"best {best.name}, k = {best.num_drafts}" if best else "drafting does not pay"
-        lines = tuple(Line(name, _gains(group, batch), _marked(best, group)) for name, group in methods)
-        yield Panel(f"Batch {batch}: {said}", "k", "speed over no speculation", lines, even=1.0)
+        title = f"best {best.name}, k = {best.num_drafts}" if best else "drafting does not pay"
+        lines = tuple(Line(name, _speedups(group, batch), _marked(best, group)) for name, group in methods)
+        yield Panel(f"Batch {batch}: {title}", "k", "speedup over no speculation", lines, even=1.0)
 
 
 def _numbered(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    return tuple((place, value) for place, value in enumerate(values, 1))
+    return tuple(enumerate(values, 1))
 
 
-def _gains(group: list[Candidate], batch: int) -> tuple[tuple[float, float], ...]:
-    return ((0, 1.0), *((candidate.num_drafts, candidate.gain(batch)) for candidate in group))
+def _speedups(group: list[Candidate], batch: int) -> tuple[tuple[float, float], ...]:
+    return ((0, 1.0), *((candidate.num_drafts, candidate.speedup(batch)) for candidate in group))
 
 
 def _marked(best: Candidate | None, group: list[Candidate]) -> float | None:
@@ -89,7 +89,7 @@ def _marked(best: Candidate | None, group: list[Candidate]) -> float | None:
 
 def picture(panels: list[Panel], heading: str, note: str) -> str:
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     columns = min(_COLUMNS, len(panels))
     width = columns * _PANEL[0]
     height = _HEADER + _LEGEND + -(-len(panels) // columns) * _PANEL[1]
@@ -99,13 +99,13 @@ def picture(panels: list[Panel], heading: str, note: str) -> str:
         _text(_LEFT, 28, heading, "head"),
         _text(_LEFT, 50, note),
     ]
-    for place, name in enumerate(names):
-        x = _LEFT + 150 * place
+    for i, name in enumerate(names):
+        x = _LEFT + 150 * i
         parts.append(f'<rect x="{x}" y="{_HEADER + 2}" width="14" height="4" fill="{colours[name]}"/>')
         parts.append(_text(x + 20, _HEADER + 8, name))
-    for place, panel in enumerate(panels):
-        left = place % columns * _PANEL[0] + _LEFT
-        top = _HEADER + _LEGEND + place // columns * _PANEL[1] + _TOP
+    for i, panel in enumerate(panels):
+        left = i % columns * _PANEL[0] + _LEFT
+        top = _HEADER + _LEGEND + i // columns * _PANEL[1] + _TOP
         parts.append(f'<g transform="translate({left},{top})">{"".join(_drawn(panel, colours))}</g>')
     return "\n".join([*parts, "</svg>\n"])
 

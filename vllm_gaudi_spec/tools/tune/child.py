@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.executable) -> dict[str, Any]:
     """What `module`, which calls `serve`, answers. ValueError with its reason where it fails."""
-    # Else one who is told to stop would leave its child running.
+    # Else a process that is stopped would leave its child running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         asked, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
@@ -53,7 +53,7 @@ def run_module(module: str, task: dict[str, Any], log: Path, python: str = sys.e
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """In the child: the task and the place of the answer are its two arguments."""
+    """In the child: the paths of the task and of the answer are its two arguments."""
     task, path = (Path(name) for name in sys.argv[1:])
     try:
         found = answer(json.loads(task.read_text()))

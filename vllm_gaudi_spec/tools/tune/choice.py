@@ -1,7 +1,7 @@
-"""Which method and how many drafts give most tokens a second, by batch size, from acceptance and step costs.
+"""Which method and number of drafts give the highest throughput, by batch size, from acceptance and step costs.
 
 Where steps are captured, one of k drafts verifies [B, k + 1] tokens whatever was drafted, and the drafter makes k. So
-fewer drafts than k in `num_speculative_tokens_per_batch_size` would save nothing: for each batch size it says k, or 0.
+fewer drafts than k in `num_speculative_tokens_per_batch_size` would save nothing: for each batch size it has k, or 0.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm_gaudi_spec.tools.tune.acceptance import Acceptance
 from vllm_gaudi_spec.tools.tune.costs import StepCost, cost_at
 
 MARGIN = 1.02
-"""Less than that is not called a gain: two measurements of one thing differ by as much."""
+"""The smallest speedup that counts: two measurements of one thing differ by as much."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    """As the user called the drafter."""
+    """The drafter's name on the command line."""
     config: dict[str, Any]
     """`speculative_config` without the number of drafts."""
     acceptance: Acceptance
@@ -38,8 +38,8 @@ class Candidate:
     def step_s(self, batch: int) -> float:
         return cost_at(self.costs, batch).step_s(self.acceptance.verifying(batch))
 
-    def gain(self, batch: int) -> float:
-        """Speed over that without speculation, both as this candidate's engine took them."""
+    def speedup(self, batch: int) -> float:
+        """Over no speculation, both measured on this candidate's engine."""
         return self.acceptance.tokens_per_step * cost_at(self.costs, batch).plain_s / self.step_s(batch)
 
 
@@ -50,31 +50,31 @@ class Choice:
     max_num_seqs: int
 
     def best_at(self, batch: int) -> Candidate | None:
-        """Of servers that see batches of this size only; None where speculation does not pay."""
-        best = max(self.candidates, key=lambda candidate: candidate.gain(batch))
-        return best if best.gain(batch) >= MARGIN else None
+        """For a server with batches of this size only; None where speculation does not pay."""
+        best = max(self.candidates, key=lambda candidate: candidate.speedup(batch))
+        return best if best.speedup(batch) >= MARGIN else None
 
     @cached_property
     def chosen(self) -> Candidate | None:
-        """For one server: most speed over all batch sizes asked, each counting the same, without drafts where those
-        lose."""
+        """For one server: the highest throughput over all batch sizes asked, each with the same weight, without drafts
+        where they lose."""
         best = max(self.candidates, key=self._overall)
-        return best if any(best.gain(batch) >= MARGIN for batch in self.batches) else None
+        return best if any(best.speedup(batch) >= MARGIN for batch in self.batches) else None
 
     def _overall(self, candidate: Candidate) -> float:
-        return sum(math.log(max(candidate.gain(batch), 1.0)) for batch in self.batches)
+        return sum(math.log(max(candidate.speedup(batch), 1.0)) for batch in self.batches)
 
     def schedule(self) -> list[list[int]]:
         """`num_speculative_tokens_per_batch_size`: ranges of batch sizes, first and last of each, and their drafts."""
         if self.chosen is None:
             return [[1, self.max_num_seqs, 0]]
-        return ranges([self.chosen.num_drafts * (self.chosen.gain(size) >= 1) for size in self._sizes()])
+        return ranges([self.chosen.num_drafts * (self.chosen.speedup(size) >= 1) for size in self._sizes()])
 
     def _sizes(self) -> range:
         return range(1, self.max_num_seqs + 1)
 
     def plain_tokens_per_s(self, batch: int) -> float:
-        """Without speculation: the middle of what the candidates' engines took."""
+        """Throughput without speculation: the median over the candidates' engines."""
         plain = sorted(cost_at(candidate.costs, batch).plain_s for candidate in self.candidates)
         return batch / plain[len(plain) // 2]
 
@@ -88,9 +88,9 @@ class Choice:
         return config
 
     def serve_arguments(self, model: str) -> list[str]:
-        words = ["vllm", "serve", model, "--max-num-seqs", str(self.max_num_seqs)]
+        command = ["vllm", "serve", model, "--max-num-seqs", str(self.max_num_seqs)]
         config = self.speculative_config()
-        return words if config is None else [*words, "--speculative-config", json.dumps(config)]
+        return command if config is None else [*command, "--speculative-config", json.dumps(config)]
 
     def as_json(self, model: str) -> dict[str, Any]:
         return {
@@ -111,7 +111,7 @@ class Choice:
             "plain_tokens_per_s": self.plain_tokens_per_s(batch),
             "method": best.name if best else None,
             "num_speculative_tokens": best.num_drafts if best else 0,
-            "gain": best.gain(batch) if best else 1.0,
+            "gain": best.speedup(batch) if best else 1.0,
         }
 
     def _one_candidate(self, candidate: Candidate) -> dict[str, Any]:
@@ -127,14 +127,14 @@ class Choice:
         }
 
     def _cost_of(self, candidate: Candidate, batch: int) -> dict[str, float]:
-        cost, gain = cost_at(candidate.costs, batch), candidate.gain(batch)
+        cost, speedup = cost_at(candidate.costs, batch), candidate.speedup(batch)
         return {
             "batch": batch,
             "plain_ms": 1e3 * cost.plain_s,
             "verify_ms": 1e3 * cost.verify_s,
             "draft_ms": 1e3 * cost.draft_s,
-            "gain": gain,
-            "tokens_per_s": gain * self.plain_tokens_per_s(batch),
+            "gain": speedup,
+            "tokens_per_s": speedup * self.plain_tokens_per_s(batch),
         }
 
 
@@ -160,7 +160,7 @@ def ranges(drafts: Sequence[int]) -> list[list[int]]:
 
 
 def tables(choice: Choice) -> str:
-    """Acceptance by position, costs and gains by batch size, as Markdown."""
+    """Acceptance by position, costs and speedups by batch size, as Markdown."""
     rows = []
     for candidate in choice.candidates:
         low, high = candidate.acceptance.interval()
@@ -168,12 +168,15 @@ def tables(choice: Choice) -> str:
             [
                 candidate.name,
                 str(candidate.num_drafts),
+                f"{candidate.acceptance.mean_acceptance_length:.2f}",
                 f"{candidate.acceptance.tokens_per_step:.2f} [{low:.2f}, {high:.2f}]",
                 f"{candidate.acceptance.drafting:.2f}",
                 " ".join(f"{rate:.3f}" for rate in candidate.acceptance.positions),
             ]
         )
-    parts = [markdown(["method", "k", "tokens per step", "steps with drafts", "accepted at position 1 to k"], rows)]
+    lengths = ["mean acceptance length", "over all steps [95 %]"]
+    header = ["method", "k", *lengths, "steps with drafts", "per-position acceptance rate, of all steps"]
+    parts = [markdown(header, rows)]
     rows = []
     for batch in choice.batches:
         best = choice.best_at(batch)
@@ -181,7 +184,7 @@ def tables(choice: Choice) -> str:
         rows.append([str(batch), "none", "0", f"{1e3 * batch / speed:.1f}", "", "", f"{speed:.1f}", _mark(best, None)])
         for candidate in choice.candidates:
             cost = cost_at(candidate.costs, batch)
-            gain = candidate.gain(batch)
+            speedup = candidate.speedup(batch)
             times = (f"{1e3 * seconds:.1f}" for seconds in (cost.plain_s, cost.verify_s, cost.draft_s))
             mark = _mark(best, candidate)
             rows.append(
@@ -190,11 +193,11 @@ def tables(choice: Choice) -> str:
                     candidate.name,
                     str(candidate.num_drafts),
                     *times,
-                    f"{gain * speed:.1f}",
-                    f"{gain:.2f}{mark}",
+                    f"{speedup * speed:.1f}",
+                    f"{speedup:.2f}{mark}",
                 ]
             )
-    header = ["batch", "method", "k", "plain ms", "verify ms", "draft ms", "tokens/s", "gain"]
+    header = ["batch", "method", "k", "plain ms", "verify ms", "draft ms", "tokens/s", "speedup"]
     return "\n\n".join([*parts, markdown(header, rows)])
 
 
@@ -212,8 +215,8 @@ def conclusion(choice: Choice, model: str) -> str:
             "Speculation does not pay on these prompts: at no batch size is any method and k "
             f"{100 * (MARGIN - 1):.0f} % faster than no speculation. Serve without it:\n{command}"
         )
-    gains = ", ".join(f"{max(chosen.gain(batch), 1.0):.2f} at {batch}" for batch in choice.batches)
-    lines = [f"Use {chosen.name} with k = {chosen.num_drafts}. Speed over no speculation by batch size: {gains}."]
+    speedups = ", ".join(f"{max(chosen.speedup(batch), 1.0):.2f} at {batch}" for batch in choice.batches)
+    lines = [f"Use {chosen.name} with k = {chosen.num_drafts}. Speedup over no speculation by batch size: {speedups}."]
     off = [f"{first} to {last}" for first, last, drafts in choice.schedule() if not drafts]
     if off:
         lines.append(f"Drafting does not pay in batches of {', '.join(off)}; the schedule turns it off there.")

@@ -26,39 +26,39 @@ from vllm_gaudi_spec.tools.tune.folder import write_json
 from vllm_gaudi_spec.tools.tune.prompts import load_prompts
 from vllm_gaudi_spec.tools.tune.steps import exit_status
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------
 
 
-def candidates(options: argparse.Namespace, say: Say) -> list[Candidate]:
+def candidates(options: argparse.Namespace, log: Log) -> list[Candidate]:
     prompts = load_prompts(options.prompts, options.limit)
     drafters = [*options.draft, *(drafter for drafter in [Drafter.parse("ngram")] if drafter not in options.draft)]
     if options.device:
         for drafter in drafters:  # what cannot be estimated is refused before acceptance is measured
             estimate(drafter, 1, 1, options.context or 1, options)
         with counting("engines", len(drafters)) as more:
-            cases = Cases(options.out, say, more)
-            return [found for drafter in drafters for found in estimated(drafter, prompts, cases, options, say)]
+            cases = Cases(options.out, log, more)
+            return [found for drafter in drafters for found in estimated(drafter, prompts, cases, options, log)]
     with counting("engines", len(drafters) * len(set(options.num_drafts)) + times_plain_engine()) as more:
-        cases = Cases(options.out, say, more)
-        plain = timed_without_drafts(prompts, cases, options, say)
-        return [found for drafter in drafters for found in timed(drafter, prompts, plain, cases, options, say)]
+        cases = Cases(options.out, log, more)
+        plain = timed_without_drafts(prompts, cases, options, log)
+        return [found for drafter in drafters for found in timed(drafter, prompts, plain, cases, options, log)]
 
 
 def times_plain_engine() -> bool:
-    """Where a device works behind the host's back, a host's clock cannot tell what a drafter takes of a plain step: so
-    plain steps are timed in an engine without one."""
+    """On an asynchronous device the host's clock cannot separate the drafter from a plain step, so plain steps are
+    timed in an engine without a drafter."""
     return choose_device() != "cpu"
 
 
 def timed_without_drafts(
-    prompts: list[str], cases: Cases, options: argparse.Namespace, say: Say
+    prompts: list[str], cases: Cases, options: argparse.Namespace, log: Log
 ) -> dict[int, StepCost] | None:
     if not times_plain_engine():
         return None
-    say(f"no drafter: steps at batch {words(sizes(options))}")
+    log(f"no drafter: steps at batch {words(sizes(options))}")
     task = task_of(None, 0, prompts, options) | {"asked": [], "batches": sizes(options)}
     return {cost.batch: cost for cost in cases.answer("plain", task).costs}
 
@@ -74,11 +74,11 @@ def timed(
     plain: dict[int, StepCost] | None,
     cases: Cases,
     options: argparse.Namespace,
-    say: Say,
+    log: Log,
 ) -> list[Candidate]:
     found = []
     for drafts in sorted(set(options.num_drafts)):
-        say(f"{drafter.name}, k = {drafts}: acceptance, and steps at batch {words(sizes(options))}")
+        log(f"{drafter.name}, k = {drafts}: acceptance, and steps at batch {words(sizes(options))}")
         task = task_of(drafter, drafts, prompts, options) | {"asked": [drafts], "batches": sizes(options)}
         answer = cases.answer(f"{drafter.name}-{drafts}", task)
         costs = answer.costs
@@ -89,10 +89,10 @@ def timed(
 
 
 def estimated(
-    drafter: Drafter, prompts: list[str], cases: Cases, options: argparse.Namespace, say: Say
+    drafter: Drafter, prompts: list[str], cases: Cases, options: argparse.Namespace, log: Log
 ) -> list[Candidate]:
     drafts = sorted(set(options.num_drafts))
-    say(f"{drafter.name}, k = {words(drafts)}: acceptance")
+    log(f"{drafter.name}, k = {words(drafts)}: acceptance")
     task = task_of(drafter, drafts[-1], prompts, options)
     task |= {"asked": drafts[-1:] if options.one_run else drafts, "batches": []}
     answer = cases.answer(f"{drafter.name}-acceptance", task)
@@ -127,9 +127,9 @@ def estimate(drafter: Drafter, drafts: int, batch: int, context: int, options: a
 
 
 def task_of(drafter: Drafter | None, drafts: int, prompts: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """All that an answer depends on, also what an engine finds out for itself. Without a drafter, of a plain engine."""
+    """All that an answer depends on, also what the engine finds out itself. No drafter: the task of a plain engine."""
     speculative = config_of(drafter, options) | {"num_speculative_tokens": drafts} if drafter else None
-    given = (options.engine.get("additional_config") or {}).get(ADDITIONAL_CONFIG_KEY, {})
+    spec_options = (options.engine.get("additional_config") or {}).get(ADDITIONAL_CONFIG_KEY, {})
     return {
         "model": options.model,
         "speculative": speculative,
@@ -142,7 +142,7 @@ def task_of(drafter: Drafter | None, drafts: int, prompts: list[str], options: a
         "device": choose_device(),
         "weights": [fingerprint(model) for model in (options.model, (speculative or {}).get("model")) if model],
         "quantized": [
-            Path(path).read_text() for path in (quant_config_path(), given.get("draft_quant_config")) if path
+            Path(path).read_text() for path in (quant_config_path(), spec_options.get("draft_quant_config")) if path
         ],
         "versions": [version(package) for package in ("vllm-gaudi-spec", "torch")],
     }
@@ -169,7 +169,7 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
         else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
     answer = {"model": options.model, "costs": costs, **found.as_json(options.model)}
-    drawn = chart.draw(found, f"How far to speculate: {options.model}", costs)
+    drawn = chart.draw(found, f"Method and number of drafts: {options.model}", costs)
     write_json(options.out / "choice.json", answer)
     files.replace(options.out / "choice.svg", drawn.encode())
     output_files.write_json(answer, options.json)
@@ -184,12 +184,12 @@ def words(numbers: list[int]) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def run() -> None:
         check_estimates(options)
-        found = choice.choose(candidates(options, say), options.batches, options.max_num_seqs)
+        found = choice.choose(candidates(options, log), options.batches, options.max_num_seqs)
         report(found, options)
 
     return exit_status("gaudi-spec tune", run)

@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Planned
 
 _PLAIN_TOKENS = 16
-MOST_TOKENS = 48
+MAX_TIMED_TOKENS = 48
 """Of a request whose steps are timed."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step of `batch` rows, with all that the host does for it. Steps are timed from the beginning of one
-    to the beginning of the next."""
+    """Seconds of a step of `batch` requests, the host's work included. A step is timed from its beginning to the
+    beginning of the next."""
 
     batch: int
     plain_s: float
     """Without drafts: what an engine without speculation takes."""
     verify_s: float
-    """With drafts, their making left out."""
+    """With drafts, without the time to make them."""
     draft_s: float
 
     def step_s(self, verifying: float) -> float:
-        """The mean, where this share of the steps verifies."""
+        """The mean step, where this share of the steps verifies."""
         return verifying * self.verify_s + (1 - verifying) * self.plain_s + self.draft_s
 
 
 def cost_at(costs: Sequence[StepCost], batch: int) -> StepCost:
-    """Between two measured batch sizes on the line between them, outside as at the nearest."""
+    """Interpolated between two measured batch sizes; outside of them, that of the nearest."""
     sizes = [cost.batch for cost in costs]
-    place = bisect_left(sizes, batch)
-    if place == len(costs) or place == 0:
-        return costs[min(place, len(costs) - 1)]
-    low, high = costs[place - 1], costs[place]
+    index = bisect_left(sizes, batch)
+    if index in (0, len(costs)):
+        return costs[min(index, len(costs) - 1)]
+    low, high = costs[index - 1], costs[index]
     share = (batch - low.batch) / (high.batch - low.batch)
     names = ("plain_s", "verify_s", "draft_s")
     mixed = {name: (1 - share) * getattr(low, name) + share * getattr(high, name) for name in names}
@@ -105,24 +105,24 @@ def measure(
     llm: LLM, clock: Clock, prompts: list[list[int]], num_drafts: int, batch: int, turns: int, temperature: float
 ) -> StepCost:
     """Requests with drafts and without take turns, so that a slow minute of the machine meets both."""
-    asked = [prompts[place % len(prompts)] for place in range(batch)]
+    asked = [prompts[i % len(prompts)] for i in range(batch)]
     steps: list[_Step] = []
     clock.take()
     for _ in range(turns):
-        for tokens, drafts in ((_PLAIN_TOKENS, 0), (MOST_TOKENS, num_drafts))[: 1 + bool(num_drafts)]:
+        for tokens, drafts in ((_PLAIN_TOKENS, 0), (MAX_TIMED_TOKENS, num_drafts))[: 1 + bool(num_drafts)]:
             ask(llm, asked, tokens, drafts, temperature)
             steps += steady(clock.take(), batch)
     return cost_of(steps, batch)
 
 
 def steady(steps: list[_Step], batch: int) -> list[_Step]:
-    """Decode steps of so many rows between two others: the engine waited for nothing."""
+    """Decode steps of `batch` requests between two others: the engine waited for nothing."""
     triples = zip(steps, steps[1:], steps[2:], strict=False)
     return [step for before, step, after in triples if before.rows == step.rows == after.rows == batch]
 
 
 def cost_of(steps: list[_Step], batch: int) -> StepCost:
-    """Medians. On a drafter that never had anything to say a verify step is taken to cost what a plain one does."""
+    """Medians. Where a drafter never made a draft, the cost of a verify step is that of a plain one."""
     plain = [step for step in steps if step.queries == 1]
     verify = [step for step in steps if step.queries > 1]
     if not plain:
@@ -130,7 +130,7 @@ def cost_of(steps: list[_Step], batch: int) -> StepCost:
             f"no step decoded {batch} requests at once, so none could be timed: there is not enough KV cache for them, "
             "or their prompts take too many steps; try smaller --batches, or shorter prompts"
         )
-    # A drafter that looked and found nothing, or a head that reads: not a part of a step without speculation.
+    # A lookup without a match, or a head's prefill, is not a part of a step without speculation.
     plain_s = median(step.seconds - step.draft for step in plain)
     if not verify:
         return StepCost(batch, plain_s, plain_s, median(step.draft for step in plain))

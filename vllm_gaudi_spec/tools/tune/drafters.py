@@ -1,4 +1,4 @@
-"""A candidate as it is named on the command line. Nothing heavy is imported here."""
+"""A candidate, parsed from the command line. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Drafter:
             return cls(text, _NGRAM if text == "ngram" else {"method": text})
         method = method or DRAFT_MODEL
         if method not in (*METHODS, UNIVERSAL_DRAFT) or not path:
-            known = ", ".join(name for name in (*METHODS, UNIVERSAL_DRAFT) if name not in _NEED_NO_MODEL)
+            methods = ", ".join(name for name in (*METHODS, UNIVERSAL_DRAFT) if name not in _NEED_NO_MODEL)
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no drafter: write METHOD=MODEL with one of {known}; {' or '.join(_NEED_NO_MODEL)}; "
+                f"{text!r} is no drafter: write METHOD=MODEL with one of {methods}; {' or '.join(_NEED_NO_MODEL)}; "
                 "or a model alone for draft_model"
             )
         return cls(method, {"method": method, "model": path})

@@ -1,7 +1,7 @@
-"""What decode steps might cost on a Gaudi: the emulator's cost model over amounts that follow from a model's files.
+"""Estimated costs of decode steps on a Gaudi: the emulator's cost model over amounts from a model's files.
 
-No card was measured. Weights, KV and logits are taken to be read once, as bfloat16, by programs that fuse the rest;
-what a launch, a wait and a share of the peak cost stands in `emulator/cost.py`.
+No card was measured. Weights, KV and logits are taken to be read once, as bfloat16, by graphs that fuse the rest; the
+costs of a launch and a wait, and the share of the peak, are in `emulator/cost.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_gaudi_spec.tools.tune.costs import StepCost
 
 _BYTES = 2
 _LOGIT_BYTES = 4
-# Forward, sampling, and a report, which is the step's one wait; drafting is one program more.
+# Forward, sampling, and a report, which is the step's one wait; drafting is one graph more.
 _LAUNCHES = 3
 # Methods whose drafter has files of its own.
 _ESTIMATED: dict[str, Method] = {
@@ -34,7 +34,7 @@ _ESTIMATED: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Outline:
-    """Of a model, what its steps read and compute."""
+    """The amounts that a model's steps read and compute."""
 
     weights: int
     """Those that every step reads: all but an embedding table that is not the output matrix."""
@@ -109,7 +109,7 @@ def _draft_s(
         # All heads look at one state, each with a vocabulary of its own.
         work.add(Tally(bytes_moved=model.weights * _BYTES, flops=2 * batch * model.weights))
     else:
-        # A draft model first reads two tokens a row; a head what was accepted, up to k + 1, in a program of its own.
+        # A draft model first reads two tokens a row; a head what was accepted, up to k + 1, in a graph of its own.
         work.launches += row.is_head
         work.add(_borrowing(model, target, num_drafts + 1 if row.is_head else 2).tally_of_reading(batch, context))
         for _ in range(num_drafts - 1):
@@ -143,7 +143,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_sizes(folder: Path, files: str = "*.safetensors") -> dict[str, int]:
-    """Of each tensor of a model, how many numbers it has. Only headers are read."""
+    """Number of elements of each tensor of a model. Only headers are read."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob(files)):
         try:
@@ -159,7 +159,7 @@ def _count_weights(folder: Path) -> tuple[int, bool]:
     sizes = tensor_sizes(folder)
     if not sizes:
         raise ValueError(f"an estimate needs the model's safetensors files; there are none in {folder}")
-    own_head = any("lm_head" in name for name in sizes)
+    has_head = any("lm_head" in name for name in sizes)
     embedding = any("embed_tokens" in name for name in sizes)
-    read = sum(size for name, size in sizes.items() if not (own_head and "embed_tokens" in name))
-    return read, own_head or embedding
+    read = sum(size for name, size in sizes.items() if not (has_head and "embed_tokens" in name))
+    return read, has_head or embedding

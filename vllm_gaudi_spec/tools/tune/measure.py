@@ -1,7 +1,7 @@
 """The largest values of every layer of a target and its drafter, seen by the engine that will serve them.
 
-Prompts go through in chunks. Behind each the ranks write their maxima so far, which are merged into those of earlier
-runs, and the number of prompts done is noted: an interrupted run goes on behind its last chunk.
+Prompts go through in chunks. After each the ranks write their maxima so far, which are merged into those of earlier
+runs, and the number of prompts done is stored: an interrupted run goes on after its last chunk.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ def _generate(llm: LLM, run: Run, prompts: Sequence[str]) -> None:
 
 
 def _keep(role: Role, world: int, model: str) -> None:
-    """Merges what the ranks have written into what is there. Doing it twice changes nothing."""
-    known = {r.rank: r for r in files.read_world(role.measured, world)} if files.worlds(role.measured) else {}
+    """Merge the ranks' files into those of earlier runs. Doing it twice changes nothing."""
+    merged = {r.rank: r for r in files.read_world(role.measured, world)} if files.worlds(role.measured) else {}
     for record in files.read_world(role.raw, world):
-        if record.rank in known:
-            files.check_same_model(known[record.rank], replace(record, model=model), str(role.raw))
-            record = merge(known[record.rank], record)
+        if record.rank in merged:
+            files.check_same_model(merged[record.rank], replace(record, model=model), str(role.raw))
+            record = merge(merged[record.rank], record)
         files.write(role.measured, replace(record, model=model))

@@ -10,11 +10,10 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 _OURS = "additional_config"
 
 
-def engine_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script asks of the engine, and what the user does, who wins; `additional_config.gaudi_spec` of both is put
-    together."""
-    merged = {**own, **given}
-    if _OURS in own and _OURS in given:
-        spec = {**own[_OURS].get(ADDITIONAL_CONFIG_KEY, {}), **given[_OURS].get(ADDITIONAL_CONFIG_KEY, {})}
-        merged[_OURS] = {**own[_OURS], **given[_OURS], ADDITIONAL_CONFIG_KEY: spec}
+def engine_options(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A script's options of the engine with the user's, which win; `additional_config.gaudi_spec` of both is merged."""
+    merged = {**defaults, **overrides}
+    if _OURS in defaults and _OURS in overrides:
+        spec = {**defaults[_OURS].get(ADDITIONAL_CONFIG_KEY, {}), **overrides[_OURS].get(ADDITIONAL_CONFIG_KEY, {})}
+        merged[_OURS] = {**defaults[_OURS], **overrides[_OURS], ADDITIONAL_CONFIG_KEY: spec}
     return merged

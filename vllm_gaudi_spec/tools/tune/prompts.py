@@ -13,12 +13,12 @@ from vllm_gaudi_spec.config import in_one_line
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
 
 _COLUMNS = ("prompt", "text", "question", "instruction", "content")
-_MOST_ROWS = 512
-"""Of a data set, where no limit is given: they can be of any size."""
+_MAX_ROWS = 512
+"""Of a data set without --limit: data sets can be of any size."""
 
 
 def load_prompts(source: str | None = None, limit: int | None = None) -> list[str]:
-    """Texts, in their order; ValueError says what is wrong.
+    """Texts, in their order; ValueError names the mistake.
 
     `source`: none for the built-in set; a .jsonl file with strings, or objects with a `prompt`, `text` or `question`,
     on each line; a .txt file with a prompt on each line; else the name of a Hugging Face data set, `NAME` or
@@ -31,7 +31,7 @@ def load_prompts(source: str | None = None, limit: int | None = None) -> list[st
     elif Path(source).suffix in (".jsonl", ".txt") or Path(source).exists():
         found = _from_file(Path(source))
     else:
-        found = _from_hub(source, limit or _MOST_ROWS)
+        found = _from_hub(source, limit or _MAX_ROWS)
     prompts = list(islice((text for text in found if text.strip()), limit))
     if not prompts:
         raise ValueError(f"{source} has no prompts")

@@ -63,11 +63,11 @@ def expand(whole: Record, world: int) -> list[Record]:
 
 
 def _check_shapes(record: Record, world: int) -> None:
-    """Channels of a weight cannot be told apart from those of other ranks without it being said how it is cut."""
+    """Refuse channels of a weight whose spread over ranks is not recorded."""
     for name, node in record.nodes.items() if world > 1 else ():
         if name not in record.linears and any(values.size > 1 for values in node.arrays()):
             raise QuantFilesError(
-                f"{name} was measured by channel, and its file does not say how ranks share it: measure with the "
+                f"{name} was measured by channel, and its file does not record how ranks share it: measure with the "
                 "observer maxabs"
             )
         if name in record.linears:

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.tools.tune.child import serve
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """One prompt after the other: `tokens` tokens of each, the best one at a time, past any end token."""
+    """Greedy decoding of `tokens` tokens for each prompt, one prompt after the other, past any end token."""
     import torch
     import transformers
 
@@ -45,15 +45,15 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
             )
             num_prompt = prompt.shape[1]
             logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).cpu()
-            said = ids[0].cpu()
+            token_ids = ids[0].cpu()
             best = logprobs.topk(2).values
             answers.append(
                 {
-                    "prompt_ids": said[:num_prompt].tolist(),
-                    "ids": said[num_prompt:].tolist(),
-                    "text": tokenizer.decode(said[num_prompt:]),
+                    "prompt_ids": token_ids[:num_prompt].tolist(),
+                    "ids": token_ids[num_prompt:].tolist(),
+                    "text": tokenizer.decode(token_ids[num_prompt:]),
                     # Of all tokens but the first, the prompt's included.
-                    "logprobs": logprobs.gather(1, said[1:, None])[:, 0].tolist(),
+                    "logprobs": logprobs.gather(1, token_ids[1:, None])[:, 0].tolist(),
                     # By how much each of the answer's tokens was preferred.
                     "margins": (best[:, 0] - best[:, 1])[num_prompt - 1 :].tolist(),
                 }

@@ -109,7 +109,7 @@ class _Maker:
 
     def _linear(self, name: str, node: Node, measured: Record) -> Node:
         scale = self._activation(node.inputs[0])
-        # One that adds up over ranks is measured behind its product and behind the sum.
+        # A linear that is summed over ranks is measured after its product and after the sum.
         own_output = [self._activation(node.outputs[0])] if len(node.outputs) > 1 else None
         if not self.method.weight_per_channel:
             largest = max(float(rank.nodes[name].params["weight"].max()) for rank in self.ranks)

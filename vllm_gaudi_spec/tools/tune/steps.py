@@ -1,6 +1,6 @@
 """The steps of a calibration, each from files to files; the scripts in calibration/ call them.
 
-A step reads and checks all it needs before it writes anything. What it has to say of its inputs it says in one line.
+A step reads and checks all it needs before it writes anything. A fault of its inputs is one line.
 """
 
 from __future__ import annotations
@@ -102,9 +102,11 @@ def make_scale_files(
     for name in roles:
         prefix = folder.role(name).final
         worlds = [_measured(prefix, world, models.get(name)) for world in sorted(files.worlds(prefix)) or [1]]
-        wanted = [[_without(record, exclude) for record in ranks] for ranks in worlds]
-        chosen = methods or [method for method in SCALE_METHODS if _can_be_made(method, wanted[0][0])]
-        scales = {method: [made for ranks in wanted for made in make_scales(ranks, method, card)] for method in chosen}
+        included = [[_without(record, exclude) for record in ranks] for ranks in worlds]
+        chosen = methods or [method for method in SCALE_METHODS if _can_be_made(method, included[0][0])]
+        scales = {
+            method: [made for ranks in included for made in make_scales(ranks, method, card)] for method in chosen
+        }
         made[name] = scales, [each for each in worlds[0][0].looked_at if each not in worlds[0][0].nodes]
     for name, (scales, unseen) in made.items():
         role = folder.role(name)
