@@ -102,7 +102,7 @@ class Options:
     """Where FP8 is simulated, whose e4m3 numbers: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
 
     @property
-    def paces(self) -> bool:
+    def adapts_num_drafts(self) -> bool:
         """Whether how much is drafted depends on what came of it."""
         return self.adaptive or self.goodput
 
@@ -214,14 +214,14 @@ MAX_DRAFTS = 16
 
 # Logit rules of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
 # holds back. The table grows where that makes no new program; elsewhere it is this large, and more is refused.
-NUM_RULES, RULE_PREFIX = 64, 8
-MOST_RULES, LONGEST_RULE_PREFIX = 320, 16
+NUM_LOGIT_EDITS, EDIT_PREFIX = 64, 8
+MAX_LOGIT_EDITS, MAX_EDIT_PREFIX = 320, 16
 
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
 
 
-def asked_drafts(params: SamplingParams, most: int) -> int:
+def requested_drafts(params: SamplingParams, most: int) -> int:
     """How many of the `most` drafts a request wants in a step."""
     return min((params.extra_args or {}).get(REQUEST_OPTION, most), most)
 

@@ -56,7 +56,7 @@ class Request:
     outputs: list[int] = field(default_factory=list)
     """Output tokens that have reached the host, for processors that users bring; else those at admission."""
     row: int = NO_ROW
-    known: list[int] = field(default_factory=list)
+    all_token_ids: list[int] = field(default_factory=list)
     """All tokens at admission: the prompt, and outputs if the request was preempted."""
     num_computed: int = 0
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
@@ -225,7 +225,7 @@ class Drafts(NamedTuple):
     """bool: whether the logits that each draft was chosen from were numbers; None where there were none."""
 
     @property
-    def known(self) -> Drafts:
+    def for_host(self) -> Drafts:
         """As the host may read them: a row with a fault has no drafts."""
         return Drafts(self.tokens_BK, self.num_drafts_B.clamp(min=0))
 

@@ -108,7 +108,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.has_written = False
         """Whether the layer's KV was ever written: warm-up asks."""
 
-    def own(self) -> None:
+    def make_layer_operations(self) -> None:
         """Have matmuls, softmax and caches as modules of this layer, to be replaced by others."""
         self.layer_operations = True
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()

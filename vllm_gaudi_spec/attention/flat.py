@@ -107,7 +107,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     owned_N = flat.rows_N < call.num_rows
     readers_N = flat.rows_N.clamp(max=call.num_rows - 1)
     inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
-    key_pos_NS = flat.places_N[:, None] * spec.block_size + inside_S
+    key_pos_NS = flat.index_N[:, None] * spec.block_size + inside_S
     query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
     seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
     bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)

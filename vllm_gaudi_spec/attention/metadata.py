@@ -67,14 +67,14 @@ class FlatBlocks:
     """int32 block ids; padding is block 0."""
     rows_N: torch.Tensor
     """int32: the row of the batch that owns the entry; padding belongs to row B, nobody."""
-    places_N: torch.Tensor
+    index_N: torch.Tensor
     """int32: the entry's place in its row: its first key stands at place * block_size."""
 
 
 class Packed(NamedTuple):
     """Of a rectangle, what is not padding."""
 
-    places_T: torch.Tensor
+    index_T: torch.Tensor
     """int64: where in the flat rectangle each real token stands."""
     num_real_B: torch.Tensor
     """int32: how many each row has."""

@@ -56,7 +56,7 @@ class DeviceProposer(Protocol):
 class Model(Protocol):
     """A loaded model."""
 
-    said: torch.Tensor | None
+    output_ids: torch.Tensor | None
     """int64: the target's ids of what it can say; None where that is everything, or the vocabulary is another."""
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
@@ -121,7 +121,7 @@ class Drafting(ABC):
         is all that drafters on the host need. On the device, steps in flight and reads without drafts have to stop as
         well."""
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         """int32: the most drafts that the device may have for each request, of those that were scheduled."""
         return np.array(num_scheduled, dtype=np.int32)
 

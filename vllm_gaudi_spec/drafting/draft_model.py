@@ -252,7 +252,7 @@ class DraftModelKVSync(DrafterKVSync):
         for row in behind:
             # All but the newest tokens, at most: those a row may have, whatever is in flight.
             request = row.request
-            row.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.known)), self._longest)
+            row.end = min(max(request.num_computed + 1 + self._num_drafts, len(request.all_token_ids)), self._longest)
             row.gap = row.end - int(self._reach_np[request.row])
         while behind := [row for row in behind if row.gap > 0]:
             count = min(max(row.gap for row in behind), self._shapes.prefill_queries[-1])

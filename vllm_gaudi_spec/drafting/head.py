@@ -61,7 +61,7 @@ class HeadProposer:
 
 def translation_of(head: Model, vocab_size: int) -> Translation:
     """A head reads the target's tokens, and may have logits of fewer."""
-    return SameTokens(vocab_size, vocab_size) if head.said is None else FewerTokens(head.said, vocab_size)
+    return SameTokens(vocab_size, vocab_size) if head.output_ids is None else FewerTokens(head.output_ids, vocab_size)
 
 
 # --- drafter KV sync ---
@@ -74,7 +74,7 @@ class StateKVSync(DrafterKVSync):
         self._hidden_states = hidden_states
 
     def hidden(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> Hidden:
-        return Hidden(self._hidden_states.behind(rows_B, lengths_B))
+        return Hidden(self._hidden_states.last_accepted(rows_B, lengths_B))
 
 
 class HeadKVSync(DrafterKVSync):

@@ -46,8 +46,8 @@ class RequestHistory:
 
     def admit(self, request: Request) -> None:
         self._split.admit(request.row, request.params, request.num_prompt)
-        self._history_np[request.row, : len(request.known)] = request.known
-        self._lengths_np[request.row] = len(request.known)
+        self._history_np[request.row, : len(request.all_token_ids)] = request.all_token_ids
+        self._lengths_np[request.row] = len(request.all_token_ids)
 
     def tokens_np(self, row: int, begin: int = 0) -> np.ndarray:
         """int32: a view that is valid until the next step."""

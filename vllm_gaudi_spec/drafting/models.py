@@ -118,12 +118,12 @@ class LoadedHead(LoadedModel):
         writes_with_targets = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
         self._group_of_output = target.group if writes_with_targets else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
-            self.said = offsets + torch.arange(len(offsets), device=offsets.device)
+            self.output_ids = offsets + torch.arange(len(offsets), device=offsets.device)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         assert adapters_N is None, "adapters are the target's alone"
         with compat.tensor_parallel_group(self._group_of_output):
-            if self.said is None:
+            if self.output_ids is None:
                 logits: torch.Tensor = self.model.compute_logits(hidden)
             else:  # the class would spread them over the target's vocabulary with a scatter; `FewerTokens` gathers
                 logits = self.model.logits_processor(self.model.lm_head, hidden)
@@ -133,7 +133,7 @@ class LoadedHead(LoadedModel):
 class LoadedMedusa(LoadedModel):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.said = self.model.token_map
+        self.output_ids = self.model.token_map
 
     def logits_of_heads(self, hidden: torch.Tensor, max_drafts_B: torch.Tensor) -> Iterator[torch.Tensor]:
         """float32 [rows, U], head after head."""

@@ -85,7 +85,7 @@ class DeviceDrafting(Drafting):
     def take_rounds(self) -> list[DraftRound]:
         return self._guard.take()
 
-    def most(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
+    def max_drafts(self, requests: list[Request], num_scheduled: list[int]) -> np.ndarray:
         if self._is_off:
             return np.zeros(len(requests), dtype=np.int32)
         return self._possible(requests, np.array(num_scheduled, dtype=np.int32))
@@ -171,7 +171,7 @@ class DeviceDrafting(Drafting):
         # Last of what may fail: until then the rows have no drafts.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
-        return drafts.known
+        return drafts.for_host
 
     # --- after a step ---
 

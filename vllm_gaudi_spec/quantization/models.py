@@ -54,7 +54,7 @@ class Quantization:
     def apply(self, model: nn.Module, backend: DeviceBackend) -> Measuring | None:
         for name, module in model.named_modules():
             if isinstance(module, RectangleAttentionImpl) and self._takes_any(name):
-                module.own()
+                module.make_layer_operations()
         apart: Collection[nn.Module] = () if self.theirs is None else set(self.theirs.modules())
         place = Place(
             model=self.model,

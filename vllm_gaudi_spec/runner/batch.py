@@ -125,7 +125,7 @@ def plan_batches(
     groups: list[list[tuple[Request, int]]] = []
     for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
         request = requests.by_id[req_id]
-        if request.num_computed >= len(request.known):
+        if request.num_computed >= len(request.all_token_ids):
             running.append(request)
         elif groups and _fits(groups[-1], request, num_tokens, shapes):
             groups[-1].append((request, num_tokens))
@@ -142,7 +142,7 @@ def plan_batches(
 
 
 def _is_last_token(request: Request) -> bool:
-    return request.num_computed == len(request.known) - 1
+    return request.num_computed == len(request.all_token_ids) - 1
 
 
 def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:
@@ -157,7 +157,7 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     members = [request for request, _ in group]
     counts = [count for _, count in group]
     ends = [request.num_computed + count for request, count in group]
-    finishes = [end == len(request.known) for end, request in zip(ends, members, strict=True)]
+    finishes = [end == len(request.all_token_ids) for end, request in zip(ends, members, strict=True)]
     # Every row is padded to the bucket, so the context is that of a row as long as the longest.
     end = max(request.num_computed for request in members) + max(counts)
     shape = shapes.prefill(len(members), max(counts), end)

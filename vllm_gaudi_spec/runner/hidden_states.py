@@ -98,7 +98,7 @@ class HiddenStateBuffer:
         """[T, H] of the newest prompt chunk."""
         return self._carried_chunk_TH.narrow(0, 0, num_tokens)
 
-    def behind(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """[B, H]: the states that the last of `lengths_B` tokens were sampled from."""
         place_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
         return self._hidden_NH.index_select(0, rows_B * self._num_queries + place_B)

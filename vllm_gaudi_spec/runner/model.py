@@ -76,8 +76,8 @@ class LoadedModel:
         # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
-        self.said: torch.Tensor | None = None
-        """int64: the target's ids of what it can say; None where that is everything."""
+        self.output_ids: torch.Tensor | None = None
+        """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
         self.hand_out(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
@@ -172,7 +172,7 @@ class LoadedModel:
         kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
         if kept is None:
             return self._run(inputs, carried_TH)
-        carried = None if carried_TH is None else carried_TH.index_select(0, kept.places_T)
+        carried = None if carried_TH is None else carried_TH.index_select(0, kept.index_T)
         packed = self._run(packing.pack(inputs, kept), carried)
         last = packing.spread(packed.last, kept, num_tokens)
         if packed.carried is None or packed.carried is packed.last:
@@ -223,8 +223,8 @@ class LoadedModel:
         if kept is None:
             return self.logits(hidden_NH, adapters_N)
         if adapters_N is not None:
-            adapters_N = adapters_N.index_select(0, kept.places_T)
-        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T), adapters_N), kept, num_positions)
+            adapters_N = adapters_N.index_select(0, kept.index_T)
+        return packing.spread(self.logits(hidden_NH.index_select(0, kept.index_T), adapters_N), kept, num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""

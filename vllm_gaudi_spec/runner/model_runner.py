@@ -274,7 +274,7 @@ class ModelRunner:
             len(tokens) if self.async_scheduling else len(tokens) - tokens.count(-1)
             for tokens in scheduled_tokens.values()
         ]
-        most = self.drafting.most([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
+        most = self.drafting.max_drafts([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
         return dict(zip(scheduled_tokens, most.tolist(), strict=True))
 
     def compute(self, batch: Batch) -> None:
@@ -301,7 +301,7 @@ class ModelRunner:
         inputs = self.sampling.prepare(batch, grammars)
         step, lengths_B = self.sample(batch, inputs)
         step.unfinished = unfinished
-        step.started = [request for request in requests if request.num_computed < len(request.known)]
+        step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]
         step.prompt_logprobs = take(requests)
         if self.drafting is None:
             return self.send(step)

@@ -48,10 +48,10 @@ class PromptLogprobs:
         for index, request in enumerate(batch.requests):
             wanted = request.params.prompt_logprobs
             # After a preemption the outputs are prefilled too; then the prompt's scores are with the user already.
-            if wanted is None or len(request.known) > request.num_prompt:
+            if wanted is None or len(request.all_token_ids) > request.num_prompt:
                 continue
             begin = request.num_computed
-            following = request.known[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
+            following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
             count = self._sampling.prompt_logprob_count(wanted)
             for first in range(0, len(following), _SLICE):
                 saw(self._signature(count))

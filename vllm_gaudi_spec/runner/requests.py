@@ -146,7 +146,7 @@ class Requests:
     def _give_row(self, request: Request, known: list[int], num_computed: int) -> None:
         self._free_row(request)
         row = request.row = self._free_rows.pop()
-        request.known, request.num_computed = known, num_computed
+        request.all_token_ids, request.num_computed = known, num_computed
         request.outputs[:] = known[request.num_prompt :]
         request.prompt_logprobs.clear()
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):

@@ -19,7 +19,7 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
     return logits_BQV.masked_fill_(allowed == 0, NEG_INF)
 
 
-def apply_rules(
+def apply_logit_edits(
     logits_BQV: torch.Tensor,
     token_BN: torch.Tensor,
     bias_BN: torch.Tensor,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.config import LONGEST_RULE_PREFIX, MOST_RULES, NUM_RULES, RULE_PREFIX
-from vllm_gaudi_spec.sampling.logit_edits import LogitRules
+from vllm_gaudi_spec.config import EDIT_PREFIX, MAX_EDIT_PREFIX, MAX_LOGIT_EDITS, NUM_LOGIT_EDITS
+from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ class Branch(NamedTuple):
     """Length of the list of best logits that holds everybody's k; the vocabulary when it is too long for a list."""
     top_p: int = 0
     """1: within that list; 2: over the whole vocabulary."""
-    ruled: bool = False
+    edited: bool = False
     constrained: bool = False
     """Somebody has a grammar."""
     masked: bool = False
@@ -72,7 +72,7 @@ class Branch(NamedTuple):
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
         """A branch that does the same with parts that may be idle, out of so few that each can be a program of its own.
         What is idle gets neutral values, so the outcome is equal."""
-        edited = self.ruled or self.constrained or self.masked or self.penalized
+        has_edits = self.edited or self.constrained or self.masked or self.penalized
         reported = self.reported or bool(self.scored)
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
@@ -84,10 +84,10 @@ class Branch(NamedTuple):
             min_p=self.random,
             top_k=top_k,
             top_p=top_p,
-            ruled=edited,
-            constrained=edited,
-            masked=edited,
-            penalized=edited,
+            edited=has_edits,
+            constrained=has_edits,
+            masked=has_edits,
+            penalized=has_edits,
             scored=_SCORED_COUNTS[-1] if reported else 0,
             reported=reported,
             num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reported else 0,
@@ -100,8 +100,8 @@ class Branch(NamedTuple):
         filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
         choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
         reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _coarse_counts(logprob_counts))]
-        for choice, edited, report in product(choices, (False, True), reports):
-            branch = choice._replace(ruled=edited, reported=report.reported, num_logprobs=report.num_logprobs)
+        for choice, has_edits, report in product(choices, (False, True), reports):
+            branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
             yield branch.coarse(vocab_size, logprob_counts)
 
     @classmethod
@@ -128,7 +128,7 @@ class SamplingInputs(NamedTuple):
     bounds_2B: torch.Tensor | None = None
     """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None when that is all of them."""
     allowed_BQW: torch.Tensor | None = None
-    rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    logit_edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     scored_ids_BE: torch.Tensor | None = None
 
     @property
@@ -176,8 +176,8 @@ class Sampling:
         self._ints_np[:, 0] = vocab_size
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self._allowed_np: dict[int, np.ndarray] = {}
-        fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.traits.captures else (NUM_RULES, RULE_PREFIX)
-        self.rules = LogitRules(max_rows, *fixed)
+        fixed = (MAX_LOGIT_EDITS, MAX_EDIT_PREFIX) if backend.traits.captures else (NUM_LOGIT_EDITS, EDIT_PREFIX)
+        self.logit_edits = LogitEdits(max_rows, *fixed)
         self.words = -(-vocab_size // 32)
 
     def admit(self, request: Request) -> None:
@@ -198,7 +198,7 @@ class Sampling:
             min_p=random and params.min_p > 0,
             top_k=listed,
             top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
-            ruled=self.rules.admit(request),
+            edited=self.logit_edits.admit(request),
             masked=row in self._allowed_np,
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=_fit(_SCORED_COUNTS, len(params.logprob_token_ids or ())),
@@ -255,7 +255,7 @@ class Sampling:
             grammar_BQW=self._masks(batch, masks) if constrained else None,
             bounds_2B=self._bounds(batch, own) if constrained else None,
             allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
-            rules=self.rules.gather(batch.rows_np, self.backend) if branch.ruled else None,
+            logit_edits=self.logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
         )
 
@@ -287,7 +287,7 @@ class Sampling:
 
     def signature(self, num_rows: int, num_queries: int, branch: Branch) -> Hashable:
         """What a captured finish depends on."""
-        return (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
+        return (num_rows, num_queries, branch, self.logit_edits.shape if branch.edited else None)
 
     def branches(self) -> Iterator[Branch]:
         every = Branch.every_coarse if self.backend.traits.captures else Branch.every

@@ -47,14 +47,14 @@ def residual(probs_BV: torch.Tensor, draft_probs_BV: torch.Tensor, weight_B: tor
     return (weight_B[:, None] * probs_BV - draft_probs_BV).clamp_(min=0)
 
 
-def at_place(values_BQV: torch.Tensor, place_B: torch.Tensor) -> torch.Tensor:
+def at_index(values_BQV: torch.Tensor, place_B: torch.Tensor) -> torch.Tensor:
     """[B, V]: each row's values at one place."""
     rows, places = values_BQV.shape[:2]
     first = torch.arange(0, rows * places, places, device=values_BQV.device)
     return values_BQV.flatten(0, 1).index_select(0, first + place_B)
 
 
-def sample_behind(
+def sample_next(
     logits_BQV: torch.Tensor,
     draft_probs_BKV: torch.Tensor,
     num_drafts_B: torch.Tensor,
@@ -70,8 +70,8 @@ def sample_behind(
     The latter with the noise of ordinary decoding, so a row without drafts gets the token it would get there.
     """
     vocab = logits_BQV.shape[2]
-    logits_BV = at_place(logits_BQV, num_accepted_B)
-    draft_probs_BV = at_place(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
+    logits_BV = at_index(logits_BQV, num_accepted_B)
+    draft_probs_BV = at_index(draft_probs_BKV, num_accepted_B.clamp(max=draft_probs_BKV.shape[1] - 1))
     residual_BV = residual(logits_BV.softmax(-1), draft_probs_BV, weight_B)
     random_B = temperature_B > 0
     # Where p = q nothing is left, and only rounding can lead to a rejection.

@@ -173,10 +173,10 @@ def _process(
     if branch.masked:
         assert inputs.allowed_BQW is not None
         edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
-    if branch.ruled:
-        assert inputs.rules is not None
+    if branch.edited:
+        assert inputs.logit_edits is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
-        edit.apply_rules(logits_BQV, *inputs.rules, recent, num_outputs)
+        edit.apply_logit_edits(logits_BQV, *inputs.logit_edits, recent, num_outputs)
     if custom is not None:
         custom.apply(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
@@ -226,8 +226,8 @@ def recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last M output tokens up to each position, newest last ([B, Q, M], -2 before the output), and their number."""
-    assert inputs.rules is not None
-    num_recent = inputs.rules[3].shape[-1]
+    assert inputs.logit_edits is not None
+    num_recent = inputs.logit_edits[3].shape[-1]
     back = torch.arange(num_recent - 1, -1, -1, dtype=torch.int32, device=rows_B.device)
     place = positions_BQ[..., None] - back
     tokens = requests.tokens_at(rows_B, place.clamp(min=0))

@@ -37,7 +37,7 @@ def test_rows_with_faults_have_no_drafts_and_others_keep_theirs() -> None:
     checked = usable(drafted(tokens, [3, 3, 3, 4, 2]), request([3, 3, 3, 3, 3]), VOCAB)
     assert checked.num_drafts_B.tolist() == [3, FAULTY, FAULTY, FAULTY, 2]
     assert checked.tokens_BK.tolist() == [[1, 2, 3], [1, VOCAB - 1, 3], [1, 2, 0], [4, 5, 6], [7, 8, VOCAB - 1]]
-    assert checked.known.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
+    assert checked.for_host.num_drafts_B.tolist() == [3, 0, 0, 0, 2]
 
 
 def test_more_than_was_wanted_or_fewer_than_none() -> None:
@@ -348,7 +348,7 @@ def test_what_the_scheduler_says_holds_until_the_row_is_given_up() -> None:
     assert drafts == {name: [] if name == "b" else rows.expected(name) for name in PROMPTS}
     rows.drafting.on_drafter_status([], [], is_off=True)
     assert not any(rows.sample({name: [3] for name in PROMPTS}).values())
-    assert rows.drafting.most([by_id["a"]], [3]).tolist() == [0]
+    assert rows.drafting.max_drafts([by_id["a"]], [3]).tolist() == [0]
 
 
 @pytest.mark.parametrize("device", [HostBackend, CapturingBackend])

@@ -107,7 +107,7 @@ def sampled(requests: Requests, names: list[str], tokens: list[list[int]]) -> tu
     width = max(map(len, tokens))
     tokens_BQ = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tokens, []]], dtype=torch.int32)
     verification = Verification(tokens_BQ, torch.tensor([*map(len, tokens), 1], dtype=torch.int32))
-    last = torch.tensor([*(len(member.known) - 1 for member in members), -1], dtype=torch.int32)
+    last = torch.tensor([*(len(member.all_token_ids) - 1 for member in members), -1], dtype=torch.int32)
     rows = torch.tensor([*(member.row for member in members), requests.pad_row])
     requests.advance(rows, last, verification)
     return StepResult(members, verification), last + 1 + verification.num_sampled_B
@@ -199,11 +199,11 @@ def test_what_the_device_can_not_have_is_not_verified() -> None:
     most = {}
     for length in range(6, 14):
         row.num_computed = length - 1  # if all drafts of the step in flight are accepted
-        (most[length],) = drafting.most([row], [K])
+        (most[length],) = drafting.max_drafts([row], [K])
     # Up to K tokens of the length may be taken back: only then is it sure that 8 is reached.
     assert most == {6: 3, 7: 3, 8: 3, 9: 2, 10: 1, 11: 0, 12: 0, 13: 0}
     row.num_computed = 5
-    assert drafting.most([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
+    assert drafting.max_drafts([requests.by_id["c"], row], [K, 2]).tolist() == [0, 2]
 
 
 def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None:

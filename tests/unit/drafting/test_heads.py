@@ -100,7 +100,7 @@ class HeadRows(Rows):
         states = torch.full((batch.shape.rows, batch.shape.queries), NOBODYS)
         for row, (request, count) in enumerate(zip(batch.requests, batch.counts, strict=True)):
             for query in range(count):
-                states[row, query] = state_behind(request.known[: request.num_computed + query + 1])
+                states[row, query] = state_behind(request.all_token_ids[: request.num_computed + query + 1])
         self.land(batch.shape.phase, batch.uploaded.rows_B, located, states)
         self.fresh |= {request.req_id for request in batch.requests}
         super().forward(batch)
@@ -302,7 +302,7 @@ def test_a_target_may_carry_other_states_than_those_of_its_logits() -> None:
     hidden_states.put(DECODE, 2, rows_B, located, Hidden(last, carried))
     assert torch.equal(hidden_states.carried(rows_B, 2), carried)
     assert torch.equal(hidden_states.take(rows_B, 2).hidden_NH, last)
-    assert hidden_states.behind(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
+    assert hidden_states.last_accepted(rows_B, torch.tensor([7, 9])).flatten().tolist() == [1.0, 2.0]
     hidden_states.put(PREFILL, 2, rows_B, located, Hidden(last, carried + 20))
     assert torch.equal(hidden_states.chunk(4), carried + 20)
     assert torch.equal(hidden_states.chunk_TH[:4], last)

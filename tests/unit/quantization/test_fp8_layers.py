@@ -116,7 +116,7 @@ def test_a_verify_rectangle_says_bit_for_bit_what_its_queries_say_alone(form: st
             scene.call,
             num_queries=1,
             starts_B=scene.call.starts_B + place,
-            flat=FlatBlocks(listed.ids_N, listed.rows_N, listed.places_N),
+            flat=FlatBlocks(listed.ids_N, listed.rows_N, listed.index_N),
             _plans={},
         )
         one = replace(scene, query_BQHD=scene.query_BQHD[:, place : place + 1], call=call)

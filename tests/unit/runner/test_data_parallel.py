@@ -67,7 +67,7 @@ def test_shapes_of_ranks_in_step_are_listed(shapes: Shapes, monkeypatch: pytest.
     monkeypatch.setattr(data_parallel, "get_dp_group", lambda: group)
     listed = set(shapes.all())
     member: Any = Request(
-        req_id="a", params=None, seed_words=(0, 0), prompt=[1] * 60, row=0, known=[1] * 60, num_computed=60
+        req_id="a", params=None, seed_words=(0, 0), prompt=[1] * 60, row=0, all_token_ids=[1] * 60, num_computed=60
     )  # type: ignore[arg-type]
     own: dict[str, list[Planned]] = {
         "nothing": [],

@@ -137,7 +137,7 @@ class Case:
         num_drafts_B = self.num_drafts.clone()
         first_B = torch.zeros(ROWS, dtype=torch.int32)
         for index, request in enumerate(members):
-            length = len(request.known)
+            length = len(request.all_token_ids)
             first_B[index] = length - 1
             requests.history_RM[request.row, length : length + K] = self.drafts[index]
         num_drafts_B[len(members) :] = 0

@@ -340,7 +340,7 @@ class TextDrafting(Drafting):
             drafts = self._guard.usable(said, request, self._laws.vocab_size)
             self._laws.put(rows_B, drafts)
             self._requests.put_drafts(rows_B, lengths_B, drafts)
-            return drafts.known
+            return drafts.for_host
         # Of the drafter's own tokens the host reads nothing else: a row with a fault says so in their place.
         drafts = self._guard.usable(said, request, None)
         tokens_BK = torch.where((drafts.num_drafts_B < 0)[:, None], FAULTY, drafts.tokens_BK)

@@ -65,7 +65,7 @@ def verify(
     accepted_BK = uniform(block_keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     lengths_K = torch.arange(1, num_positions + 1, dtype=torch.int32, device=drafts_BK.device)
     num_accepted_B = (accepted_BK * lengths_K).amax(-1)
-    token_B = stop.sample_behind(
+    token_B = stop.sample_next(
         logits_BQV,
         draft_probs_BKV,
         num_drafts_B,

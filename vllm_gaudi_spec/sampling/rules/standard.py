@@ -44,7 +44,7 @@ def verify(
     # earlier places only. The next step starts behind it, where nothing that was emitted has used any noise.
     accepted_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
-    token_B = stop.sample_behind(
+    token_B = stop.sample_next(
         logits_BQV,
         draft_probs_BKV,
         num_drafts_B,

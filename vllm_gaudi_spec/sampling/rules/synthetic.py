@@ -38,7 +38,7 @@ def verify(
     drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
     accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
-    logits_BV = stop.at_place(logits_BQV, num_accepted_B)
+    logits_BV = stop.at_index(logits_BQV, num_accepted_B)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     token_B = rules.sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
     return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)
