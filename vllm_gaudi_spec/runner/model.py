@@ -206,7 +206,7 @@ class LoadedModel:
 
     def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
         """Around work of the model's layers on so many tokens, or rows of states."""
-        return nullcontext() if self.adapters is None else self.adapters.given(adapters_T)
+        return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
 
     def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
         """Of every real token: those that a run asks for are few."""

@@ -71,8 +71,8 @@ class Branch(NamedTuple):
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """A branch that includes this one, out of so few that each can have a graph. Unused parts get neutral values, so
-        the result is the same."""
+        """A branch that includes this one, out of so few that each can have a graph. Unused parts get neutral values,
+        so the result is the same."""
         has_edits = self.edited or self.constrained or self.masked or self.penalized
         reported = self.reported or bool(self.scored)
         top_k, top_p = self.top_k, self.top_p
