@@ -53,7 +53,7 @@ def expected(module: Any, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tenso
 
 def test_each_token_gets_what_its_slot_adds() -> None:
     module, token_slots = linear(), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().upload)
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
     fill(module)
     with token_slots.applied(TOKENS):
@@ -69,7 +69,7 @@ def test_each_token_gets_what_its_slot_adds() -> None:
 def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
     """Of the first matrices: what is wrong with second ones is found while they are loaded."""
     module, token_slots = linear(), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().upload)
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
     fill(module)
     wanted = expected(module, x_TI, y_TO)
@@ -86,7 +86,7 @@ def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
 def test_logits(padding: int) -> None:
     """Of an output matrix that was padded, the vocabulary is left."""
     module, token_slots = linear((12,), one=True), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().upload)
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     assert isinstance(module.lora_a_stacked, torch.Tensor)
     both = SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,))
     fill(both)
@@ -107,7 +107,7 @@ def test_ranks_add_the_same_to_their_logits() -> None:
 
     group: Any = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
     module, token_slots = linear((12,), one=True), slots()
-    layer = LinearAdapters(module, token_slots, HostBackend().upload, group)
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload, group)
     fill(SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,)))
     layer.send()
     x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12)
@@ -125,7 +125,7 @@ def test_embeddings() -> None:
     module: Any = SimpleNamespace(
         lora_a_stacked=torch.zeros(SLOTS, vocab, RANK), lora_b_stacked=torch.zeros(SLOTS, 1, size, RANK)
     )
-    layer = EmbeddingAdapters(module, token_slots, HostBackend().upload)
+    layer = EmbeddingAdapters(module, token_slots, HostBackend().memory.upload)
     module.lora_a_stacked.normal_()
     module.lora_b_stacked.normal_()
     layer.send()
