@@ -106,7 +106,7 @@ def load_head(
         _read_layers(target, head, given.draft_model_config.get_hidden_size())
     else:
         _refuse_special_states(target.model)
-        target.hand_out(carried_too)
+        target.set_outputs(carried_too)
     return head
 
 
@@ -114,7 +114,7 @@ class LoadedHead(LoadedModel):
     def __init__(self, *args: Any, target: LoadedModel, **named: Any) -> None:
         named["adapt"] = partial(share, target.model, group=target.group)
         super().__init__(*args, **named)
-        self.hand_out(carried_too)
+        self.set_outputs(carried_too)
         writes_with_targets = getattr(self.model, "lm_head", None) is _output_matrix(target.model)
         self._group_of_output = target.group if writes_with_targets else self.group
         if (offsets := getattr(self.model, "draft_id_to_target_id", None)) is not None:
@@ -238,7 +238,7 @@ def _read_layers(target: LoadedModel, head: LoadedModel, size: int) -> None:
         with head.counting(inputs):
             return Hidden(last, head.model.combine_hidden_states(torch.cat(of_layers, dim=-1)))
 
-    target.hand_out(combined, size)
+    target.set_outputs(combined, size)
 
 
 def layers_of(config: Any) -> list[int] | None:

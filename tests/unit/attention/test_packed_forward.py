@@ -44,7 +44,7 @@ def model(packs: bool, hidden_of: Any) -> LoadedModel:
     loaded.model, loaded.vllm_config, loaded.measuring, loaded._packs = Model(), None, None, packs
     loaded.adapters = None
     loaded.group, loaded._is_in_step, loaded._num_in_context, loaded._returns_hidden_states = None, False, 1, False
-    loaded.hand_out(lambda states, _: hidden_of(states))
+    loaded.set_outputs(lambda states, _: hidden_of(states))
     loaded._groups = [["layer"]]
     return loaded
 
