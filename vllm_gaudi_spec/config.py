@@ -1,4 +1,4 @@
-"""What users say to vLLM: its `speculative_config`, and `additional_config["gaudi_spec"]`."""
+"""What users configure through vLLM: its `speculative_config`, and `additional_config["gaudi_spec"]`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def in_one_line(error: BaseException) -> str:
 
 
 def pickled_weights(model: str, file: str | Path) -> str:
-    """Why such weights are not read."""
+    """Why pickled weights are not read."""
     return (
-        f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs what is in it; "
-        "give a folder with *.safetensors (SECURITY.md says how to make them)."
+        f"The weights of {model} are pickles ({Path(file).name}), and reading a pickle runs code in it; "
+        "give a folder with *.safetensors (see SECURITY.md for how to make them)."
     )
 
 
@@ -51,15 +51,15 @@ REFUSED_ADAPTER = "cannot be served"
 
 
 def read_named_file(path: str | Path) -> str:
-    """A file that an option names. OSError if it is none: from a device or a pipe one would read for ever."""
+    """The text of a file that an option names. OSError if it is not a plain file: a device or a pipe may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
     return Path(path).read_text()
 
 
 def ranks_in_step(vllm_config: VllmConfig, model: ModelConfig | None = None) -> int:
-    """How many data-parallel ranks run each forward together: one alone, unless the model has experts. `model`: where
-    that is not the configuration's own, but a head of it."""
+    """How many data-parallel ranks run each forward together: 1 without experts. `model`: a head, where that
+    is not the configuration's."""
     parallel, model = vllm_config.parallel_config, model or vllm_config.model_config
     return parallel.data_parallel_size if model is not None and model.is_moe else 1
 
@@ -75,7 +75,7 @@ def target_of(vllm_config: VllmConfig) -> ModelConfig:
 class Options:
     """What a user can set under `additional_config["gaudi_spec"]`.
 
-    None means that the device's own default is taken.
+    None means the device's default.
     """
 
     batch_buckets: tuple[int, ...] | None = None
@@ -85,7 +85,7 @@ class Options:
     block_buckets: tuple[int, ...] | None = None
     """Blocks of KV in all rows of a decode, on devices that list them; each decode is padded up to one of these."""
     bucket_strategy: str | None = None
-    """How lists that are not given are made: `exponential`, or `linear`."""
+    """How lists that are not configured are made: `exponential`, or `linear`."""
     buckets_file: str | None = None
     """A JSON file with lists by name: batch, prefill, blocks."""
     prefill_rows: tuple[int, ...] | None = None
@@ -95,46 +95,46 @@ class Options:
     universal_context: str | None = None
     """How a drafter with another vocabulary reads: `map`, id by id, or `retokenize`, the text in its own tokens."""
     universal_match: str | None = None
-    """How its drafts become the target's tokens: `tli`, only tokens of both are drafted, or `slem`, all of its own are,
-    and their text is written anew."""
+    """How its drafts become the target's tokens: `tli`, only tokens of both vocabularies are drafted, or `slem`, all of
+    its tokens are, and their text is tokenized again."""
     universal_kv_len: int | None = None
-    """For `retokenize`: how many tokens of its own the drafter can keep of each request."""
+    """For `retokenize`: how many of its own tokens the drafter keeps for each request."""
     adaptive: bool = False
     """Requests whose drafts are seldom accepted draft less."""
     goodput: bool = False
-    """Batches draft only while that is faster than not to."""
+    """Batches draft only while that is faster than decoding without drafts."""
     cpu_weights: str | None = None
     """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
     for small steps a float16 copy of each matrix that is the same in both."""
     draft_quant_config: str | None = None
-    """For the drafter, what the environment's QUANT_CONFIG is for the target: a quantisation file."""
+    """The drafter's quantisation file, as QUANT_CONFIG of the environment is the target's."""
     fp8_range: str | None = None
-    """Where FP8 is simulated, whose e4m3 numbers: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
+    """Where FP8 is simulated, the range of e4m3: `gaudi2`, up to 240, or `gaudi3`, up to 448."""
 
     @property
-    def paces(self) -> bool:
-        """Whether how much is drafted depends on what came of it."""
+    def adapts_num_drafts(self) -> bool:
+        """Whether the number of drafts depends on how earlier ones did."""
         return self.adaptive or self.goodput
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
-        given = _object(_object(vllm_config.additional_config, "additional_config").get(ADDITIONAL_CONFIG_KEY))
-        known = [f.name for f in fields(cls)]
-        if unknown := [name for name in given if name not in known]:
+        requested = _object(_object(vllm_config.additional_config, "additional_config").get(ADDITIONAL_CONFIG_KEY))
+        names = [f.name for f in fields(cls)]
+        if unknown := [name for name in requested if name not in names]:
             raise UnsupportedConfigError(
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {shown(unknown)}; "
-                f"known are {', '.join(known)}."
+                f"known are {', '.join(names)}."
             )
-        return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in given.items()})
+        return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in requested.items()})
 
 
 def shown(value: Any) -> str:
-    """What a user gave, as a message repeats it: on one line, and not at any length."""
+    """A user's value in a message: on one line, and cut to a bounded length."""
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-_MOST_SHOWN = 100
+_MAX_SHOWN = 100
 
 
 def _object(value: Any, name: str = f"additional_config.{ADDITIONAL_CONFIG_KEY}") -> dict[str, Any]:
@@ -204,7 +204,7 @@ GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 """The largest e4m3 number of each Gaudi. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
 GAUDIS = tuple(E4M3_MAX)
-# How options are read that are not lists of buckets.
+# Readers of options that are not lists of buckets.
 _READ: dict[str, Callable[[str, Any], Any]] = {
     "warmup_tokens": _integer,
     "bucket_strategy": _one_of(EXPONENTIAL, LINEAR),
@@ -222,18 +222,18 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
 MAX_DRAFTS = 16
 """The most drafts of a request in one step."""
 
-# Logit rules of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
-# holds back. The table grows where that makes no new program; elsewhere it is this large, and more is refused.
-NUM_RULES, RULE_PREFIX = 64, 8
-MOST_RULES, LONGEST_RULE_PREFIX = 320, 16
+# Logit edits of a request: one for each biased token, each spelling of a bad word, and each end token that min_tokens
+# holds back. The table grows where that makes no new graph; elsewhere it has the maximum, and more are refused.
+NUM_LOGIT_EDITS, EDIT_PREFIX = 64, 8
+MAX_LOGIT_EDITS, MAX_EDIT_PREFIX = 320, 16
 
 REQUEST_OPTION = "num_speculative_tokens"
-"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: the most drafts it wants in a step, 0 for none."""
+"""In a request's `extra_args`, which is `vllm_xargs` over HTTP: its maximum number of drafts in a step, 0 for none."""
 
 
-def asked_drafts(params: SamplingParams, most: int) -> int:
-    """How many of the `most` drafts a request wants in a step."""
-    return min((params.extra_args or {}).get(REQUEST_OPTION, most), most)
+def requested_drafts(params: SamplingParams, max_drafts: int) -> int:
+    """The most drafts that a request asks for in a step, `max_drafts` at most."""
+    return min((params.extra_args or {}).get(REQUEST_OPTION, max_drafts), max_drafts)
 
 
 def last_use(num_prompt: int, max_tokens: int) -> int:
@@ -242,15 +242,15 @@ def last_use(num_prompt: int, max_tokens: int) -> int:
 
 
 UNIVERSAL_DRAFT = "universal_draft"
-"""A method of ours: vLLM's `draft_model` with a vocabulary of its own."""
-_DEFAULT_SLAB = 2048
+"""Our method name for vLLM's `draft_model` with another vocabulary than the target's."""
+_DEFAULT_KV_LEN = 2048
 IS_UNIVERSAL = "gaudi_spec_universal_draft"
-"""How compat/ marks vLLM's configuration when it was asked for."""
+"""The attribute by which compat/ marks a configuration of vLLM's with that method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What vLLM's `speculative_config` says, as far as the runner needs it."""
+    """The parts of vLLM's `speculative_config` that the runner needs."""
 
     method: str
     num_drafts: int
@@ -260,20 +260,20 @@ class Speculation:
     drafting: str
     """`draft_sample_method`: greedy (a drafter's best token; n-grams and suffixes too), probabilistic, coupled."""
     drafter_max_len: int | None
-    """No drafter sees a position at or past this."""
+    """The drafter sees no position from this on."""
     universal: bool = False
     """The drafter has a vocabulary of its own."""
     universal_context: str = MAP
-    """How it reads then: `map` or `retokenize`."""
+    """How it reads the context: `map` or `retokenize`."""
     universal_match: str = TLI
     """How its drafts become the target's tokens: `tli` or `slem`."""
     universal_kv_len: int = 0
-    """For `retokenize`: how many tokens it keeps of each request."""
+    """For `retokenize`: how many tokens it keeps for each request."""
     synthetic_rates: tuple[float, ...] = ()
     """For the synthetic rule: how often the first i + 1 drafts are all accepted."""
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:  # a value of vLLM's that has no row here
+        if self.rule not in RULES:  # a value of vLLM's that is not in RULES
             raise UnsupportedConfigError(
                 f"rejection_sample_method {self.rule} is not known here; use one of {', '.join(RULES)} in "
                 "--speculative-config."
@@ -293,58 +293,59 @@ class Speculation:
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the drafter reads the text in its own tokens, which the host keeps."""
+        """Whether the drafter reads the text in its own tokens, which the host tracks."""
         return self.universal and self.universal_context == RETOKENIZE
 
     @property
     def on_device(self) -> bool:
-        """Whether drafts are made on the device, between two steps: only then may steps overlap."""
+        """Whether drafts are made on the device, between two steps: only then is async scheduling possible."""
         return METHODS[self.method].on_device and not self.retokenizes
 
     def longest(self, max_model_len: int) -> int:
         """The length that a row's context and its drafts may reach together."""
         # A verify step adds its drafts and one token more, which may be the model's last.
-        most = max_model_len - 1
-        # A drafter that counts in its own tokens has its limit there.
-        own = None if self.retokenizes else self.drafter_max_len
-        return most if own is None else min(most, own)
+        longest = max_model_len - 1
+        # A drafter that counts in its own tokens has its own limit.
+        if self.retokenizes or self.drafter_max_len is None:
+            return longest
+        return min(longest, self.drafter_max_len)
 
     @property
     def keeps_probs(self) -> bool:
-        """Whether the rule looks at the laws that drafts were drawn from."""
+        """Whether the rule reads the distributions that drafts were drawn from."""
         return self.drafting == "probabilistic" and RULES[self.rule].needs_probs
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Speculation | None:
-        given = vllm_config.speculative_config
-        if given is None:
+        spec_config = vllm_config.speculative_config
+        if spec_config is None:
             return None
-        rule, drafting = given.rejection_sample_method, given.draft_sample_method
+        rule, drafting = spec_config.rejection_sample_method, spec_config.draft_sample_method
         if rule == "probabilistic":
             rule, drafting = "standard", "probabilistic"
-        longest = given.max_model_len
-        if has_model(given.method):
-            longest = given.draft_model_config.max_model_len
+        longest = spec_config.max_model_len
+        if has_model(spec_config.method):
+            longest = spec_config.draft_model_config.max_model_len
         options = Options.from_vllm(vllm_config)
-        universal, context = getattr(given, IS_UNIVERSAL, False), options.universal_context or MAP
+        universal, context = getattr(spec_config, IS_UNIVERSAL, False), options.universal_context or MAP
         return cls(
-            method=given.method,
-            num_drafts=given.num_speculative_tokens,
+            method=spec_config.method,
+            num_drafts=spec_config.num_speculative_tokens,
             rule=rule,
             drafting=drafting,
             drafter_max_len=longest,
             universal=universal,
             universal_context=context,
             universal_match=options.universal_match or TLI,
-            universal_kv_len=_slab(vllm_config, options) if universal and context == RETOKENIZE else 0,
-            synthetic_rates=tuple(given.synthetic_acceptance_rates or ()),
+            universal_kv_len=_drafter_kv_len(vllm_config, options) if universal and context == RETOKENIZE else 0,
+            synthetic_rates=tuple(spec_config.synthetic_acceptance_rates or ()),
         )
 
 
-def _slab(vllm_config: VllmConfig, options: Options) -> int:
+def _drafter_kv_len(vllm_config: VllmConfig, options: Options) -> int:
     """A text may have more of the drafter's tokens than of the target's, to whose context vLLM cuts the drafter's."""
-    given = vllm_config.speculative_config
-    model = given.draft_model_config
-    own = given.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
-    default = min(_DEFAULT_SLAB, 2 * target_of(vllm_config).max_model_len)
-    return int(min(options.universal_kv_len or default, own))
+    spec_config = vllm_config.speculative_config
+    model = spec_config.draft_model_config
+    max_len = spec_config.max_model_len or getattr(model.hf_text_config, "max_position_embeddings", model.max_model_len)
+    default = min(_DEFAULT_KV_LEN, 2 * target_of(vllm_config).max_model_len)
+    return int(min(options.universal_kv_len or default, max_len))

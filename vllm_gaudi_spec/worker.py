@@ -57,7 +57,7 @@ class Worker(WorkerBase):
     def init_device(self) -> None:
         self.backend = load_backend()
         parallel = self.parallel_config
-        # vLLM says it again in each thread that waits for results.
+        # vLLM calls `set_device` again in each thread that waits for results.
         card = self.current_platform.card_of(self.local_rank, parallel.assigned_physical_gpu_ids)
         self.device = torch.device(self.backend.traits.torch_device.type, card)
         self.current_platform.set_device(self.device)
@@ -138,7 +138,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Of a data-parallel rank that has nothing to do while others, with experts that it needs or has, do."""
+        """A step of a data-parallel rank without requests, while ranks that share experts with it have some."""
         self.model_runner.execute_dummy_batch()
 
     # --- LoRA adapters ---
@@ -167,17 +167,17 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:
-        """As vLLM's worker: `weights_iterator`, or `weights_path`, or the model's own files once more."""
+        """As in vLLM's worker: from `weights_iterator`, or `weights_path`, or the model's own files."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.weights.reload(*args, **named)
 
     def update_config(self, overrides: dict[str, Any]) -> None:
-        """For `reload_weights`: options of load_config, and where in model_config the weights are."""
+        """For `reload_weights`: options of load_config, and those of model_config that name the weights."""
         check_overrides(overrides)
         load_config: LoadConfig = update_config(self.vllm_config.load_config, overrides.get("load_config", {}))
         self.load_config = self.vllm_config.load_config = load_config
         for name, value in overrides.get("model_config", {}).items():
-            setattr(self.model_config, name, value)  # the target's configuration is known by its identity
+            setattr(self.model_config, name, value)  # in place: the target's configuration is identified by the object
 
     @torch.inference_mode()
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
@@ -185,7 +185,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def compute_weight_checksums(self) -> dict[str, str]:
-        """Names begin as those of vLLM's worker do."""
+        """By names with the same prefix as in vLLM's worker."""
         ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
         return {ranks + name: digest for name, digest in self.model_runner.weights.checksums().items()}
 
@@ -199,12 +199,12 @@ class Worker(WorkerBase):
     # --- questions and life cycle ---
 
     def step_report(self) -> dict[str, object]:
-        """Step signatures and host reads so far, and what requests hold now; reachable through `collective_rpc`."""
+        """Step signatures and device-to-host syncs so far, and what requests hold now; through `collective_rpc`."""
         return self.model_runner.step_report()
 
     def save_measurements(self) -> None:
-        """Where QUANT_CONFIG or draft_quant_config measures: write what was seen so far. Through `collective_rpc`, as
-        often as one likes, and once more at the end."""
+        """Where QUANT_CONFIG or draft_quant_config measures: write the measurements so far. Through `collective_rpc`,
+        any number of times; shutdown does it once more."""
         self.model_runner.save_measurements()
 
     def get_model(self) -> nn.Module:
@@ -217,7 +217,7 @@ class Worker(WorkerBase):
         self.backend.memory.synchronize()
 
     def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
+        """A no-op: there is no encoder."""
 
     def shutdown(self) -> None:
         if getattr(self, "model_runner", None) is not None:

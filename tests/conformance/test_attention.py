@@ -230,7 +230,7 @@ def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, 
         inputs = rectangle(tokens, starts_B, num_real_B, blocks)
         kept = packed(num_real_B, queries)
         assert kept is not None
-        places, call = kept.places_T, replace(inputs.calls[0], packed=kept, _plans={})
+        places, call = kept.index_T, replace(inputs.calls[0], packed=kept, _plans={})
         own_value = None if value is None else value[places]
         layer.ops.write_kv(key[places], own_value, layer.kv_cache, inputs.slots[0][places], layer.spec)
         out = torch.zeros(*query.shape[:-1], kind.output_size, dtype=query.dtype)

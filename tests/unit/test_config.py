@@ -423,7 +423,7 @@ def test_universal_options_that_would_not_work_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "slab"),
+    ("more", "options", "kv_len"),
     [
         ({}, RETOKENIZE, 2 * TARGET_MAX_LEN),
         ({}, RETOKENIZE | dict(universal_kv_len=100), 100),
@@ -431,11 +431,11 @@ def test_universal_options_that_would_not_work_are_refused(
         ({}, {}, 0),
     ],
 )
-def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], slab: int, tmp_path: Path) -> None:
+def test_what_a_drafter_can_keep(more: dict[str, Any], options: dict[str, Any], kv_len: int, tmp_path: Path) -> None:
     made = engine_config(tmp_path, here(UNIVERSAL | more, tmp_path), additional_config=dict(gaudi_spec=options))
     speculation = Speculation.from_vllm(made)
     assert speculation is not None
-    assert speculation.universal_kv_len == slab
+    assert speculation.universal_kv_len == kv_len
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -1,1 +1,1 @@
-"""The attention backend that vLLM's model classes call, and what describes one call to it."""
+"""The attention backend that vLLM's model classes call, and the description of one call."""

@@ -1,4 +1,4 @@
-"""vLLM's attention backend interface, over the device backend. Below the runner only this knows the rectangle."""
+"""vLLM's attention backend interface, over the device backend. Below the runner only this file knows the rectangle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from vllm_gaudi_spec.devices.common import torch_ops
 
 
 class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
-    """vLLM derives a builder of its own from a backend's, for layers that attend in chunks. Neither is ever made."""
+    """A stub, never instantiated: vLLM derives a builder from it for layers that attend in chunks, and does not
+    instantiate that either."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         raise RuntimeError("this platform's runner describes attention calls itself")
@@ -72,9 +73,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     """As in `AttentionLayerSpec`."""
     layer_operations = False
     kv_dtype: torch.dtype | None = None
-    """What its caches hold, where that is not the model's dtype."""
+    """The dtype of its caches, where it is not the model's."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Where the layer is measured: makes the queries of padding zero."""
+    """Where the layer is calibrated: zeroes the queries of padding."""
 
     def __init__(
         self,
@@ -104,12 +105,12 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.dtype = torch.get_default_dtype()
-        """The model's, in which vLLM makes its layers."""
+        """The model's dtype, which is the default dtype while vLLM makes layers."""
         self.has_written = False
-        """Whether the layer's KV was ever written: warm-up asks."""
+        """Whether the layer's KV was ever written; checked after warm-up."""
 
     def make_layer_operations(self) -> None:
-        """Have matmuls, softmax and caches as modules of this layer, to be replaced by others."""
+        """Make matmuls, softmax and caches modules of this layer, so that they can be replaced."""
         self.layer_operations = True
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
         self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
@@ -119,8 +120,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         return self if self.layer_operations else PLAIN
 
     def bind(self, layer: Any, kv_cache: Any) -> None:
-        """Choose the kernel for a layer and the KV cache that it was given, which have to agree: kernels take a cache
-        for what the layer says, and one of another dtype or shape would be written past its end."""
+        """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
+        layer, and would write past the end of a cache that differs."""
         backend = load_backend()
         found = backend.attention.kv_shape(kv_cache)
         row_size = self.head_size if self.value_size is not None else 2 * self.head_size

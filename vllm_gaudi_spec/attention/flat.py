@@ -1,7 +1,7 @@
-"""Paged attention over a flat list of blocks: each is read once, whatever the row's queries and the longest row.
+"""Paged attention over a flat list of blocks: each is read once, whatever the number of queries and the longest row.
 
-The letters are padded.py's; N here also counts the list's entries. Every entry is attended to for itself, by all
-queries of the row that owns it. A row's entries then agree on their maximum, are rescaled to it, and added up.
+The letters are padded.py's; N here also counts the list's entries. Every entry is attended to on its own, by all
+queries of the row that owns it. A row's entries are then rescaled to their common maximum and added up.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from vllm_gaudi_spec.attention.padded import (
 BlockSoftmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(scores [N, K, G, Q, S], bias [N, 1, 1, Q, S], owners int32 [N]) -> exp(scores - max), max, sums.
 
-Maximum and sums are per query and block, flattened to [N, K * G * Q] and maybe followed by unused lanes. Of an entry
+Maximum and sums are per query and block, flattened to [N, K * G * Q], and unused lanes may follow. For an entry
 with owner -1 the first result is zero or finite, the others may be anything.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a call's layers of one window share."""
+    """What a call's layers with one mask share."""
 
     bias: torch.Tensor
     """float32 [N, 1, 1, Q, S]: 0 where a query sees the key, LOWEST where not."""
     readers_N: torch.Tensor
-    """The row whose queries read the entry. Padding is read by the last row, and counted for none."""
+    """The row whose queries read the entry. The last row reads padding, which no row counts."""
     owners_N: torch.Tensor
     """int32: the owning row, -1 for padding."""
     owned_N1: torch.Tensor
@@ -94,7 +94,7 @@ def torch_block_softmax(
     scores: torch.Tensor, bias: torch.Tensor, owners_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`BlockSoftmax` in plain torch."""
-    # Not added: what the pad block and the unused end of a block hold may be too large for that.
+    # Not added: the pad block and the unused end of a block may hold numbers that are too large for a sum.
     scores = torch.where(bias < 0, bias, scores)
     block_max = scores.amax(-1, keepdim=True)
     exp = torch.exp(scores - block_max)
@@ -107,7 +107,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     owned_N = flat.rows_N < call.num_rows
     readers_N = flat.rows_N.clamp(max=call.num_rows - 1)
     inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
-    key_pos_NS = flat.places_N[:, None] * spec.block_size + inside_S
+    key_pos_NS = flat.index_N[:, None] * spec.block_size + inside_S
     query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
     seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
     bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)
@@ -115,7 +115,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
 
 
 def _one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
-    """[B, N]: as a matrix, adds up what belongs to each row. Padding has no row to be added to."""
+    """[B, N]: multiplied with entries, it sums those of each row. Padding belongs to no row."""
 
     def build() -> torch.Tensor:
         assert call.flat is not None

@@ -1,4 +1,4 @@
-"""What a model and its attention layers read: a rectangle of tokens, where they stand and where their KV goes."""
+"""Inputs of a model and its attention layers: a rectangle of tokens, their positions and their KV slots."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Inputs:
         call = self.calls[0]
         if call.packed is not None:
             return torch.ones_like(self.token_ids_T, dtype=torch.bool)
-        place_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)
-        return (place_Q < self.num_real_B[:, None]).flatten()
+        offsets_Q = torch.arange(call.num_queries, dtype=torch.int32, device=self.num_real_B.device)
+        return (offsets_Q < self.num_real_B[:, None]).flatten()
 
 
 class Blocks(NamedTuple):
@@ -43,8 +43,8 @@ class Blocks(NamedTuple):
     flat: tuple[torch.Tensor, ...] = ()
     """int32 [3, N]: the same blocks in one list, as `FlatBlocks` has them; for devices that decode over such lists."""
     lengths_B: torch.Tensor | None = None
-    """int32, on the host: the most tokens of KV that each row may have when the program that reads this ends, whatever
-    is in flight; for devices that need it, which read tables."""
+    """int32, on the host: an upper bound of each row's tokens of KV when the graph that reads this ends, whatever is in
+    flight; for devices that read tables and need it."""
 
 
 def rectangle(
@@ -55,13 +55,13 @@ def rectangle(
 ) -> Inputs:
     """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
 
-    Padding is token 0 at position 0, since behind a model's last position there is no rotary table to read, and writes
-    to the pad block, block 0, which nobody reads.
+    Padding is token 0 at position 0, since rotary tables end at a model's last position, and writes to the pad block,
+    block 0, which is never read.
     """
     rows, queries = tokens_BQ.shape
-    place_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
-    positions_BQ = starts_B[:, None] + place_Q
-    real_BQ = place_Q < num_real_B[:, None]
+    offsets_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
+    positions_BQ = starts_B[:, None] + offsets_Q
+    real_BQ = offsets_Q < num_real_B[:, None]
     slots, calls = [], []
     for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
         block_BQ = table.gather(1, (positions_BQ // size).long())

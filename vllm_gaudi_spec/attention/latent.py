@@ -1,8 +1,8 @@
 """Multi-head latent attention: one row of numbers a token, which is the key of all heads and holds their value.
 
-T tokens, H query heads. Queries are multiplied into the latent space before, and results out of it behind attention,
+T tokens, H query heads. Queries are multiplied into the latent space before attention, and results out of it after,
 so that prompt chunks, decodes and verify steps are one rectangle over the same rows as anywhere else. Importing this
-puts the wrapper in place of vLLM's; `compat.make_mla_layers` does it for the layer.
+module replaces vLLM's wrapper; `compat.make_mla_layers` does it for the layer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LatentAttentionImpl(RectangleAttentionImpl):
 
 
 class NoPrefill:
-    """vLLM's layer wants a second kernel, for prompts."""
+    """A no-op: vLLM's layer requires a second kernel, for prompts."""
 
     def __init__(self, **of_the_layer: Any) -> None:
         pass
@@ -62,14 +62,14 @@ class NoPrefill:
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's layer, with its weights and its place among the layers that keep KV, called as the others are."""
+    """vLLM's layer, with its weights and its entry among the layers that keep KV, called as the others are."""
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
         self.kv_cache = kv_cache
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
-        # Its halves are kept as queries and results are multiplied with them; nobody needs it whole.
+        # Its halves are kept in the form that queries and results are multiplied with; the whole is not needed.
         self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(
@@ -92,12 +92,12 @@ class LatentAttention(MLAAttention):
 
 
 def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
-    """[T, H, O]: each head's numbers through its own matrix."""
+    """[T, H, O]: each head's input times its own matrix."""
     return torch.bmm(x_THI.transpose(0, 1), weight_HIO).transpose(0, 1)
 
 
 class _FlatRotary(nn.Module):
-    """vLLM's CPU kernel takes heads side by side in contiguous rows, and is not told if they come otherwise."""
+    """vLLM's CPU kernel takes heads side by side in contiguous rows, and does not check strides."""
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _FlatRotary(nn.Module):
 
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
-    """What vLLM does around its layer: projections, norms, rotary embedding."""
+    """vLLM's work around its layer: projections, norms, rotary embedding."""
 
     rotary_emb: nn.Module | None
 

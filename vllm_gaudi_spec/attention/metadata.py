@@ -10,13 +10,13 @@ import torch
 
 
 class KVShape(NamedTuple):
-    """What a layer's KV cache holds, whatever the device keeps it in."""
+    """Shape and dtype of a layer's KV cache, whatever container the device uses."""
 
     num_blocks: int
     block_size: int
     num_kv_heads: int
     row_size: int
-    """Numbers per token and head: a key, and a value where values are kept."""
+    """Numbers per token and head: a key, and a value where values are stored."""
     dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """What is fixed about a layer. Hashable: plans are kept per distinct spec."""
+    """Constants of a layer. Hashable: plans are cached per distinct spec."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,11 +40,11 @@ class AttentionLayerSpec:
     dtype: torch.dtype
     block_size: int
     value_size: int | None = None
-    """Of a layer that keeps no values: how many of a key's first numbers are its value."""
+    """For a layer that stores no values: how many of a key's first numbers are its value."""
     attention_chunk: int | None = None
-    """Queries see keys of their own chunk only: positions are cut into chunks of so many."""
+    """Queries see keys of their own chunk only: chunks have so many positions."""
     layer_operations: bool = False
-    """Its matmuls, softmax and caches are modules of its own, which no fused kernel would call."""
+    """Its matmuls, softmax and caches are modules of the layer, which no fused kernel would call."""
 
     @property
     def output_size(self) -> int:
@@ -52,30 +52,30 @@ class AttentionLayerSpec:
 
     @property
     def mask_key(self) -> tuple[int | None, int | None, int]:
-        """Layers with the same one have the same mask."""
+        """Layers with the same key have the same mask."""
         return self.sliding_window, self.attention_chunk, self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBlocks:
-    """The blocks of all rows in one list, so that a step's work follows the blocks that rows have, not the longest row.
+    """The blocks of all rows in one list, so that a step's work grows with the rows' blocks, not with the longest row.
 
-    Entries may stand in any order. A row's blocks that no query of it can read any more need not be listed.
+    Entries may be in any order. Blocks that none of the row's queries can read any more need not be listed.
     """
 
     ids_N: torch.Tensor
     """int32 block ids; padding is block 0."""
     rows_N: torch.Tensor
-    """int32: the row of the batch that owns the entry; padding belongs to row B, nobody."""
-    places_N: torch.Tensor
-    """int32: the entry's place in its row: its first key stands at place * block_size."""
+    """int32: the row of the batch that owns the entry; padding has row B, which does not exist."""
+    index_N: torch.Tensor
+    """int32: the entry's index in its row's block table: its first key is at position index * block_size."""
 
 
 class Packed(NamedTuple):
-    """Of a rectangle, what is not padding."""
+    """The real tokens of a rectangle."""
 
-    places_T: torch.Tensor
-    """int64: where in the flat rectangle each real token stands."""
+    index_T: torch.Tensor
+    """int64: index of each real token in the flat rectangle."""
     num_real_B: torch.Tensor
     """int32: how many each row has."""
 
@@ -84,8 +84,8 @@ class Packed(NamedTuple):
 class AttentionCall:
     """A rectangle of B rows with Q queries each over paged KV; prefill and decode alike.
 
-    Query q of row b stands at position starts_B[b] + q and sees the keys 0 .. that position. Queries behind a row's
-    real ones are padding: what they compute is never used, and their keys go to the pad block.
+    Query q of row b is at position starts_B[b] + q and sees the keys 0 .. that position. Queries after a row's real
+    ones are padding: their results are never used, and their keys go to the pad block.
     """
 
     num_rows: int
@@ -95,16 +95,16 @@ class AttentionCall:
     block_table_BW: torch.Tensor
     """int32: the row's blocks; block 0 is the pad block."""
     packed: Packed | None = None
-    """Where only real queries are given, one behind the other: which those are."""
+    """Where queries are real ones only, row after row: their indices."""
     flat: FlatBlocks | None = None
     """The same blocks as a list, for backends that attend over one."""
     host_lengths_B: torch.Tensor | None = None
-    """int32, on the host, for backends that need it: a row's queries see no key behind so many. An upper bound; which
-    keys a query sees, `starts_B` says."""
+    """int32, on the host, for backends that need it: an upper bound of the keys that a row's queries see. `starts_B`
+    has the exact numbers."""
     _plans: dict[Any, Any] = field(default_factory=dict)
 
     def plan(self, key: Any, build: Callable[[], Any]) -> Any:
-        """What a kernel derives from this call and a layer's spec, made once and shared by all such layers."""
+        """What a kernel derives from this call and a layer's spec, built once and shared by all such layers."""
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]

@@ -1,4 +1,4 @@
-"""A layer's matmuls, softmax and caches as modules: of layers that are measured or quantised, and of no others.
+"""A layer's matmuls, softmax and caches as modules, for layers that are calibrated or quantised only.
 
 The names of these classes, and of the modules in `RectangleAttentionImpl`, are those by which Intel Neural Compressor
 finds and replaces them.
@@ -23,13 +23,13 @@ class Softmax(nn.Module):
 
 
 class Rows(Protocol):
-    """A tensor, or what stands in for one whose layout is another."""
+    """A tensor, or a stand-in for one with another layout."""
 
     def index_copy_(self, dim: int, index: torch.Tensor, source: torch.Tensor) -> object: ...
 
 
 class VLLMKVCache(nn.Module):
-    # Replacements ask: blocks are gathered by their ids, wherever they stand.
+    # Read by replacements: blocks are gathered by their ids, wherever they are.
     use_contiguous_pa = False
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
@@ -43,7 +43,7 @@ class VLLMKVCache(nn.Module):
 
 
 class Operations(Protocol):
-    """What attention over paged KV is made of, one layer's."""
+    """The operations of one layer's attention over paged KV."""
 
     k_cache: VLLMKVCache
     v_cache: VLLMKVCache
@@ -53,7 +53,7 @@ class Operations(Protocol):
 
 
 class Plain:
-    """What everybody computes with who is neither measured nor quantised."""
+    """The operations of layers that are neither calibrated nor quantised."""
 
     k_cache = v_cache = VLLMKVCache()
     matmul_qk = matmul_av = Matmul()
@@ -63,4 +63,4 @@ class Plain:
 PLAIN: Operations = Plain()
 
 OWN: dict[str, str] = {name: type(getattr(PLAIN, name)).__name__ for name in Operations.__annotations__}
-"""Names of the modules that a layer may have for itself, and of their classes."""
+"""Names of a layer's operation modules, and of their classes."""

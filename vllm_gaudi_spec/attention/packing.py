@@ -1,6 +1,6 @@
-"""A rectangle's real tokens alone, for devices where nothing is compiled for a shape: a model then computes no padding.
+"""The real tokens of a rectangle, for devices that compile nothing per shape: the model then computes no padding.
 
-T tokens of B rows with Q places each.
+T tokens of B rows with Q positions each.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 def packed(num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
-    """What is real of a rectangle. None where all of it is, or, as in warm-up, nothing."""
-    place_Q = torch.arange(num_queries, dtype=torch.int32)
-    places_T = (place_Q < num_real_B[:, None]).flatten().nonzero().flatten()
-    if len(places_T) in (0, len(num_real_B) * num_queries):
+    """The real tokens. None where all tokens are real, or, as in warm-up, none is."""
+    offsets_Q = torch.arange(num_queries, dtype=torch.int32)
+    index_T = (offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten()
+    if len(index_T) in (0, len(num_real_B) * num_queries):
         return None
-    return Packed(places_T, num_real_B)
+    return Packed(index_T, num_real_B)
 
 
-def pack(inputs: Inputs, kept: Packed) -> Inputs:
-    places_T = kept.places_T
+def pack(inputs: Inputs, packed: Packed) -> Inputs:
+    index_T = packed.index_T
     return replace(
         inputs,
-        token_ids_T=inputs.token_ids_T.index_select(0, places_T),
-        positions_T=inputs.positions_T.index_select(0, places_T),
-        slots=tuple(slots_T.index_select(0, places_T) for slots_T in inputs.slots),
-        calls=tuple(replace(call, packed=kept, _plans={}) for call in inputs.calls),
-        adapters_T=None if inputs.adapters_T is None else inputs.adapters_T.index_select(0, places_T),
+        token_ids_T=inputs.token_ids_T.index_select(0, index_T),
+        positions_T=inputs.positions_T.index_select(0, index_T),
+        slots=tuple(slots_T.index_select(0, index_T) for slots_T in inputs.slots),
+        calls=tuple(replace(call, packed=packed, _plans={}) for call in inputs.calls),
+        adapters_T=None if inputs.adapters_T is None else inputs.adapters_T.index_select(0, index_T),
     )
 
 
-def spread(states: torch.Tensor, kept: Packed, num_positions: int) -> torch.Tensor:
-    """States of real tokens at their places in the rectangle; zero where there is padding."""
-    return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, kept.places_T, states)
+def spread(states: torch.Tensor, packed: Packed, num_positions: int) -> torch.Tensor:
+    """States of real tokens at their positions in the rectangle; zero where there is padding."""
+    return states.new_zeros(num_positions, *states.shape[1:]).index_copy_(0, packed.index_T, states)

@@ -1,7 +1,7 @@
 """Paged attention over block tables: every row is gathered as wide as the widest, one softmax a query.
 
 B rows of Q queries; H query heads in K groups of G, one a KV head; D head size; N blocks of S keys. Shapes are static,
-and nothing here reads a value on the host.
+and no value is read on the host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attend(
     scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
     scores = torch.where(seen, scores, LOWEST)
     if operations is not PLAIN:
-        scores = scores.to(spec.dtype)  # what replaces the softmax takes and gives the model's own
+        scores = scores.to(spec.dtype)  # replacements of the softmax take and return the model's dtype
     result = weigh(operations.softmax(scores, -1), values, spec, operations.matmul_av)
     write_out(torch.where(sees_any, result, 0), out_THD)
 
@@ -59,17 +59,17 @@ def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     return in_reach(key_pos, query_positions(call.starts_B, call.num_queries), spec)
 
 
-# --- what the flat form shares ---
+# --- shared with the flat form ---
 
 
 def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:
-    """[..., Q, 1]: where the queries of each row stand, to be compared with positions of keys."""
-    places_Q = torch.arange(num_queries, dtype=torch.int32, device=starts.device)
-    return (starts[:, None] + places_Q)[..., None]
+    """[..., Q, 1]: positions of each row's queries, to be compared with positions of keys."""
+    offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=starts.device)
+    return (starts[:, None] + offsets_Q)[..., None]
 
 
 def in_reach(key_pos: torch.Tensor, query_pos: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
-    """A query sees itself and what stands before it: of that, under a window, the last keys, and of chunks its own."""
+    """A query sees the keys up to its own: under a window the last ones, with chunks those of its chunk."""
     seen = key_pos <= query_pos
     if spec.sliding_window is not None:
         seen = seen & (key_pos > query_pos - spec.sliding_window)
@@ -95,7 +95,7 @@ def score(
 ) -> torch.Tensor:
     """float32 [..., K, G, Q, keys] of queries [..., K, G * Q, D] and keys [..., K, keys, D]."""
     products = matmul(matmul_form(query), matmul_form(keys).transpose(-1, -2)).float()
-    # Scaled behind the matmul: before it, bfloat16 would round each query once more.
+    # Scaled after the matmul: before it, bfloat16 would round each query once more.
     if spec.logits_soft_cap:
         products = torch.tanh(products * (spec.scale / spec.logits_soft_cap)) * spec.logits_soft_cap
     else:
@@ -110,12 +110,12 @@ def weigh(
     """[..., K, G, Q, output size] of weights [..., K, G, Q, keys] and values [..., K, keys, D]."""
     values = matmul_form(values)
     summed = matmul(weights.to(values.dtype).flatten(-3, -2), values)
-    # Whole keys are multiplied where they hold the values: to take a part of each out would copy them all.
+    # Where keys hold the values, whole keys are multiplied: taking a part of each would copy them all.
     return summed[..., : spec.output_size].unflatten(-2, weights.shape[-3:-1])
 
 
 def matmul_form(tensor: torch.Tensor) -> torch.Tensor:
-    """bfloat16 is what matrix engines take, with sums kept in float32; float16 would overflow in the products."""
+    """Matrix engines take bfloat16 and sum in float32; float16 would overflow in the products."""
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 

@@ -1,5 +1,5 @@
-"""LoRA adapters on vLLM's layers, in one shape whatever adapters there are.
+"""LoRA adapters on vLLM's layers, in one shape whatever the adapters.
 
-`application.py` computes what an adapter adds to a layer's output, `manager.py` loads adapters and puts them in slots.
-Which slot a row has is the runner's business (`runner/adapters.py`).
+`application.py` computes what an adapter adds to a layer's output, `manager.py` loads adapters and puts them in slots,
+`adapters.py` assigns slots to rows.
 """

@@ -1,7 +1,7 @@
-"""LoRA adapters of the rows: which slot each row has, on the device, and that the slots hold what a step needs.
+"""LoRA adapters of the rows: the slot of each row, on the device, and loading the adapters that a step needs.
 
-Adapters are the target's alone. Heads that borrow layers of it got them before they were wrapped; a user's class gets
-the wrapped target, whose layers add nothing where no slots are given.
+Only the target has adapters. Heads that share layers of it got them before they were wrapped; a user's class gets the
+wrapped target, whose layers add nothing where no slots are set.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Adapters:
         self._put = backend.graphs.graph(self._put_slots)
 
     def apply(self, scheduled: SchedulerOutput, requests: Requests) -> None:
-        """Before a step's forwards. Rows that are not in it keep what they had, and get what they need before they are.
+        """Before a step's forwards. Rows that are not in the step keep their slots until they are in one.
 
-        A slot may have got another adapter since the last step, for a request or by the user's word.
+        A slot may have got another adapter since the last step, for a request or by a call of the user's.
         """
         members = [requests.by_id[req_id] for req_id in scheduled.num_scheduled_tokens]
-        wanted = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
-        slots = self.loader.in_slots(wanted.values()) if wanted else {}
+        adapters = {request.lora.lora_int_id: request.lora for request in members if request.lora is not None}
+        slots = self.loader.in_slots(adapters.values()) if adapters else {}
         before = self._slots_np.copy()
-        self._slots_np[requests.freed_rows] = NO_SLOT  # else nobody's adapter would be computed for all others
+        self._slots_np[requests.freed_rows] = NO_SLOT  # else `of_rows` would see an adapter that no request uses
         for request in members:
             self._slots_np[request.row] = NO_SLOT if request.lora is None else slots[request.lora.lora_int_id]
         if not np.array_equal(before, self._slots_np):
             self._send()
 
     def warm_up(self) -> None:
-        """What a change of rows runs."""
+        """Run what a change of rows runs."""
         self._send()
 
     def _send(self) -> None:
-        # A copy: the device may fetch it when the next step has changed this one.
+        # A copy: the device may read it only after the next step has changed the original.
         self._put(self._backend.memory.upload(torch.from_numpy(self._slots_np.copy())))
 
     # --- what runs on the device ---
@@ -65,16 +65,16 @@ class Adapters:
         self._slots_R.copy_(slots_R)
 
     def of_rows(self, rows_B: torch.Tensor, queries: int = 1) -> torch.Tensor | None:
-        """int32 [B * Q]: the slots of rows' tokens. None where no row has an adapter, if shapes may follow values."""
+        """int32 [B * Q]: the slots of rows' tokens. None if no row has an adapter, on devices that do not capture."""
         if not self._backend.traits.captures and (self._slots_np == NO_SLOT).all():
             return None
         return self._slots_R.index_select(0, rows_B)[:, None].expand(-1, queries).flatten()
 
     @contextmanager
-    def given(self, slots_T: torch.Tensor | None) -> Iterator[None]:
+    def applied(self, slots_T: torch.Tensor | None) -> Iterator[None]:
         """Around work of the model on so many tokens, or rows of states."""
         if slots_T is None:
             yield
             return
-        with self.loader.slots.given(slots_T):
+        with self.loader.slots.applied(slots_T):
             yield

@@ -1,11 +1,11 @@
-"""What adapters add to a layer's output: one computation for all slots, whatever they hold.
+"""What adapters add to a layer's output: one computation for all slots, whatever their adapters.
 
 T tokens, S slots of rank R, C = S * R columns. A layer multiplies its input with the first matrices of all slots at
 once. Of the C columns each token keeps those of its own slot, the others become zero, and one product with the second
-matrices of all slots follows. A token without an adapter keeps nothing, and to its output zeros are added.
+matrices of all slots follows. A token without an adapter keeps none, and zeros are added to its output.
 
 vLLM writes a slot's matrices on the host. They reach the device as whole tensors, copied in place: nothing is compiled
-for that, and captured programs see it.
+for that, and captured graphs read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
 
 NO_SLOT = -1
-"""Of a token without an adapter. It is compared and never used as an index."""
+"""The slot of a token without an adapter: only compared, never an index."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
@@ -42,26 +42,26 @@ class TokenSlots:
         slots_S = torch.arange(lora_config.max_loras, dtype=torch.int32)
         self._slot_of_column_C = slots_S.repeat_interleave(lora_config.max_lora_rank).to(device)
         self._slots_T: torch.Tensor | None = None
-        self._own_TC: torch.Tensor | None = None
+        self._mask_TC: torch.Tensor | None = None
 
     @contextmanager
-    def given(self, slots_T: torch.Tensor) -> Iterator[None]:
-        """int32: of the tokens, or rows of states, that layers see in here."""
-        self._slots_T, self._own_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
+    def applied(self, slots_T: torch.Tensor) -> Iterator[None]:
+        """`slots_T`: int32, of the tokens, or rows of states, that layers compute in this context."""
+        self._slots_T, self._mask_TC = slots_T, self._slot_of_column_C == slots_T[:, None]
         try:
             yield
         finally:
-            self._slots_T = self._own_TC = None
+            self._slots_T = self._mask_TC = None
 
     @property
-    def are_given(self) -> bool:
-        """False where a layer is called by somebody who knows no adapters, such as a drafter that borrowed it."""
-        return self._own_TC is not None
+    def are_set(self) -> bool:
+        """False where a layer is called without adapters, as by a drafter that shares it."""
+        return self._mask_TC is not None
 
-    def keep_own(self, columns_TNC: torch.Tensor) -> torch.Tensor:
+    def mask_columns(self, columns_TNC: torch.Tensor) -> torch.Tensor:
         """Zero in the columns of other slots, even where those are not finite."""
-        assert self._own_TC is not None
-        return torch.where(self._own_TC[:, None], columns_TNC, 0)
+        assert self._mask_TC is not None
+        return torch.where(self._mask_TC[:, None], columns_TNC, 0)
 
     def first_rows(self, rows_per_slot: int) -> torch.Tensor:
         """[T], or one for all: where a token's slot begins in a table with so many rows a slot."""
@@ -71,7 +71,7 @@ class TokenSlots:
 
 
 class Table:
-    """A tensor that is written on the host and read on the device."""
+    """A tensor that the host writes and the device reads."""
 
     def __init__(self, host: torch.Tensor, upload: Upload) -> None:
         self._host = host
@@ -83,11 +83,11 @@ class Table:
 
 
 class LinearAdapters:
-    """What vLLM's wrapper of a linear layer, or of the output matrix, asks for. A layer may be several put together
+    """The adapters of vLLM's wrapper of a linear layer, or of the output matrix. A layer may be several fused ones
     (N slices)."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload, group: GroupCoordinator | None = None) -> None:
-        """`group`: the ranks of the output matrix, where those are several."""
+        """`group`: the ranks of the output matrix, if there are several."""
         self._slots = slots
         self._group = group
         one = isinstance(module.lora_a_stacked, torch.Tensor)
@@ -97,7 +97,7 @@ class LinearAdapters:
         num_slots, _, rank, num_inputs = first[0].shape
         host_NSRI = torch.zeros(len(first), num_slots, rank, num_inputs, dtype=first[0].dtype)
         hosts_OSR = [torch.zeros(part.shape[2], num_slots, rank, dtype=part.dtype) for part in second]
-        # What vLLM writes to has its own shapes: [S, 1, R, I] and [S, 1, O, R].
+        # vLLM writes to tensors of its own shapes: [S, 1, R, I] and [S, 1, O, R].
         first = tuple(part.unsqueeze(1) for part in host_NSRI)
         second = tuple(part.permute(1, 0, 2).unsqueeze(1) for part in hosts_OSR)
         module.lora_a_stacked, module.lora_b_stacked = (first[0], second[0]) if one else (first, second)
@@ -109,36 +109,38 @@ class LinearAdapters:
             table.send()
 
     def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        return y + self._added(x) if self._slots.are_given else y
+        return y + self._added(x) if self._slots.are_set else y
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         """`y` may be wider than the vocabulary, and have a dtype of its own."""
-        if not self._slots.are_given:
+        if not self._slots.are_set:
             return y
-        added = self._added(x, self._told).to(y.dtype)
+        added = self._added(x, self._broadcast).to(y.dtype)
         return y.narrow(1, 0, added.shape[1]) + added
 
-    def _told(self, columns_TC: torch.Tensor) -> torch.Tensor:
-        """One rank's on all: the logits that they are added to are gathered, and so the same bits everywhere; states
-        are not."""
+    def _broadcast(self, columns_TC: torch.Tensor) -> torch.Tensor:
+        """One rank's columns on all ranks: the logits that they are added to are gathered, so the same bits on every
+        rank; states are not."""
         if self._group is None:
             return columns_TC
         communicator = self._group.device_communicator
         assert communicator is not None
-        told: torch.Tensor = communicator.broadcast(columns_TC.contiguous())
-        return told
+        columns: torch.Tensor = communicator.broadcast(columns_TC.contiguous())
+        return columns
 
-    def _added(self, x_TI: torch.Tensor, tell: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+    def _added(
+        self, x_TI: torch.Tensor, broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         columns_TC = functional.linear(x_TI, self._first.device)
-        if tell is not None:
-            columns_TC = tell(columns_TC)
+        if broadcast is not None:
+            columns_TC = broadcast(columns_TC)
         columns_TNC = columns_TC.unflatten(1, (len(self._second), -1))
-        parts = zip(self._slots.keep_own(columns_TNC).unbind(1), self._second, strict=True)
+        parts = zip(self._slots.mask_columns(columns_TNC).unbind(1), self._second, strict=True)
         return torch.cat([functional.linear(columns_TC, table.device) for columns_TC, table in parts], dim=1)
 
 
 class EmbeddingAdapters:
-    """The same for the wrapper of an embedding table, where the first product is a look-up, which the wrapper does."""
+    """The adapters of vLLM's wrapper of an embedding table, which does the first product itself, as a look-up."""
 
     def __init__(self, module: Any, slots: TokenSlots, upload: Upload) -> None:
         self._slots = slots
@@ -160,14 +162,14 @@ class EmbeddingAdapters:
         return self._slots.first_rows(self._num_tokens)
 
     def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-        if not self._slots.are_given:
+        if not self._slots.are_set:
             return y
         columns_TNC = x.repeat(1, self._num_slots)[:, None]
-        return y + functional.linear(self._slots.keep_own(columns_TNC)[:, 0], self._second.device)
+        return y + functional.linear(self._slots.mask_columns(columns_TNC)[:, 0], self._second.device)
 
 
 def adapters_of(module: BaseLayerWithLoRA, slots: TokenSlots, upload: Upload) -> LinearAdapters | EmbeddingAdapters:
-    """Makes tables for one of vLLM's wrappers, which writes to their host side from then on."""
+    """Make tables for one of vLLM's wrappers, which then writes to their host side."""
     if isinstance(module, VocabParallelEmbeddingWithLoRA):
         return EmbeddingAdapters(module, slots, upload)
     if isinstance(module, LogitsProcessorWithLoRA):

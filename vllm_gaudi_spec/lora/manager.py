@@ -1,8 +1,8 @@
 """Loading adapters: vLLM's own managers, and checks before anything is changed.
 
-vLLM looks at an adapter's configuration and at the names of its modules. Matrices of other sizes it would find while it
-copies them into a slot, when the adapter is registered already, or not at all; so all that can be wrong is looked at
-here, before.
+vLLM checks an adapter's configuration and the names of its modules. It would find matrices of other sizes while it
+copies them into a slot, when the adapter is already registered, or not at all; so everything that can be wrong is
+checked here, before.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class AdapterError(ValueError):
 
 
 class SlottedAdapters(LRUCacheLoRAModelManager):
-    """Slots on the host as vLLM fills them, and their way to the device."""
+    """Slots that vLLM fills on the host, and their transfer to the device."""
 
-    def place(self, upload: Upload) -> TokenSlots:
-        """Give each wrapped layer its tables, in place of those that vLLM made on the device."""
+    def make_tables(self, upload: Upload) -> TokenSlots:
+        """Give each wrapped layer its tables, instead of those that vLLM made on the device."""
         if not self.modules:
             raise UnsupportedConfigError(
                 f"{type(self.model).__name__} has none of these modules; change --lora-target-modules or leave it out."
@@ -57,7 +57,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
         return newly
 
     def pin_adapter(self, lora_id: int) -> bool:
-        # vLLM would evict none then, and end with an error in the step of a request for another adapter.
+        # vLLM could then evict none, and would fail in the step of a request for another adapter.
         if len(self._active_adapters.pinned_items - {lora_id}) + 1 >= self.lora_slots:
             raise ValueError(f"pinning adapter {lora_id} would leave no slot for others; raise --max-loras.")
         pinned: bool = super().pin_adapter(lora_id)
@@ -65,7 +65,7 @@ class SlottedAdapters(LRUCacheLoRAModelManager):
 
 
 class AdapterLoader(LRUCacheWorkerLoRAManager):
-    """Keeps adapters on the host and puts those that a step wants into slots."""
+    """Keeps adapters on the host and puts those that a step needs into slots."""
 
     _manager_cls = SlottedAdapters
 
@@ -74,16 +74,16 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             raise UnsupportedConfigError(f"{type(model).__name__} takes no LoRA adapters; leave out --enable-lora.")
         super().__init__(vllm_config, device, model.embedding_modules)
         self.create_lora_manager(model, vllm_config)
-        self.slots: TokenSlots = self._adapter_manager.place(upload)
+        self.slots: TokenSlots = self._adapter_manager.make_tables(upload)
         self._sizes = {
             name: sizes for module_name in self._adapter_manager.modules for name, sizes in self._sizes_of(module_name)
         }
 
-    def in_slots(self, wanted: Iterable[LoRARequest]) -> dict[int, int]:
-        """Make sure that these have slots, and say which, by the adapter's number."""
+    def in_slots(self, adapters: Iterable[LoRARequest]) -> dict[int, int]:
+        """Make sure that these adapters have slots. Returns the slots by adapter id."""
         manager = self._adapter_manager
-        # Those that are here first, so that loading the others does not drive them out.
-        for request in sorted(wanted, key=lambda request: request.lora_int_id not in manager.list_adapters()):
+        # Loaded ones first, so that loading the others does not evict them.
+        for request in sorted(adapters, key=lambda request: request.lora_int_id not in manager.list_adapters()):
             number = request.lora_int_id
             if manager.get_adapter(number) is None:
                 self.add_adapter(request)
@@ -113,7 +113,7 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
         for name, lora in loras.items():
             sizes = self._sizes.get(name)
             if sizes is None:
-                # A deployment may restrict adapters to some modules, and then the others are left out as it says.
+                # A deployment may restrict adapters to some modules; then the others are left out.
                 if self.lora_config.target_modules is None:
                     yield f"the model has no module {name} that takes adapters."
                 continue
@@ -125,11 +125,11 @@ class AdapterLoader(LRUCacheWorkerLoRAManager):
             if found != expected:
                 yield f"the matrices of {name} have shapes {found}, and {expected} are expected."
             elif not all(_is_finite(part) for part in (lora.lora_a, lora.lora_b, lora.lora_b * lora.scaling)):
-                # Zero times such a number is not zero, so it would reach requests without the adapter.
+                # 0 times such a number is not 0, so it would reach requests without the adapter.
                 yield f"not all numbers in {name} are finite."
 
     def _sizes_of(self, module_name: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Numbers of inputs and outputs, before they are split among ranks, by the names that adapters use."""
+        """Sizes of inputs and outputs, before they are split among ranks, by the names that adapters use."""
         manager = self._adapter_manager
         module = manager.modules[module_name]
         names = manager.packed_modules.get(module_name, [module_name])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_gaudi_spec.config import MOST_RULES, REQUEST_OPTION, shown
+from vllm_gaudi_spec.config import MAX_LOGIT_EDITS, REQUEST_OPTION, shown
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 _MOST_END_TOKENS = 8
 
 
-def _too_many_rules(params: SamplingParams) -> str | None:
+def _too_many_logit_edits(params: SamplingParams) -> str | None:
     """vLLM asks before it spells bad words in tokens and adds the model's end tokens: hence the guesses."""
     num_spellings = 2 * len(params.bad_words or ())  # with and without a space before each word
     stops = len(params.stop_token_ids or ()) + _MOST_END_TOKENS if params.min_tokens else 0
     wanted = len(params.logit_bias or {}) + num_spellings + stops
-    if wanted <= MOST_RULES:
+    if wanted <= MAX_LOGIT_EDITS:
         return None
     return (
-        f"logit_bias, bad_words and stop tokens that min_tokens holds back make up to {wanted} rules; this device has "
-        f"room for {MOST_RULES} a request."
+        f"logit_bias, bad_words and stop tokens that min_tokens holds back make up to {wanted} logit edits; this "
+        f"device has room for {MAX_LOGIT_EDITS} a request."
     )
 
 
@@ -46,11 +46,11 @@ def _not_sent(given: Mapping[str, object]) -> str | None:
 
 
 def unsupported_request(params: SamplingParams, *, fixed_tables: bool, cache_salt: str | None = None) -> str | None:
-    """Why a request cannot be served, or None. `fixed_tables`: the device's programs have room for so many rules."""
+    """Why a request cannot be served, or None. `fixed_tables`: its graphs have room for so many logit edits."""
     given = {name: value for name in params.__struct_fields__ if (value := getattr(params, name)) is not None}
     if reason := _not_sent(given | {"cache_salt": cache_salt}):
         return reason
-    if fixed_tables and (reason := _too_many_rules(params)):
+    if fixed_tables and (reason := _too_many_logit_edits(params)):
         return reason
     if params.thinking_token_budget is not None:
         return "thinking_token_budget is not supported by this platform; leave it out."

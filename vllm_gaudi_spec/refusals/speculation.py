@@ -73,7 +73,7 @@ def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Ite
 
 
 def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
-    if not Options.from_vllm(vllm_config).paces:
+    if not Options.from_vllm(vllm_config).adapts_num_drafts:
         return
     options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
     if vllm_config.speculative_config is None:

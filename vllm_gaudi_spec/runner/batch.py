@@ -1,6 +1,6 @@
 """From the scheduler's output to batches: who decodes, who prefills, in which rectangles of rows and tokens.
 
-A batch is made new each step and remembers nothing.
+A batch is made anew in each step and has no state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Located(NamedTuple):
-    """A rectangle's place in the request state."""
+    """Where a rectangle begins in the request state, and how much of it is real."""
 
     starts_B: torch.Tensor
     """int32: position of each row's first token."""
@@ -32,8 +32,8 @@ class Located(NamedTuple):
 
 
 def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
-    """Prompt chunks start where the host says; decodes start where the device's own count stands, and verify as many
-    drafts as it has, up to what the host scheduled."""
+    """Prompt chunks start at the host's count of computed tokens. Decodes start at the device's count, and verify as
+    many drafts as the device has, up to the number that the host scheduled."""
     starts_B, num_real_B = uploaded.host_2B.unbind(0)
     if phase == DECODE:
         starts_B = requests.computed_R.index_select(0, uploaded.rows_B)
@@ -44,21 +44,21 @@ def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
 
 def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Requests) -> Inputs:
     """Look up a rectangle's tokens on the device."""
-    place_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
-    tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + place_Q)
+    offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
+    tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + offsets_Q)
     return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks)
 
 
 def sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens are sampled: flat places [B, Q] in the rectangle and their positions. All of a decode's tokens, a
-    prompt chunk's last."""
+    """Where tokens are sampled, [B, Q]: indices in the flat rectangle, and positions. All tokens of a decode, the last
+    one of a prompt chunk."""
     rows, device = located.starts_B.shape[0], located.starts_B.device
     row_B = torch.arange(rows, dtype=torch.int32, device=device)
     if phase == DECODE:
-        place_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
+        offsets_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
     else:
-        place_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
-    return row_B[:, None] * queries + place_BQ, located.starts_B[:, None] + place_BQ
+        offsets_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
+    return row_B[:, None] * queries + offsets_BQ, located.starts_B[:, None] + offsets_BQ
 
 
 def make_batch(requests: Requests, planned: Planned) -> Batch:
@@ -113,13 +113,13 @@ def no_lengths(requests: Requests, num_rows: int) -> torch.Tensor:
 def plan_batches(
     scheduled: SchedulerOutput, requests: Requests, shapes: Shapes, num_drafts: dict[str, int]
 ) -> list[Planned]:
-    """Running decodes as one rectangle, then everything else in the scheduler's order.
+    """Running decodes as one rectangle, then all others in the scheduler's order.
 
     `num_drafts`: the most drafts of a request that this step may verify; a request that is not in it has none.
 
     The order matters: a request admitted on a prefix-cache hit may read blocks that are written in this very step, by a
     decode that fills its block or by a prompt chunk admitted before it. One with a single token left is a decode too,
-    but keeps its place among the chunks.
+    but keeps its position among the chunks.
     """
     running: list[Request] = []
     groups: list[list[tuple[Request, int]]] = []
@@ -134,7 +134,7 @@ def plan_batches(
     batches = [_decode_batch(running, shapes, num_drafts)] if running else []
     for group in groups:
         if _is_last_token(group[0][0]):
-            # It was just admitted, so what was scheduled beside its token is padding.
+            # It was just admitted, so its other scheduled tokens are padding.
             batches.append(_decode_batch([request for request, _ in group], shapes, {}))
         else:
             batches.append(_prefill_batch(group, shapes))

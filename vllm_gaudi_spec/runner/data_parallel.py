@@ -1,9 +1,9 @@
-"""Data-parallel ranks that have experts in common, and so run every forward of the target together.
+"""Data-parallel ranks that have experts in common, and therefore run every forward of the target together.
 
-Each rank schedules requests of its own, and what it has to compute is another matter on each. But experts are spread
-over the ranks: within a forward the ranks exchange tokens, so there have to be as many forwards on each of them, of as
-many tokens each. Before a step computes anything the ranks tell each other which rectangles they have, and all of them
-run those that serve everybody. A rank that has nothing to compute in one of them runs it on padding.
+Each rank schedules its own requests, so ranks have different work. But experts are spread over the ranks: within a
+forward the ranks exchange tokens, so all of them need the same number of forwards, of the same number of tokens each.
+Before a step computes anything the ranks exchange their lists of rectangles, and all of them run forwards that fit
+every list. A rank that has nothing to compute in one of them runs it on padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Rectangle(NamedTuple):
-    """A `Shape` without the context, which is each rank's own affair."""
+    """A `Shape` without the context, which may differ between ranks."""
 
     decodes: int
     rows: int
@@ -33,54 +33,54 @@ class SharedForward(NamedTuple):
 
     rectangle: Rectangle
     ranks: tuple[int, ...]
-    """Those with something to compute in it."""
+    """Those with real tokens in it."""
 
 
 def merged(plans: list[list[Rectangle]]) -> list[SharedForward]:
-    """The forwards that serve every rank's plan, each plan in its own order: one that comes later may read what one
-    before it wrote. The same on all ranks, since all know all plans."""
-    places, steps = [0] * len(plans), list[SharedForward]()
+    """The forwards that fit every rank's plan, each plan in its own order: a later batch may read what an earlier one
+    wrote. The result is the same on all ranks, since each has all plans."""
+    cursors, steps = [0] * len(plans), list[SharedForward]()
     while True:
-        next_ones = {
-            rank: plan[place] for rank, (plan, place) in enumerate(zip(plans, places, strict=True)) if plan[place:]
+        next_rectangles = {
+            rank: plan[cursor] for rank, (plan, cursor) in enumerate(zip(plans, cursors, strict=True)) if plan[cursor:]
         }
-        if not next_ones:
+        if not next_rectangles:
             return steps
         # Decodes first: plans begin with them.
-        decodes = max(one.decodes for one in next_ones.values())
-        takers = {rank: one for rank, one in next_ones.items() if one.decodes == decodes}
-        rows, queries = (max(getattr(one, name) for one in takers.values()) for name in ("rows", "queries"))
-        steps.append(SharedForward(Rectangle(decodes, rows, queries), tuple(takers)))
-        for rank in takers:
-            places[rank] += 1
+        decodes = max(one.decodes for one in next_rectangles.values())
+        members = {rank: one for rank, one in next_rectangles.items() if one.decodes == decodes}
+        rows, queries = (max(getattr(one, name) for one in members.values()) for name in ("rows", "queries"))
+        steps.append(SharedForward(Rectangle(decodes, rows, queries), tuple(members)))
+        for rank in members:
+            cursors[rank] += 1
 
 
 class DataParallelLockstep:
     """Fits the batches of one rank's step to those of the other ranks."""
 
     def __init__(self, shapes: Shapes, max_forwards: int) -> None:
-        """`max_forwards`: of a step."""
+        """`max_forwards`: the most forwards of a step."""
         self._shapes = shapes
         self._max_forwards = max_forwards
 
     def fit(self, batches: list[Planned]) -> list[Planned]:
-        """What this rank runs in this step, some of it on padding. A collective."""
-        own = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in batches]
+        """The batches that this rank runs in this step, some on padding. A collective."""
+        plan = [Rectangle(int(b.shape.phase == DECODE), b.shape.rows, b.shape.queries) for b in batches]
         rank, waiting = get_dp_group().rank_in_group, iter(batches)
         return [
             self._widened(next(waiting) if rank in ranks else None, rectangle)
-            for rectangle, ranks in merged(self._exchange(own))
+            for rectangle, ranks in merged(self._exchange(plan))
         ]
 
-    def _exchange(self, own: list[Rectangle]) -> list[list[Rectangle]]:
-        """Every rank's plan, through the hosts: nothing waits for a device."""
+    def _exchange(self, plan: list[Rectangle]) -> list[list[Rectangle]]:
+        """Every rank's plan, exchanged through the hosts without waiting for a device."""
         group = get_dp_group()
-        mine = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
-        if own:
-            mine[: len(own)] = torch.tensor(own, dtype=torch.int32)
-        plans = [torch.empty_like(mine) for _ in range(group.world_size)]
-        dist.all_gather(plans, mine, group=group.cpu_group)
-        return [[Rectangle(*row) for row in plan.tolist() if row[1]] for plan in plans]
+        plan_F3 = torch.zeros(self._max_forwards, len(Rectangle._fields), dtype=torch.int32)
+        if plan:
+            plan_F3[: len(plan)] = torch.tensor(plan, dtype=torch.int32)
+        plans = [torch.empty_like(plan_F3) for _ in range(group.world_size)]
+        dist.all_gather(plans, plan_F3, group=group.cpu_group)
+        return [[Rectangle(*row) for row in each.tolist() if row[1]] for each in plans]
 
     def _widened(self, batch: Planned | None, rectangle: Rectangle) -> Planned:
         """The batch, or padding, in a rectangle that is as large as the largest of all ranks."""

@@ -1,4 +1,4 @@
-"""Signatures of steps: the jobs that warm-up makes them with, and the recorder that proves that none came after it."""
+"""Signatures of steps: the warm-up jobs that make them, and the recorder that reports new ones after warm-up."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ASK_EVERY = 16
-"""Steps between two looks at the device's own count of programs: what a look costs is its bridge's affair."""
+"""Steps between two queries of the device's count of compiled graphs: a query's cost depends on its software."""
 
 
 class Job(NamedTuple):
     """A run of warm-up on padding, through the functions that serve requests."""
 
     kind: str
-    """Its name in the progress of warm-up."""
+    """Its name in the progress bar of warm-up."""
     run: Callable[[], object]
     signatures: tuple[Hashable, ...] = ()
-    """The step signatures that the run makes: the manifest is made of these. None for a change of state."""
+    """The step signatures that the run makes, which form the manifest; empty for a change of state."""
     num_tokens: int = 0
-    """Compared with the bound of warm-up."""
+    """Compared with the limit of warm-up, `warmup_tokens`."""
     is_common: bool = True
-    """False for a branch other than greedy: it is run where warm-up has no bound."""
+    """False for a branch other than greedy, which is run only where warm-up has no limit."""
 
 
 def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashable:
-    """`sizes`: rows, queries, and the branch of what travels besides tokens."""
+    """`sizes`: rows, queries, and the branch of the results besides tokens."""
     return ("report", *sizes, has_drafts)
 
 
@@ -44,20 +44,20 @@ class StepRecorder:
         self.unexpected: list[Hashable] = []
         self._seen: set[Hashable] = set()
         self.num_steps = 0
-        self._reads_before = 0
+        self._syncs_before = 0
         self._compiled = 0
         self.coverage: Mapping[str, float] = {}
         """As `WorkerCounts` has it; set once, at load."""
 
     def expect(self, signatures: Iterable[Hashable]) -> None:
-        """Signatures that the configuration can reach: warm-up runs some and lists the others."""
+        """Add signatures that the configuration can reach: warm-up runs some and lists the others."""
         self.manifest.update(signatures)
 
     def warm_up_done(self, num_host_syncs: int) -> None:
-        """`num_host_syncs`: those so far, which no step will have made."""
+        """`num_host_syncs`: those so far, which are not counted for steps."""
         self.warmed, self._seen = self._seen, set()
-        self._reads_before = num_host_syncs
-        # Warm-up's own steps were told of programs that are none of theirs.
+        self._syncs_before = num_host_syncs
+        # Counts of warm-up's own steps include graphs that were compiled for warm-up.
         self._compiled = 0
 
     def saw(self, signature: Hashable) -> None:
@@ -71,12 +71,12 @@ class StepRecorder:
         self.num_steps += 1
 
     def worked(self, backend: DeviceBackend, *, is_last: bool = False) -> WorkerCounts:
-        """For the scheduler, with each step. `is_last`: for long, maybe."""
+        """For the scheduler, with each step. `is_last`: the next step may be long after this one."""
         if is_last or self.num_steps % _ASK_EVERY == 0:
-            # A device that is set back, or does not answer, counts from 0: what it said before was so.
+            # A device whose counter was reset, or that does not answer, counts from 0: the earlier count still holds.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
-        reads = backend.memory.num_host_syncs - self._reads_before
-        return WorkerCounts(self.num_steps, reads, max(len(self.unexpected), self._compiled), self.coverage)
+        syncs = backend.memory.num_host_syncs - self._syncs_before
+        return WorkerCounts(self.num_steps, syncs, max(len(self.unexpected), self._compiled), self.coverage)
 
     def report(self, num_host_syncs: int) -> dict[str, object]:
         return {
@@ -87,5 +87,5 @@ class StepRecorder:
                 "unexpected": [str(signature) for signature in self.unexpected],
             },
             "steps": self.num_steps,
-            "host_syncs_per_step": (num_host_syncs - self._reads_before) / max(self.num_steps, 1),
+            "host_syncs_per_step": (num_host_syncs - self._syncs_before) / max(self.num_steps, 1),
         }

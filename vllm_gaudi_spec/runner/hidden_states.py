@@ -1,5 +1,5 @@
-"""Where forwards leave the hidden states that sampling needs, by row: so that sampling is one pass of its own shape,
-whatever rectangles the step was cut into."""
+"""The hidden states that sampling needs, by row, as forwards leave them: sampling is then one pass of its own shape,
+whatever the rectangles of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampledStates(NamedTuple):
     """N = B * Q rows."""
     positions_BQ: torch.Tensor
     num_drafts_B: torch.Tensor
-    """int32: drafts that the forward saw."""
+    """int32: drafts in the forward."""
 
 
 class HiddenStateBuffer:
@@ -36,13 +36,13 @@ class HiddenStateBuffer:
         device: torch.device,
         carried_size: int | None = None,
     ) -> None:
-        """`carried_size`: of what heads read, where those are not the very states that logits are made of."""
+        """`carried_size`: of the states that heads read, where they are not those that logits are made of."""
         self.dtype = dtype
         self._num_queries = num_queries
         self._hidden_NH = torch.zeros(num_rows * num_queries, hidden_size, dtype=dtype, device=device)
-        """N = R * Q: one line of memory, changed as a whole."""
+        """N = R * Q: one flat tensor, changed as a whole."""
         self.chunk_TH = torch.zeros(longest_chunk, hidden_size, dtype=dtype, device=device)
-        """Of the newest prompt chunk, all: for the scores of its tokens."""
+        """All states of the newest prompt chunk, for the scores of its tokens."""
         self._carried_NH, self._carried_chunk_TH = self._hidden_NH, self.chunk_TH
         if carried_size is not None:
             self._carried_NH, self._carried_chunk_TH = (
@@ -54,13 +54,13 @@ class HiddenStateBuffer:
 
     def put(self, phase: str, queries: int, rows_B: torch.Tensor, located: Located, hidden: Hidden) -> None:
         """`hidden`: of all T tokens."""
-        places_BQ, positions_BQ = sampled_positions(phase, queries, located)
-        chosen_N, index_N = places_BQ.flatten(), self._index(rows_B, places_BQ.shape[1])
-        for states_TH, rows_NH, chunk_TH in self._kept(hidden):
+        index_BQ, positions_BQ = sampled_positions(phase, queries, located)
+        chosen_N, index_N = index_BQ.flatten(), self._index(rows_B, index_BQ.shape[1])
+        for states_TH, rows_NH, chunk_TH in self._destinations(hidden):
             rows_NH.index_copy_(0, index_N, states_TH.index_select(0, chosen_N))
             if phase == PREFILL:
-                place_T = torch.arange(states_TH.shape[0], dtype=torch.int64, device=rows_B.device)
-                chunk_TH.index_copy_(0, place_T, states_TH)
+                offsets_T = torch.arange(states_TH.shape[0], dtype=torch.int64, device=rows_B.device)
+                chunk_TH.index_copy_(0, offsets_T, states_TH)
         self._first_R.index_copy_(0, rows_B, positions_BQ.select(1, 0))
         if phase == DECODE:
             num_drafts_B = (located.num_real_B - 1).clamp(min=0)
@@ -69,25 +69,25 @@ class HiddenStateBuffer:
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
     def take(self, rows_B: torch.Tensor, num_queries: int) -> SampledStates:
-        place = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
+        offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
         return SampledStates(
             self._hidden_NH.index_select(0, self._index(rows_B, num_queries)),
-            self._first_R.index_select(0, rows_B)[:, None] + place,
+            self._first_R.index_select(0, rows_B)[:, None] + offsets_Q,
             self._num_drafts_R.index_select(0, rows_B),
         )
 
     # --- what heads read ---
 
-    def _kept(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """States, and where those of rows and of chunks are kept."""
-        kept = [(hidden.last, self._hidden_NH, self.chunk_TH)]
+    def _destinations(self, hidden: Hidden) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each kind of states, and its tensors for rows and for chunks."""
+        pairs = [(hidden.last, self._hidden_NH, self.chunk_TH)]
         if self._carried_NH is not self._hidden_NH:
             assert hidden.carried is not None
-            kept.append((hidden.carried, self._carried_NH, self._carried_chunk_TH))
-        return kept
+            pairs.append((hidden.carried, self._carried_NH, self._carried_chunk_TH))
+        return pairs
 
     def first(self, rows_B: torch.Tensor) -> torch.Tensor:
-        """int32 [B]: position of the first state of each row."""
+        """int32 [B]: position of each row's first state."""
         return self._first_R.index_select(0, rows_B)
 
     def carried(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
@@ -99,10 +99,10 @@ class HiddenStateBuffer:
         return self._carried_chunk_TH.narrow(0, 0, num_tokens)
 
     def last_accepted(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """[B, H]: the states that the last of `lengths_B` tokens were sampled from."""
-        place_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
-        return self._hidden_NH.index_select(0, rows_B * self._num_queries + place_B)
+        """[B, H]: the states of the last accepted tokens, from which the last of `lengths_B` tokens were sampled."""
+        offset_B = (lengths_B - 2 - self.first(rows_B)).clamp(min=0, max=self._num_queries - 1)
+        return self._hidden_NH.index_select(0, rows_B * self._num_queries + offset_B)
 
     def _index(self, rows_B: torch.Tensor, num_queries: int) -> torch.Tensor:
-        place = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)
-        return (rows_B[:, None] * self._num_queries + place).flatten()
+        offsets_Q = torch.arange(num_queries, dtype=torch.int64, device=rows_B.device)
+        return (rows_B[:, None] * self._num_queries + offsets_Q).flatten()

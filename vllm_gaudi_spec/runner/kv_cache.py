@@ -1,4 +1,4 @@
-"""KV cache memory: allocate it as the engine planned, copy blocks. `LoadedModel.bind_kv` gives it to the layers."""
+"""KV cache memory: allocation as the engine planned, and block copies. `LoadedModel.bind_kv` gives it to the layers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class KVCache:
     def __init__(self, kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, backend: DeviceBackend) -> None:
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         self.by_layer = backend.memory.allocate_kv(kv_cache_config, layout)
-        """What each layer keeps its KV in."""
+        """Each layer's KV cache."""
         self._copy_blocks = backend.memory.block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]
         self.windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        """How far back the layers of each group look, where they do not look at everything."""
+        """The sliding window of each group's layers; None: no window."""
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """Copy before anything of the step reads or writes."""
-        # vLLM asks for blocks to be cleared where layers keep a state, and such layers are refused.
+        """Copy blocks, before the step reads or writes any."""
+        # vLLM requests cleared blocks only for layers with a state, and such layers are refused.
         assert not scheduled.new_block_ids_to_zero
         if copies := scheduled.kv_cache_block_copies:
             self._copy_blocks([(copy.src_block_id, copy.dst_block_id) for copy in copies])
 
     def warm_up(self) -> None:
-        """What a copy runs, on the pad block."""
+        """Run what a copy runs, on the pad block."""
         self._copy_blocks([(0, 0)])
 
 

@@ -1,4 +1,4 @@
-"""What a loaded model offers to a step: hidden states for a rectangle of tokens, and logits for chosen rows."""
+"""A loaded model: hidden states for a rectangle of tokens, and logits for chosen rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.quantization.models import Quantization
 
 
-# Rows of logits at a time, where all are asked for.
+# Rows of logits at a time, where those of all tokens are measured.
 _MEASURED_LOGITS = 64
 
 
@@ -46,7 +46,7 @@ def _keeping_all(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _reach(layer: Any) -> tuple[int | None, int | None]:
-    """How far back a layer looks: its window, and its chunk."""
+    """A layer's sliding window and attention chunk."""
     return layer.impl.sliding_window, getattr(layer, "attention_chunk_size", None)
 
 
@@ -67,13 +67,14 @@ class LoadedModel:
         group: GroupCoordinator | None = None,
     ) -> None:
         """`model_config`, `load_config`: where they are not those of `vllm_config`. `adapt`: a change to the model
-        before it goes to the device. `quantization`: behind that. `group`: the ranks that the model is cut over, where
-        that is not the target's tensor-parallel group."""
+        before it goes to the device. `quantization`: applied after `adapt`. `group`: the ranks that the model is split
+        over, where that is not the target's tensor-parallel group."""
         self.vllm_config = vllm_config
         self.group = group or get_tp_group()
         self._packs = not backend.traits.captures
         self._is_in_step = ranks_in_step(vllm_config, model_config) > 1
-        # A head runs alone, and in its target's context: vLLM would ask the others for their numbers if it had none.
+        # A head runs on one rank, in its target's forward context: without one vLLM would ask the other ranks for their
+        # token counts.
         self._num_in_context = ranks_in_step(vllm_config)
         self._returns_hidden_states = False
         self.output_ids: torch.Tensor | None = None
@@ -94,7 +95,7 @@ class LoadedModel:
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
-        """Of each layer, the one whose KV it reads: another than itself where layers share KV."""
+        """By layer, the layer whose KV it reads: another one where layers share KV."""
         backend.weights.prepare_model(self.model)
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
@@ -106,23 +107,23 @@ class LoadedModel:
         self.carried_size = carried_size
 
     def return_hidden_states(self) -> None:
-        """Hand out one rank's states on all ranks of the model: of those that each has added up itself, nobody promises
-        that they are the same bits everywhere, and what is drafted of them has to be the same."""
+        """Return one rank's states on all ranks of the model: sums that each rank makes need not be the same bits, and
+        drafts made from them have to be the same."""
         self._returns_hidden_states = True
 
-    def _told(self, hidden: Hidden) -> Hidden:
+    def _broadcast(self, hidden: Hidden) -> Hidden:
         communicator = self.group.device_communicator
         assert communicator is not None
         carried = hidden.last if hidden.carried is None else hidden.carried
-        told = communicator.broadcast(carried.contiguous())
-        return Hidden(told if carried is hidden.last else hidden.last, None if hidden.carried is None else told)
+        states = communicator.broadcast(carried.contiguous())
+        return Hidden(states if carried is hidden.last else hidden.last, None if hidden.carried is None else states)
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer wants to keep; a layer that reads another's KV keeps none, and is not listed."""
+        """The KV cache spec of each attention layer; a layer that reads another's KV has none and is left out."""
         specs: dict[str, KVCacheSpec] = {}
         for name, layer in self._layers.items():
             if self._kv_owners[name] != name:
-                continue  # vLLM's layer has an answer all the same
+                continue  # vLLM's layer returns a spec all the same
             spec = layer.get_kv_cache_spec(self.vllm_config)
             if not isinstance(spec, AttentionSpec):
                 raise UnsupportedConfigError(f"{name} keeps no KV of attention; use a model whose layers all do.")
@@ -136,8 +137,8 @@ class LoadedModel:
         return specs
 
     def kv_cache_spec_of_drafter(self) -> dict[str, KVCacheSpec]:
-        """The same, with every block kept. vLLM frees blocks behind a sliding window and hands them to others, and the
-        worker is not told; a drafter that catches up would write there."""
+        """The same without sliding windows. vLLM frees blocks outside a window and gives them to other requests without
+        notice to the worker; a drafter that catches up would write to them."""
         return {name: _keeping_all(spec) for name, spec in self.kv_cache_spec().items()}
 
     @property
@@ -146,7 +147,7 @@ class LoadedModel:
         return list(self._layers)
 
     def bind_kv(self, caches: dict[str, Any], groups: list[list[str]]) -> None:
-        """Give each layer what it keeps its KV in, or, where it reads another's, that one's. `groups`: layers with KV
+        """Give each layer its KV cache, or that of the layer whose KV it reads. `groups`: layers with KV
         by KV cache group; those that share it join the group of its owner, whose blocks and slots they need."""
         sharing = {name: owner for name, owner in self._kv_owners.items() if name != owner}
         self._groups = [[*names, *(name for name, owner in sharing.items() if owner in names)] for names in groups]
@@ -158,26 +159,25 @@ class LoadedModel:
             layer.impl.bind(layer, caches[owner])
 
     def check_kv_is_written(self) -> None:
-        """After warm-up: whoever reads KV that nobody writes would answer with noise, and the same with drafts as
-        without."""
+        """After warm-up: a layer that reads KV that no layer writes would output noise, with and without drafts."""
         owners = set(self._kv_owners.values())
         if unwritten := sorted(name for name in owners if not self._layers[name].impl.has_written):
             raise RuntimeError(f"Warm-up wrote no KV for {', '.join(unwritten)}, which attention reads.")
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
-        """[T, H]; KV of all real tokens is written. A head wants what was carried to it."""
+        """[T, H]; KV of all real tokens is written. `carried_TH`: for heads, the states that they read."""
         num_tokens = inputs.token_ids_T.shape[0]
-        # Ranks that run in step compute as many tokens each: how many of them are real is not known to the others.
+        # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
-        kept = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
-        if kept is None:
+        packed = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
+        if packed is None:
             return self._run(inputs, carried_TH)
-        carried = None if carried_TH is None else carried_TH.index_select(0, kept.places_T)
-        packed = self._run(packing.pack(inputs, kept), carried)
-        last = packing.spread(packed.last, kept, num_tokens)
-        if packed.carried is None or packed.carried is packed.last:
-            return Hidden(last, None if packed.carried is None else last)
-        return Hidden(last, packing.spread(packed.carried, kept, num_tokens))
+        carried = None if carried_TH is None else carried_TH.index_select(0, packed.index_T)
+        hidden = self._run(packing.pack(inputs, packed), carried)
+        last = packing.spread(hidden.last, packed, num_tokens)
+        if hidden.carried is None or hidden.carried is hidden.last:
+            return Hidden(last, None if hidden.carried is None else last)
+        return Hidden(last, packing.spread(hidden.carried, packed, num_tokens))
 
     def _run(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Hidden:
         metadata, slots = {}, {}
@@ -195,21 +195,21 @@ class LoadedModel:
             with self.counting(inputs), self._adapting(inputs.adapters_T):
                 hidden = self._hidden_of(self.model(inputs.token_ids_T, inputs.positions_T, *carried), inputs)
             if self._returns_hidden_states:
-                hidden = self._told(hidden)
+                hidden = self._broadcast(hidden)
             if self.measuring is not None and self.measuring.reads_logits:
                 self._measure_logits(self.measuring, hidden.last, inputs.real_T())
             return hidden
 
     def counting(self, inputs: Inputs) -> AbstractContextManager[None]:
-        """Where the model is measured, around work on a forward's tokens, of which those count that are real."""
+        """Around work on a forward's tokens where the model is measured: only real tokens count."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
 
     def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Around work of the model's layers on so many tokens, or rows of states."""
-        return nullcontext() if self.adapters is None else self.adapters.given(adapters_T)
+        """Around work of the model's layers on these tokens, or rows of states."""
+        return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)
 
     def _measure_logits(self, measuring: Measuring, hidden_TH: torch.Tensor, real_T: torch.Tensor) -> None:
-        """Of every real token: those that a run asks for are few."""
+        """For every real token: those that a step samples are few."""
         for states, real in zip(hidden_TH.split(_MEASURED_LOGITS), real_T.split(_MEASURED_LOGITS), strict=True):
             with measuring.counting(real):
                 self.logits(states)
@@ -217,14 +217,14 @@ class LoadedModel:
     def logits_of_rows(
         self, hidden_NH: torch.Tensor, num_real_B: torch.Tensor, adapters_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are looked at."""
+        """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
-        kept = packing.packed(num_real_B, num_positions // len(num_real_B)) if self._packs else None
-        if kept is None:
+        packed = packing.packed(num_real_B, num_positions // len(num_real_B)) if self._packs else None
+        if packed is None:
             return self.logits(hidden_NH, adapters_N)
         if adapters_N is not None:
-            adapters_N = adapters_N.index_select(0, kept.places_T)
-        return packing.spread(self.logits(hidden_NH.index_select(0, kept.places_T), adapters_N), kept, num_positions)
+            adapters_N = adapters_N.index_select(0, packed.index_T)
+        return packing.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), packed, num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""

@@ -1,4 +1,4 @@
-"""The model runner: loads the target, owns the requests, and turns the scheduler's word into sampled tokens."""
+"""The model runner: loads the target, owns the requests, and turns the scheduler's output into sampled tokens."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _NOT_OBSERVED = nullcontext()
 
 
 class StepObserver(Protocol):
-    """What measures a runner's steps: called on the host, while the device may still be at work."""
+    """An observer that measures a runner's steps: called on the host, while the device may still be at work."""
 
     def step_begins(self) -> None:
         """`execute_model` was called."""
         ...
 
     def step_planned(self, scheduled: SchedulerOutput, batches: Sequence[Planned]) -> None:
-        """The batches of the step that began last. A step that computes nothing has none, and is not planned."""
+        """The batches of the newest step. Not called for a step that computes nothing."""
         ...
 
     def drafting(self) -> AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class ModelRunner:
         self.rule = choose_rule(self.speculation, backend)
         self.async_scheduling = vllm_config.scheduler_config.async_scheduling
         self.observer: StepObserver | None = None
-        """Set by what measures steps."""
+        """Set by tools that measure steps."""
         self.pending: list[Planned] = []
         self.report: Report | None = None
         self.drafter_status: DrafterStatus | None = None
@@ -93,34 +93,37 @@ class ModelRunner:
         self.target = LoadedModel(self.vllm_config, self.backend, quantization=quantization)
         if self.speculation is not None:
             self.drafter = load_drafter(self.speculation, self.vllm_config, self.backend, self.target)
-        if self.vllm_config.lora_config is not None:  # last: a head shares layers of the target as they are without
+        if self.vllm_config.lora_config is not None:  # last: a head shares the target's layers without adapters
             self.target.adapters = Adapters(self.vllm_config, self.target.model, self.backend)
 
     def save_measurements(self) -> None:
-        """Of models that are measured, all that was seen so far."""
+        """Write the measurements so far of models that are measured."""
         for loaded in (self.target, self.drafter):
             if loaded is not None and loaded.measuring is not None:
                 loaded.measuring.write()
 
     def drafting_bytes(self) -> dict[str, int]:
-        """Memory that drafting takes besides weights and the KV cache, and what for."""
-        given = self.speculation
-        if self.drafter is None or given is None:
+        """Memory that drafting takes besides weights and the KV cache, by purpose."""
+        speculation = self.speculation
+        if self.drafter is None or speculation is None:
             return {}
-        kv_region_block = block_of(self.drafter.kv_cache_spec()) if given.retokenizes else None
-        return drafting_bytes(given, self.max_rows, self.vllm_config.model_config.get_vocab_size(), kv_region_block)
+        kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
+        return drafting_bytes(
+            speculation, self.max_rows, self.vllm_config.model_config.get_vocab_size(), kv_region_block
+        )
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = self.target.kv_cache_spec()
         if self.drafter is None or self.speculation is None or self._has_kv_region:
             return specs
-        # A head never catches up: what vLLM freed it has no more use for.
-        own = self.drafter.kv_cache_spec() if self.speculation.is_head else self.drafter.kv_cache_spec_of_drafter()
-        return specs | own
+        # A head never catches up, so it needs no block that vLLM freed.
+        if self.speculation.is_head:
+            return specs | self.drafter.kv_cache_spec()
+        return specs | self.drafter.kv_cache_spec_of_drafter()
 
     @property
     def _has_kv_region(self) -> bool:
-        """Whether the drafter's KV stands apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
+        """Whether the drafter's KV is apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
         return self.speculation is not None and self.speculation.retokenizes
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
@@ -157,7 +160,7 @@ class ModelRunner:
         )
         self.lockstep: DataParallelLockstep | None = None
         if ranks_in_step(self.vllm_config) > 1:
-            # A decode of what runs, and at most a chunk of each request.
+            # One decode, and at most a chunk of each request.
             self.lockstep = DataParallelLockstep(self.shapes, max_forwards=1 + self.max_rows)
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
@@ -190,22 +193,22 @@ class ModelRunner:
                 )
             )
         self._run_forward = self.backend.graphs.graph(self._forward)
-        # What users bring may do on the host what it likes.
+        # Custom processors may do anything on the host, so they are not captured.
         self._run_finish = self._finish if self.custom is not None else self.backend.graphs.graph(self._finish)
 
     def warm_up(self) -> None:
-        given = self.options.warmup_tokens
-        warm_up(self, self.backend.traits.warmup_tokens if given is None else given)
+        max_tokens = self.options.warmup_tokens
+        warm_up(self, self.backend.traits.warmup_tokens if max_tokens is None else max_tokens)
 
     # --- a step, in the two halves that vLLM calls ---
 
     def execute_model(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | None:
-        """Prepare and forward. None means that `sample_tokens` has the result."""
+        """Prepare and forward. None means that `sample_tokens` returns the result."""
         if self.observer is not None:
             self.observer.step_begins()
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            # vLLM's last step of requests that ended, with none after it: the next one may be a day away.
+            # vLLM's step after the last requests ended: the next one may be long after it.
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
         self.pending = plan_batches(scheduled, self.requests, self.shapes, self.max_scheduled_drafts(scheduled))
@@ -220,7 +223,7 @@ class ModelRunner:
         return None
 
     def execute_dummy_batch(self) -> None:
-        """Take part in a step of other ranks, with nothing of one's own."""
+        """Take part in a step of other ranks without requests of this rank."""
         for planned in self.lockstep.fit([]) if self.lockstep else ():
             self.compute(make_batch(self.requests, planned))
         self.backend.graphs.step_done()
@@ -260,17 +263,17 @@ class ModelRunner:
             self.custom.update(self.requests.freed_rows, self.requests.admitted)
 
     def observe_drafter(self, drafting: Drafting, status: DrafterStatus | None) -> None:
-        """What the scheduler decides after faults of the drafter, if there were any."""
+        """Apply the scheduler's decision after faults of the drafter, if there were any."""
         if status is None:
             return
         self.drafter_status = status
-        again, never = ([found for name in names if (found := self.requests.running(name))] for names in status[:2])
-        drafting.on_drafter_status(again, never, is_off=status.is_off)
+        resumed, stopped = ([found for name in names if (found := self.requests.running(name))] for names in status[:2])
+        drafting.on_drafter_status(resumed, stopped, is_off=status.is_off)
 
     def max_scheduled_drafts(self, scheduled: SchedulerOutput) -> dict[str, int]:
-        """The most drafts of each request that this step may verify, from what the scheduler knows.
+        """The most drafts of each request that this step may verify, from the scheduler's output.
 
-        Asynchronously it schedules places (-1) for drafts that only the device knows; otherwise -1 is mere padding.
+        With async scheduling that has placeholders (-1) for drafts that only the device has; otherwise -1 is padding.
         """
         if self.drafting is None:
             return {}
@@ -279,8 +282,8 @@ class ModelRunner:
             len(tokens) if self.async_scheduling else len(tokens) - tokens.count(-1)
             for tokens in scheduled_tokens.values()
         ]
-        most = self.drafting.max_drafts([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
-        return dict(zip(scheduled_tokens, most.tolist(), strict=True))
+        max_drafts = self.drafting.max_drafts([self.requests.by_id[req_id] for req_id in scheduled_tokens], counts)
+        return dict(zip(scheduled_tokens, max_drafts.tolist(), strict=True))
 
     def compute(self, batch: Batch) -> None:
         self.recorder.saw(batch.shape)
@@ -313,7 +316,7 @@ class ModelRunner:
         return self.send_and_propose(step, self.drafting, batch, lengths_B, inputs, max_drafts)
 
     def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]:
-        """What the rows sampled, and int32 [B]: how many tokens each has now."""
+        """The step's result, and int32 [B]: each row's number of tokens now."""
         self.recorder.saw(self.sampling.signature(len(batch.rows_np), batch.num_queries, inputs.branch))
         verification, lengths_B = self._run_finish(batch.num_queries, batch.rows_B, inputs)
         signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
@@ -328,8 +331,8 @@ class ModelRunner:
         inputs: SamplingInputs,
         max_drafts: int,
     ) -> Report:
-        """Tokens leave for the host before drafts are computed, so that no token waits for the drafter. Where the host
-        needs the drafts too, both leave after it in one copy: a step has one device-to-host sync."""
+        """Send tokens to the host before drafts are computed, so that no token waits for the drafter. Where the host
+        needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync."""
         report = None if self.host_needs_drafts(batch.requests) else self.send(step)
         with self.observed_drafting():
             drafts = drafting.propose(batch, lengths_B, inputs, max_drafts)
@@ -350,7 +353,7 @@ class ModelRunner:
         return self.reports.send(step)
 
     def read(self, report: Report, max_drafts: int) -> ModelRunnerOutput:
-        """Wait for a step's results, then let those draft that work on the host."""
+        """Wait for a step's results, then run drafters that work on the host."""
         output = report.get_output()
         step = report.step
         assert step is not None
@@ -377,7 +380,7 @@ class ModelRunner:
             inputs = replace(inputs, adapters_T=self.target.adapters.of_rows(rows.rows_B, queries))
         hidden = self.target.forward(inputs)
         self.hidden_states.put(phase, queries, rows.rows_B, located, hidden)
-        # What samples moves on in `_finish`; this is for prompts that go on in a later step.
+        # `_finish` advances rows that sample; this is for prompts that go on in a later step.
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 
     def _finish(
@@ -403,7 +406,7 @@ class ModelRunner:
         )
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
-        if self.drafting is not None:  # before the rows move on and forget their drafts
+        if self.drafting is not None:  # before `advance` clears the rows' drafts
             reported_B = self.requests.reported_drafts(rows_B, num_drafts_B)
             verification = verification._replace(num_drafts_B=reported_B)
         self.requests.advance(rows_B, last_B, verification)
@@ -411,7 +414,7 @@ class ModelRunner:
             self.drafting.on_verified(rows_B, lengths_B)
         return verification, lengths_B
 
-    # --- what programs that bring their own functions reach for, by the names of vLLM's runner ---
+    # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
 
     @property
     def model(self) -> nn.Module:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.report import Downloads, Wait
     from vllm_gaudi_spec.sampling.params import Sampling
 
-# Logits of so many prompt positions at a time: a whole chunk's would not fit beside the KV cache.
+# Prompt positions whose logits are computed at a time: a whole chunk's would not fit beside the KV cache.
 _SLICE = 64
 
 
@@ -33,7 +33,7 @@ class PromptLogprobs:
         backend: DeviceBackend,
         downloads: Downloads,
     ) -> None:
-        """`chunk_TH`: where the hidden states of each prompt chunk land."""
+        """`chunk_TH`: the buffer of the hidden states of each prompt chunk."""
         self._target = target
         self._chunk_TH = chunk_TH
         self._sampling = sampling
@@ -42,30 +42,35 @@ class PromptLogprobs:
         self._score = backend.graphs.graph(self._score_slice)
 
     def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
-        """Score the prompt tokens that this chunk predicts, for the requests that asked."""
+        """Score the prompt tokens that this chunk predicts, for requests that ask for it."""
         if batch.shape.phase != PREFILL:
             return
         for index, request in enumerate(batch.requests):
-            wanted = request.params.prompt_logprobs
-            # After a preemption the outputs are prefilled too; then the prompt's scores are with the user already.
-            if wanted is None or len(request.all_token_ids) > request.num_prompt:
+            num_requested = request.params.prompt_logprobs
+            # After a preemption the outputs are prefilled too; the user already has the prompt's scores.
+            if num_requested is None or len(request.all_token_ids) > request.num_prompt:
                 continue
             begin = request.num_computed
             following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
-            count = self._sampling.prompt_logprob_count(wanted)
+            count = self._sampling.prompt_logprob_count(num_requested)
             for first in range(0, len(following), _SLICE):
                 saw(self._signature(count))
-                place = index * batch.shape.queries + first
-                packed, tokens = self._piece(place, following[first : first + _SLICE], count, request.row)
-                kept = count if wanted < 0 else wanted
+                chunk_index = index * batch.shape.queries + first
+                wait, num_tokens = self._piece(chunk_index, following[first : first + _SLICE], count, request.row)
                 request.prompt_logprobs.append(
-                    PromptScores(wait=packed, num_tokens=tokens, num_computed=count, num_requested=kept)
+                    PromptScores(
+                        wait=wait,
+                        num_tokens=num_tokens,
+                        num_computed=count,
+                        num_requested=count if num_requested < 0 else num_requested,
+                    )
                 )
 
-    def _piece(self, place: int, tokens: list[int], count: int, row: int) -> tuple[Wait, int]:
-        """Of the tokens that follow those from `place` on. A last slice is as wide as the others: one shape."""
+    def _piece(self, begin: int, tokens: list[int], count: int, row: int) -> tuple[Wait, int]:
+        """Scores of `tokens`, which follow the chunk's tokens from index `begin` on. The last slice is padded to the
+        same shape."""
         small = np.zeros((3, _SLICE), dtype=np.int64)
-        small[0] = np.minimum(place + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
+        small[0] = np.minimum(begin + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
         small[1, : len(tokens)] = tokens
         small[2] = row
         packed = self._score(self._backend.memory.upload(torch.from_numpy(small)), count)
@@ -73,10 +78,10 @@ class PromptLogprobs:
 
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
         """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
-        places_S, tokens_S, rows_S = small_3S.unbind(0)
+        index_S, tokens_S, rows_S = small_3S.unbind(0)
         adapters = self._target.adapters
         slots_S = None if adapters is None else adapters.of_rows(rows_S)
-        scores = self._target.logits(self._chunk_TH.index_select(0, places_S), slots_S)
+        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), slots_S)
         if self._sampling.logprobs_mode.endswith("logprobs"):
             scores = scores.log_softmax(-1)
         result = gather_logprobs(scores, tokens_S.int(), count)
@@ -84,7 +89,7 @@ class PromptLogprobs:
         return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
 
     def jobs(self, saw: Callable[[Hashable], None]) -> Iterator[Job]:
-        # A device that captures compiles these for prompts of any length, so no bound on tokens leaves them out.
+        # A device that captures compiles these for prompts of any length, so no limit on tokens excludes them.
         num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             run = partial(self._run_padding, count, saw)
@@ -100,7 +105,7 @@ class PromptLogprobs:
 
 
 def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:
-    """What is complete with this step: vLLM wants a prompt's scores in the step that ends it, and not before."""
+    """Scores that are complete with this step: vLLM expects a prompt's scores in the step that ends it, not before."""
     done = []
     for request in finishing:
         if request.prompt_logprobs:

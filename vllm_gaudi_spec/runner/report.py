@@ -1,4 +1,4 @@
-"""A step's results on their way to the host: everything in one copy, then vLLM's own records."""
+"""Transfer of a step's results to the host: all in one copy, then as vLLM's records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
-    """The same record with every tensor replaced by what `move` makes of it, always in one order."""
+    """The same record with `move` applied to every tensor, always in the same order."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
         return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
@@ -40,7 +40,7 @@ def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> St
 
 
 class Reports:
-    """Makes a step's results travel as one int32 tensor."""
+    """Sends a step's results as one int32 tensor."""
 
     def __init__(self, backend: DeviceBackend, downloads: Downloads) -> None:
         self._downloads = downloads
@@ -62,28 +62,29 @@ def _pack(*parts: torch.Tensor) -> torch.Tensor:
 
 
 class Report(AsyncModelRunnerOutput):
-    """A step's results, on their way when it is made, before the next step changes them; `get_output` waits."""
+    """A step's results; the copy is started before this is made and before the next step changes them. `get_output`
+    waits for it."""
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
-        """`wait`: for all tensors of `sent` in one, on the host; None where there are none."""
+        """`wait`: returns all tensors of `sent` in one, on the host; None if there are none."""
         self.sent = sent
-        """The step on the device. What the host knows of it may still be added, until `get_output` is called."""
+        """The step on the device. The host may add to it until `get_output` is called."""
         self._wait = wait
         self.step: StepResult | None = None
-        """The step on the host; known once `get_output` was called."""
+        """The step on the host; None until `get_output` was called."""
         self.worker_counts: WorkerCounts | None = None
-        """What the worker reports of itself with this step."""
+        """The worker's counters, reported with this step."""
 
     def _to_host(self) -> StepResult:
-        """Waits for the device."""
+        """Wait for the device."""
         if self._wait is None:
             return self.sent
-        words, begin = self._wait(), 0
+        packed, begin = self._wait(), 0
         self._wait = None  # it holds the device's copy
 
         def cut(like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
-            piece = words[begin : begin + like.numel()]
+            piece = packed[begin : begin + like.numel()]
             begin += like.numel()
             return piece.view(like.dtype).view(like.shape)
 
@@ -92,14 +93,14 @@ class Report(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
         step = self.step = self._to_host()
-        answers = _answers(step)
+        sampled = _sampled_tokens(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(
             worked=self.worker_counts,
             req_ids=names,
             req_id_to_index=dict(zip(names, range(len(names)), strict=True)),
-            sampled_token_ids=[*answers, *([] for _ in step.unfinished)],
-            logprobs=_join(step, answers),
+            sampled_token_ids=[*sampled, *([] for _ in step.unfinished)],
+            logprobs=_join(step, sampled),
             prompt_logprobs_dict={
                 request.req_id: LogprobsTensors.cat([_prompt_tensors(piece) for piece in pieces])
                 for request, pieces in step.prompt_logprobs
@@ -107,7 +108,7 @@ class Report(AsyncModelRunnerOutput):
         )
         if step.verification is None or step.verification.num_drafts_B is None:
             return CountedOutput(**common)
-        verified = dict(zip(names[: len(answers)], step.verification.num_drafts_B.tolist(), strict=False))
+        verified = dict(zip(names[: len(sampled)], step.verification.num_drafts_B.tolist(), strict=False))
         return SpeculativeOutput(
             **common,
             num_real_drafts={req_id: max(number, 0) for req_id, number in verified.items()},
@@ -121,13 +122,13 @@ _REASONS = {FAULTY: metrics.FAULT, UNVERIFIED: metrics.UNVERIFIED}
 
 
 def _verified_round(verified: dict[str, int]) -> list[DraftRound]:
-    """What the device has seen of the round whose drafts this step verified."""
+    """The device's observations of the round whose drafts this step verified."""
     faulty = tuple(req_id for req_id, number in verified.items() if number == FAULTY)
     worked = any(number > 0 or number == UNVERIFIED for number in verified.values())
     return [DraftRound(faulty, worked)] if faulty or worked else []
 
 
-def _answers(step: StepResult) -> list[list[int]]:
+def _sampled_tokens(step: StepResult) -> list[list[int]]:
     """Each sampling request's new tokens."""
     if step.verification is None:
         return []
@@ -136,28 +137,30 @@ def _answers(step: StepResult) -> list[list[int]]:
 
 
 def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
-    """What vLLM wants of them; waits for the copy."""
-    words, width, kept = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
-    scores_NC = words[:, width : 2 * width].contiguous().view(torch.float32)
-    return LogprobsTensors(words[:, :kept], scores_NC[:, :kept], words[:, 2 * width])
+    """The part that the request asked for; waits for the copy."""
+    packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
+    scores_NC = packed[:, width : 2 * width].contiguous().view(torch.float32)
+    return LogprobsTensors(packed[:, :columns], scores_NC[:, :columns], packed[:, 2 * width])
 
 
-def _join(step: StepResult, answers: list[list[int]]) -> LogprobsLists | None:
-    """One table over all tokens of the step; requests that asked for less leave columns or rows empty."""
+def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
+    """One table over all tokens of the step; requests that ask for fewer leave columns or rows empty."""
     verified = step.verification
     if verified is None or (verified.logprobs is None and verified.scores is None):
         return None
     num_queries = verified.tokens_BQ.shape[1]
     parts: list[LogprobsLists | None] = []
-    for index, (request, new) in enumerate(zip(step.requests, answers, strict=True)):
+    for index, (request, new) in enumerate(zip(step.requests, sampled, strict=True)):
         source = verified.scores if request.params.logprob_token_ids else verified.logprobs
-        wanted = source is not None and request.params.num_logprobs is not None
+        is_requested = source is not None and request.params.num_logprobs is not None
         rows = slice(index * num_queries, index * num_queries + len(new))
-        parts.append(LogprobsLists(*(tensor[rows].numpy() for tensor in source[:3])) if source and wanted else None)
+        parts.append(
+            LogprobsLists(*(tensor[rows].numpy() for tensor in source[:3])) if source and is_requested else None
+        )
     width = max((part.logprobs.shape[1] for part in parts if part is not None), default=0)
     if not width:
         return None
-    offsets = np.cumsum([0, *map(len, answers), *(0 for _ in step.unfinished)])
+    offsets = np.cumsum([0, *map(len, sampled), *(0 for _ in step.unfinished)])
     ids = np.zeros((offsets[-1], width), dtype=np.int32)
     scores = np.full((offsets[-1], width), -np.inf, dtype=np.float32)
     ranks = np.zeros(offsets[-1], dtype=np.int32)
@@ -178,7 +181,7 @@ class Downloads:
         self._overlap = overlap
 
     def start(self, tensor: torch.Tensor) -> Wait:
-        """What waits for the copy. The tensor may be overwritten as soon as this has returned."""
+        """Start a copy to the host. The result waits for it; the tensor may be overwritten once this has returned."""
         if self._overlap:
             return self._backend.memory.start_download(tensor)
         host = self._backend.memory.download(tensor)

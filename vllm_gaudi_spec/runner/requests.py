@@ -1,8 +1,8 @@
-"""What lasts from step to step: one row per running request.
+"""State that lasts from step to step: one row per running request.
 
-The device holds what changes with every token (the token history and how much of it has KV), so that nothing between
-two steps waits for the host. The host holds what the scheduler tells it: block tables and parameters.
-Row `pad_row` belongs to nobody: padding reads and writes there.
+The device holds what changes with every token (the token history and how much of it has KV), so that no work
+between two steps waits for the host. The host holds the scheduler's part: block tables and parameters.
+Row `pad_row` belongs to no request: padding reads and writes there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Requests:
         windows: Sequence[int | None] | None = None,
         in_flight: int = 0,
     ) -> None:
-        """`windows`: how far back the layers of each KV cache group look, where they do not look at everything.
-        `in_flight`: by so many tokens the host's word of a row's length may be too high, a step's own included."""
+        """`windows`: the sliding window of each KV cache group's layers; None: no window.
+        `in_flight`: the host's count of a row's tokens may be too high by this many, those of a step included."""
         self.backend = backend
         self._windows = list(windows or [None] * len(block_sizes))
         self._in_flight = in_flight
@@ -53,34 +53,34 @@ class Requests:
         self.ended: list[str] = []
         """Requests that finished with the last `apply`."""
         self.max_drafts: dict[str, int] = {}
-        """The most drafts of requests that may draft fewer after the step of the last `apply`."""
+        """The limits of requests that may draft fewer than k after the step of the last `apply`."""
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._seed = seed
         self._num_seen = 0
         self.tables_np = [np.zeros((max_rows + 1, -(-max_context // size)), dtype=np.int32) for size in block_sizes]
         self.num_blocks = [np.zeros(max_rows + 1, dtype=np.int64) for _ in block_sizes]
-        # One line of memory: devices that capture steps change a tensor only as a whole, not through a view.
+        # Flat: devices that capture steps change a tensor only as a whole, not through a view.
         self.max_len = max_len
         self._history = torch.zeros((max_rows + 1) * max_len, dtype=torch.int32, device=backend.traits.torch_device)
         self.computed_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
         self.num_drafts_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=backend.traits.torch_device)
-        """How many drafts stand behind a row's last token, waiting to be verified; or that they were `FAULTY`."""
+        """How many drafts follow a row's last token, to be verified; or `FAULTY`."""
         self._write_row = backend.graphs.graph(self._start_row)
 
     @property
     def history_RM(self) -> torch.Tensor:
-        """int32: every row's tokens. For reading."""
+        """int32: every row's tokens; read-only."""
         return self._history.view(-1, self.max_len)
 
     def in_use(self) -> dict[str, int]:
-        """Nothing once all requests have ended and a step has said so."""
+        """All zero once all requests have ended and a step has reported it."""
         return {"requests": len(self.by_id), "rows": self.pad_row - len(self._free_rows)}
 
-    # --- what the scheduler says ---
+    # --- the scheduler's output ---
 
     def apply(self, scheduled: SpecSchedulerOutput) -> None:
-        """Free before admitting: an id may leave and come back in one step. In the same order on every rank, where sets
-        of texts have one in each process: rows are given in it, and what suffixes remember follows it."""
+        """Free before admitting: an id may leave and come back in one step. Sorted, since sets of strings have another
+        order in each process: rows and suffix caches have to be assigned in the same order on every rank."""
         self.admitted.clear()
         self.freed_rows.clear()
         self.ended.clear()
@@ -89,7 +89,7 @@ class Requests:
                 self._free_row(request)
                 self.ended.append(req_id)
         for req_id in sorted(scheduled.preempted_req_ids or ()):
-            # A request may be preempted and, before the next step, aborted: then it is gone already.
+            # A request may be preempted and, before the next step, aborted: then it was removed above.
             if (request := self.by_id.get(req_id)) is not None:
                 self._free_row(request)
         for new in scheduled.scheduled_new_reqs:
@@ -98,7 +98,7 @@ class Requests:
         self.max_drafts = scheduled.max_drafts
 
     def running(self, req_id: str) -> Request | None:
-        """A request that has a row."""
+        """The request, if it has a row."""
         request = self.by_id.get(req_id)
         return None if request is None or request.row == NO_ROW else request
 
@@ -109,8 +109,8 @@ class Requests:
     def _apply_new(self, new: NewRequestData) -> None:
         assert new.prompt_token_ids is not None
         assert new.sampling_params is not None
-        # A known request may come as a new one: resumed under the V2 contract, or the next turn of a session with a
-        # longer prompt and other parameters. It keeps its noise unless it brings another seed.
+        # A request of `by_id` may come as a new one: resumed under the V2 contract, or the next turn of a session with
+        # a longer prompt and other parameters. It keeps its noise unless it has another seed.
         request = self.by_id.get(new.req_id)
         if request is None or request.params.seed != new.sampling_params.seed:
             seed_words = self._seed_words(new)
@@ -143,17 +143,17 @@ class Requests:
         seed = new.sampling_params.seed
         return fold_seed(fresh_seed(self._seed, self._num_seen, new.req_id) if seed is None else seed)
 
-    def _give_row(self, request: Request, known: list[int], num_computed: int) -> None:
+    def _give_row(self, request: Request, token_ids: list[int], num_computed: int) -> None:
         self._free_row(request)
         row = request.row = self._free_rows.pop()
-        request.all_token_ids, request.num_computed = known, num_computed
-        request.outputs[:] = known[request.num_prompt :]
+        request.all_token_ids, request.num_computed = token_ids, num_computed
+        request.outputs[:] = token_ids[request.num_prompt :]
         request.prompt_logprobs.clear()
         for table, counts in zip(self.tables_np, self.num_blocks, strict=True):
             table[row] = 0
             counts[row] = 0
         tokens_np = np.zeros(self.max_len, dtype=np.int32)
-        tokens_np[: len(known)] = known
+        tokens_np[: len(token_ids)] = token_ids
         self._write_row(
             self._upload(np.array([row])),
             self._upload(tokens_np),
@@ -162,14 +162,14 @@ class Requests:
         self.admitted.append(request)
 
     def warm_up(self) -> None:
-        """What an admission runs, on the pad row."""
+        """Run what an admission runs, on the pad row."""
         one = np.zeros(1, dtype=np.int32)
         rows = self._upload(np.array([self.pad_row]))
         self._write_row(rows, self._upload(np.zeros(self.max_len, dtype=np.int32)), self._upload(one))
 
     def _start_row(self, row_1: torch.Tensor, tokens_M: torch.Tensor, num_computed_1: torch.Tensor) -> None:
-        place_M = torch.arange(self.max_len, dtype=torch.int32, device=row_1.device)
-        self._history.index_copy_(0, row_1 * self.max_len + place_M, tokens_M)
+        offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=row_1.device)
+        self._history.index_copy_(0, row_1 * self.max_len + offsets_M, tokens_M)
         self.computed_R.index_copy_(0, row_1, num_computed_1)
         self.num_drafts_R.index_fill_(0, row_1, 0)
 
@@ -203,18 +203,18 @@ class Requests:
         ends_np[: len(ends)] = ends
         groups = zip(self.tables_np, self.num_blocks, self.block_sizes, self._windows, strict=True)
         for table, counts, size, window in groups:
-            own_np = table[rows_np]
-            # Padding has no end, and so no blocks.
+            table_np = table[rows_np]
+            # Padding ends at 0, and so has no blocks.
             end_np = np.minimum(-(-ends_np // size), counts[rows_np])
             begin_np, length = np.zeros_like(ends_np), context
             if window is not None:
                 begin_np = np.maximum(ends_np - self._in_flight - window, 0) // size
                 length = min(context, len(rows_np) * (1 + -(-(window + self._in_flight) // size)))
-            tables.append(self._upload(own_np))
-            flat.append(self._upload(_listed(own_np, begin_np, end_np, length)))
+            tables.append(self._upload(table_np))
+            flat.append(self._upload(_listed(table_np, begin_np, end_np, length)))
         return Blocks(tuple(tables), tuple(self.block_sizes), tuple(flat))
 
-    # --- what the device knows ---
+    # --- state on the device ---
 
     def tokens_at(self, rows_B: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor:
         """int32: tokens of the rows' histories at the given positions, shape of `positions_BQ`."""
@@ -223,9 +223,9 @@ class Requests:
         return self._history.index_select(0, index.flatten()).view(shape)
 
     def advance(self, rows_B: torch.Tensor, last_B: torch.Tensor, verification: Verification) -> None:
-        """Append what was sampled. `last_B` is the position of each row's last token known before this step.
+        """Append what was sampled. `last_B` is the position of each row's last token before this step.
 
-        Drafts behind the newest token are gone with it.
+        This drops the drafts after the newest token.
         """
         self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
         # KV exists for everything but the newest token.
@@ -233,26 +233,26 @@ class Requests:
         self.num_drafts_R.index_fill_(0, rows_B, 0)
 
     def reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
-        """int32: how many drafts a step verified, as it is reported to the host: with the faults of their drafter, and
-        whether it did its work where none of its drafts was verified."""
+        """int32: how many drafts a step verified, as reported to the host: `FAULTY` if their drafter failed,
+        `UNVERIFIED` if it drafted and none of its drafts was verified."""
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
         return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
-        """Drafts behind the `lengths_B` known tokens of each row, for the next step to verify."""
+        """Write drafts after the `lengths_B` tokens of each row, for the next step to verify."""
         self._append(rows_B, lengths_B, drafts.tokens_BK, drafts.num_drafts_B)
         self.num_drafts_R.index_copy_(0, rows_B, torch.where(rows_B == self.pad_row, 0, drafts.num_drafts_B))
 
     def _append(
         self, rows_B: torch.Tensor, first_B: torch.Tensor, tokens_BN: torch.Tensor, num_B: torch.Tensor
     ) -> None:
-        """Write the first `num_B` tokens of each row from position `first_B` on; the others land in the pad row."""
+        """Write the first `num_B` tokens of each row from position `first_B` on; the others go to the pad row."""
         width = self.max_len
-        place = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
-        wanted = (place < num_B[:, None]) & (rows_B != self.pad_row)[:, None]
-        target = rows_B[:, None] * width + first_B[:, None] + place
-        index = torch.where(wanted, target, self.pad_row * width + place).flatten()
+        offsets_N = torch.arange(tokens_BN.shape[1], dtype=torch.int32, device=rows_B.device)
+        is_real = (offsets_N < num_B[:, None]) & (rows_B != self.pad_row)[:, None]
+        target = rows_B[:, None] * width + first_B[:, None] + offsets_N
+        index = torch.where(is_real, target, self.pad_row * width + offsets_N).flatten()
         self._history.index_copy_(0, index.long(), tokens_BN.flatten())
 
     def set_computed(self, rows_B: torch.Tensor, computed_B: torch.Tensor) -> None:
@@ -264,23 +264,23 @@ class Requests:
 
 
 def _listed(table_np: np.ndarray, begin_np: np.ndarray, end_np: np.ndarray, size: int) -> np.ndarray:
-    """int32 [3, size]: block, row and place of the rows' blocks from `begin_np` to `end_np`. Padding belongs to no row.
+    """int32 [3, size]: block, row and index of the rows' blocks from `begin_np` to `end_np`. Padding belongs to no row.
 
-    vLLM gives a request that comes back block 0 for what a sliding window left behind; it is not listed.
+    For a resumed request vLLM puts block 0 where a sliding window has passed; it is not listed.
     """
     rows, width = table_np.shape
-    place_np = np.arange(width)
-    used = (place_np >= begin_np[:, None]) & (place_np < end_np[:, None]) & (table_np != 0)
-    row, place = np.nonzero(used)
+    index_np = np.arange(width)
+    used = (index_np >= begin_np[:, None]) & (index_np < end_np[:, None]) & (table_np != 0)
+    row, index = np.nonzero(used)
     listed = np.zeros((3, size), dtype=np.int32)
     listed[1] = rows
-    listed[:, : len(row)] = table_np[row, place], row, place
+    listed[:, : len(row)] = table_np[row, index], row, index
     return listed
 
 
 def host_lengths(backend: DeviceBackend, num_rows: int, ends: Sequence[int], context: int) -> torch.Tensor | None:
-    """For `Blocks.lengths_B`: the first rows have at most `ends` tokens of KV when the program ends, and none has more
-    than `context`, for which there are blocks. The rest is padding, which looks at one key."""
+    """For `Blocks.lengths_B`: the first rows have at most `ends` tokens of KV when the graph ends, and none has more
+    than `context`, for which there are blocks. The rest is padding, which reads one key."""
     if not backend.traits.needs_host_lengths:
         return None
     lengths_np = np.ones(num_rows, dtype=np.int32)

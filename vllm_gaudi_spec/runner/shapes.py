@@ -35,7 +35,7 @@ class Shapes:
     entries: tuple[int, ...]
     """Blocks of KV in all rows of a decode, on devices that list them; else none, and `contexts` serve decodes too."""
     max_len: int
-    """Tokens that a row can have."""
+    """The most tokens of a row."""
     block_size: int
     """Tokens of a block."""
     buckets: Buckets
@@ -67,7 +67,7 @@ class Shapes:
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
         _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
         _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
-        # For ranks in step: a rectangle as wide as one rank's and as long as another's need not be a listed one.
+        # For ranks in lockstep: a rectangle as wide as one rank's and as long as another's need not be a listed one.
         default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.traits.prefill_rows
         rows = options.prefill_rows or default_rows
         if 1 not in rows:
@@ -93,8 +93,8 @@ class Shapes:
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
-        """The same batches, of rows that are as long as that and have their blocks in tables."""
-        # A drafter's round may read one token more than a verify step has.
+        """The same batches for rows of up to `max_len` tokens with block tables."""
+        # A drafter's step may read one token more than a verify step has.
         widest = max(self.prefill_queries[-1], self.decode_queries[-1] + 1)
         return replace(self, contexts=_contexts(self.buckets, max_len, widest, backend), entries=(), max_len=max_len)
 
@@ -103,14 +103,14 @@ class Shapes:
         return self.contexts[-1]
 
     def fit_rows(self, num_rows: int) -> int:
-        """The bucket for so many rows that sample in one step."""
+        """The bucket for `num_rows` rows that sample in one step."""
         return _fit(self.decode_rows, num_rows)
 
     def fit_context(self, num_tokens: int) -> int:
         return _fit(self.contexts, num_tokens)
 
     def decode_context(self, ends: Sequence[int]) -> int:
-        """For a decode of rows that have so many tokens of KV each, those of the step included."""
+        """For a decode of rows with `ends` tokens of KV, those of the step included."""
         if not self.entries:
             return _fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
@@ -130,7 +130,7 @@ class Shapes:
         return size
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
-        """`num_rows`: where more than those of `ends` are wanted."""
+        """`num_rows`: where it is more than the rows of `ends`."""
         rows, context = _fit(self.decode_rows, max(len(ends), num_rows)), self.decode_context(ends)
         if self.entries and rows > _fit(self.decode_rows, len(ends)):
             # So many rows have more blocks than these, or it would be another shape.
@@ -140,7 +140,7 @@ class Shapes:
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         queries = _fit(self.prefill_queries, longest)
-        # Padding reaches as far as the bucket does, so the context must cover that too.
+        # Padding extends to the end of the bucket, so the context must cover that too.
         return Shape(
             PREFILL,
             _fit(self.prefill_rows, num_rows),
@@ -168,17 +168,17 @@ class Shapes:
         """Rows and contexts of every decode that can be reached."""
         if not self.entries:
             return list(product(self.decode_rows, self.contexts))
-        most = -(-self.max_len // self.block_size)
+        max_blocks = -(-self.max_len // self.block_size)
         return [
             (rows, entries)
             for fewer, rows in pairwise((0, *self.decode_rows))
             for less, entries in pairwise((0, *self.entries))
-            # More than `fewer` rows, of one block at least and `most` at most.
-            if entries > fewer and less < rows * most
+            # More than `fewer` rows, of 1 to `max_blocks` blocks each.
+            if entries > fewer and less < rows * max_blocks
         ]
 
     def all(self) -> list[Shape]:
-        """Every shape, largest first: memory is claimed once, by the shape that needs most."""
+        """Every shape, largest first: memory is allocated once, by the shape that needs most."""
         decodes = (
             Shape(DECODE, rows, queries, context)
             for rows, context in self.decode_sizes()
@@ -188,7 +188,7 @@ class Shapes:
 
 
 def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBackend) -> tuple[int, ...]:
-    # The last query of a padded chunk, or of a verify step, may stand behind the longest context.
+    # The last query of a padded chunk, or of a verify step, may be past the longest context.
     reach = round_up(max_len + widest, 128)
     return (reach,) if backend.traits.exact_context_width else buckets.growing(512, reach, 2.0)
 
@@ -213,8 +213,8 @@ def _fit(buckets: tuple[int, ...], size: int) -> int:
     return buckets[index]
 
 
-# How many times as large as needed a bucket may be. A list may be made for more than one server; a typo is far off.
-_MOST_TOO_LARGE, _SMALL = 64, 256
+# How many times as large as needed a bucket may be. A list may serve more than one server; a typo exceeds this.
+_MAX_RATIO, _SMALL = 64, 256
 
 
 def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
@@ -227,21 +227,21 @@ def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -
 
 
 def _must_not_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
-    if buckets[-1] > _MOST_TOO_LARGE * max(needed, _SMALL):
+    if buckets[-1] > _MAX_RATIO * max(needed, _SMALL):
         raise UnsupportedConfigError(
             f"additional_config.gaudi_spec.{name} goes up to {buckets[-1]}, and {option} needs {needed}; "
-            "leave the large ones out: memory is claimed for the largest."
+            "leave the large ones out: memory is allocated for the largest."
         )
 
 
 _LISTS = ("batch", "prefill", "blocks")
-_MOST_LINEAR = 16
-"""Sizes of a linear list: its step follows from it."""
+_NUM_LINEAR = 16
+"""Sizes of a linear list, which determine its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """What the user listed, and how the rest is made."""
+    """Lists of the user, and how the others are made."""
 
     batch: tuple[int, ...] | None = None
     """Decode batch sizes."""
@@ -250,14 +250,18 @@ class Buckets:
     blocks: tuple[int, ...] | None = None
     """Blocks of KV in all rows of a decode."""
     coarse: bool = False
-    """Each size costs a program: grow by powers of two."""
+    """Each size costs a graph: grow by powers of two."""
     linear: bool = False
 
     @classmethod
     def choose(cls, options: Options, backend: DeviceBackend) -> Buckets:
         listed = _read(Path(options.buckets_file)) if options.buckets_file else {}
-        own = {"batch": options.batch_buckets, "prefill": options.prefill_buckets, "blocks": options.block_buckets}
-        listed |= {name: sizes for name, sizes in own.items() if sizes is not None}
+        options_lists = {
+            "batch": options.batch_buckets,
+            "prefill": options.prefill_buckets,
+            "blocks": options.block_buckets,
+        }
+        listed |= {name: sizes for name, sizes in options_lists.items() if sizes is not None}
         return cls(
             batch=listed.get("batch"),
             prefill=listed.get("prefill"),
@@ -270,7 +274,7 @@ class Buckets:
         return _linear(smallest, largest) if self.linear else geometric(smallest, largest, growth)
 
     def batch_sizes(self, largest: int) -> tuple[int, ...]:
-        """1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third of a step is padding. Powers of two where sizes are dear."""
+        """1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third of a step is padding. Powers of two if each costs a graph."""
         if self.linear:
             return _linear(1, largest)
         steps = (2,) if self.coarse else (2, 3)
@@ -280,18 +284,18 @@ class Buckets:
 
 def _read(path: Path) -> dict[str, tuple[int, ...]]:
     """A JSON file with some of the lists by name."""
-    where = f"additional_config.gaudi_spec.buckets_file {path}"
+    option = f"additional_config.gaudi_spec.buckets_file {path}"
     try:
-        given = json.loads(read_named_file(path))
+        lists = json.loads(read_named_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedConfigError(f"{where} cannot be read: {error}.") from error
-    if not isinstance(given, dict) or not set(given) <= set(_LISTS):
-        raise UnsupportedConfigError(f"{where} must hold lists by name, out of {', '.join(_LISTS)}.")
-    return {name: bucket_list(f"buckets_file: {name}", sizes) for name, sizes in given.items()}
+        raise UnsupportedConfigError(f"{option} cannot be read: {error}.") from error
+    if not isinstance(lists, dict) or not set(lists) <= set(_LISTS):
+        raise UnsupportedConfigError(f"{option} must hold lists by name, out of {', '.join(_LISTS)}.")
+    return {name: bucket_list(f"buckets_file: {name}", sizes) for name, sizes in lists.items()}
 
 
 def _linear(smallest: int, largest: int) -> tuple[int, ...]:
-    step = round_up(-(-largest // _MOST_LINEAR), smallest)
+    step = round_up(-(-largest // _NUM_LINEAR), smallest)
     return tuple(sorted({smallest, *range(step, largest, step), round_up(largest, smallest)}))
 
 

@@ -62,7 +62,7 @@ class Runner(Protocol):
 
 
 def jobs(runner: Runner) -> Iterator[Job]:
-    """Everything that the configuration can reach, forwards from the largest on."""
+    """Jobs for every step signature that the configuration can reach, forwards from the largest on."""
     yield Job("states", partial(_touch_states, runner))
     yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
     for shape in runner.shapes.all():
@@ -78,13 +78,13 @@ def jobs(runner: Runner) -> Iterator[Job]:
 
 
 def manifest(runner: Runner) -> set[Hashable]:
-    """Every step signature that the configuration can reach: warm-up, listed and not run."""
+    """Every step signature that the configuration can reach, listed without running."""
     return {signature for job in jobs(runner) for signature in job.signatures}
 
 
 def is_run(job: Job, max_tokens: int) -> bool:
-    """Whether a job is run and not only listed: it has `max_tokens` tokens at most (-1: no bound) and a greedy branch.
-    Where nothing is compiled per shape, running the others would cost time and gain nothing."""
+    """Whether a job is run and not only listed: it has `max_tokens` tokens at most (-1: no limit) and a greedy branch.
+    Where nothing is compiled per shape, running the others would only cost time."""
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
@@ -125,7 +125,7 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
             if loaded is not None:
                 loaded.check_kv_is_written()
     else:
-        logger.info("Warm-up ran no forward, so that nobody has looked whether all KV is written.")
+        logger.info("Warm-up ran no forward, so it is not checked that all KV is written.")
     _done(runner)
     logger.info(
         "Warm-up took %.1f s; it ran %d of %d step signatures.",
@@ -140,7 +140,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def write_manifest(runner: Runner) -> None:
-    """A JSON file, named after what is in it. A server runs without it."""
+    """Write a JSON file, named by a hash of its content. The server does not need it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.traits.name, "mode": runner.backend.traits.mode, "dtype": str(model.dtype)}
     text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
@@ -149,9 +149,9 @@ def write_manifest(runner: Runner) -> None:
         path = cached_files.own_folder(environment.cache_folder()) / "manifests" / f"{name}.json"
         cached_files.write(path, text.encode())
     except (OSError, RuntimeError) as error:  # no folder, no space, or no home
-        logger.warning("The list of programs could not be written: %s.", error)
+        logger.warning("The list of graphs could not be written: %s.", error)
         return
-    logger.info("The %d programs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
+    logger.info("The %d graphs of this configuration are listed in %s.", len(runner.recorder.manifest), path)
 
 
 def _done(runner: Runner) -> None:
@@ -171,7 +171,7 @@ def _forward(runner: Runner, shape: Shape) -> None:
 
 
 def _sampling_pass(runner: Runner, num_rows: int, num_queries: int, branch: Branch, *, has_drafts: bool) -> Job:
-    """With the reports of its step: without drafts, and with them where a drafter on the device may leave some."""
+    """With the reports of its step: without drafts, and with them where a drafter on the device may report some."""
     sizes, kinds = (num_rows, num_queries, branch.of_reports()), (False, True) if has_drafts else (False,)
     reports = (report_signature(sizes, has_drafts=kind) for kind in kinds)
     signatures = (runner.sampling.signature(num_rows, num_queries, branch), *reports)

@@ -1,7 +1,7 @@
 """Weights of a loaded model while the engine runs: replaced in place, saved, and compared by checksum.
 
-Captured graphs read weights where they were at warm-up, so new ones are copied into the same storages. vLLM's loader
-does that layer by layer (`model_loader.reload`); what a device keeps of a weight besides is the backend's.
+Captured graphs read weights at their addresses of warm-up, so new ones are copied into the same storages. vLLM's loader
+does that layer by layer (`model_loader.reload`); copies that a device makes of a weight are the backend's task.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 
 class ModelWeights:
-    """The target's."""
+    """The target's weights."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
         self._vllm_config = vllm_config
         self._model = model
         self._backend = backend
 
-    # --- what vLLM's helpers read of a model, with packed weights as they were before packing ---
+    # --- read by vLLM's helpers: packed weights as they were before packing ---
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, weight) for name, weight in self._model.named_parameters() if weight.numel())
         yield from self._backend.weights.unpacked_weights(self._model)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """On the host. A weight with two names has the first one in the alphabet, as the loader expects."""
+        """On the host. A weight with two names has the alphabetically first one, as the loader expects."""
         state = self._model.state_dict(keep_vars=True)
         names = {id(tensor): name for name, tensor in sorted(state.items(), reverse=True)}
-        kept = {name: state[name].detach().cpu() for name in names.values()}
-        return kept | dict(self._backend.weights.unpacked_weights(self._model))
+        weights = {name: state[name].detach().cpu() for name in names.values()}
+        return weights | dict(self._backend.weights.unpacked_weights(self._model))
 
-    # --- what programs ask for ---
+    # --- called by users ---
 
     def reload(
         self,
@@ -67,8 +67,8 @@ class ModelWeights:
         model_config = self._vllm_config.model_config
         try:
             reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
-        except Exception as error:  # each model's loader has its own for names and shapes that are not the model's
-            finalize_layerwise_reload(self._model, model_config)  # or layers would be left without storage
+        except Exception as error:  # each model's loader raises its own for names and shapes that are not the model's
+            finalize_layerwise_reload(self._model, model_config)  # otherwise layers would be left without storage
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = in_one_line(error).rstrip(".")
@@ -95,7 +95,7 @@ class ModelWeights:
         return compute_tensor_digests(stand_in)
 
     def _check_files(self, weights_path: str | None) -> str:
-        """Before a layer is touched: are there files, and in a format that can be read again? Returns what was read."""
+        """Before a layer is changed: check that files exist in a format that can be read again. Returns their model."""
         load_config, model_config = self._vllm_config.load_config, copy(self._vllm_config.model_config)
         loader = get_model_loader(load_config)
         if not hasattr(loader, "get_all_weights"):
@@ -129,12 +129,12 @@ class ModelWeights:
             yield f"{method} does not work with MLA attention, which {model.model} has; use a model without it."
 
 
-# Of the configurations that a running engine reads again, what may change.
+# Fields of model_config that a running engine reads again.
 _RELOADED_FROM = ("model", "model_weights", "revision")
 
 
 def check_overrides(overrides: dict[str, Any]) -> None:
-    """`update_config` of a worker: whether a running engine listens to these."""
+    """For `update_config` of a worker: refuse overrides that a running engine does not read."""
     for name, fields in overrides.items():
         if name not in ("load_config", "model_config"):
             raise ValueError(

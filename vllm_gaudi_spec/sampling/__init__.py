@@ -1,1 +1,1 @@
-"""Sampling as pure, static-shape functions: logits in, tokens out. Nothing here waits for the device."""
+"""Sampling as pure, static-shape functions: logits in, tokens out. No function waits for the device."""

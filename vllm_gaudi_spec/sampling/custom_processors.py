@@ -1,4 +1,4 @@
-"""Logits processors that users bring (`--logits-processors`, entry points): they work by row and on the host's word."""
+"""Logits processors of users (`--logits-processors`, entry points): they index rows and run on what the host knows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 class CustomProcessors:
     @classmethod
     def load(cls, vllm_config: VllmConfig, device: torch.device, max_rows: int) -> CustomProcessors | None:
-        """None when the user brought none: the built-in ones are ours (see logit_rules.py, sampling/logits.py)."""
+        """None when the user brought none: the built-in ones are ours (see logit_edits.py, logits.py)."""
         if vllm_config.speculative_config is not None:
-            return None  # refused together at start-up
+            return None  # start-up refuses processors with speculation
         built = build_logitsprocs(vllm_config, device, False, False, vllm_config.model_config.logits_processors or ())
-        own = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
-        return cls(own, max_rows) if own else None
+        processors = [processor for processor in built.all if type(processor) not in BUILTIN_LOGITS_PROCESSORS]
+        return cls(processors, max_rows) if processors else None
 
     def __init__(self, processors: list[LogitsProcessor], max_rows: int) -> None:
         self._processors = processors
         self._max_rows = max_rows
 
     def update(self, freed_rows: list[int], admitted: list[Request]) -> None:
-        """Tell the processors who left and who came; output lists are live."""
+        """Pass removed and added requests to the processors; output lists are live."""
         update = None
         if freed_rows or admitted:
             added = [(request.row, request.params, request.prompt, request.outputs) for request in admitted]
@@ -39,9 +39,9 @@ class CustomProcessors:
         for processor in self._processors:
             processor.update_state(update)
 
-    def follow(self, requests: list[Request], answers: list[list[int]]) -> None:
-        """What the host has read of a step."""
-        for request, new in zip(requests, answers, strict=False):
+    def follow(self, requests: list[Request], sampled: list[list[int]]) -> None:
+        """Append the tokens of a step that the host has read."""
+        for request, new in zip(requests, sampled, strict=False):
             request.outputs.extend(new)
 
     def apply(self, logits_BQV: torch.Tensor, rows_B: torch.Tensor, *, argmax_invariant: bool) -> None:

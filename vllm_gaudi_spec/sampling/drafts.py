@@ -22,7 +22,7 @@ def draft(
     positions_B: torch.Tensor,
     starts_B: torch.Tensor,
 ) -> Drafted:
-    """Choose the token behind `positions_B` from the drafter's logits, temperature and filters done.
+    """Choose the token after `positions_B` from the drafter's logits, to which temperature and filters were applied.
 
     `starts_B` is the position of the newest token that is no draft: the first query of the step that will verify.
     Rows with temperature 0 take their argmax in every mode.
@@ -31,15 +31,15 @@ def draft(
     if mode == "greedy":
         return Drafted(rules.sample_greedy(logits_B1V).squeeze(1), None)
     if mode == "coupled":
-        # The very noise with which the target will sample at this position: where the two laws are close, so are
-        # their tokens.
+        # The same noise with which the target samples at this position: where the two distributions are close, the
+        # tokens are mostly equal.
         return Drafted(rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1).squeeze(1), None)
     # Keyed by the start as well: where the block rule stops depends on drafts that it does not accept, so the next
-    # step may not draw from their noise again. The standard rule does not need it, and does not mind.
+    # step may not draw from their noise again. The standard rule does not need this; it is exact either way.
     keys_B2 = keys_of_block(keys_B2, starts_B)
     tokens_B = rules.sample_random(logits_B1V, temperature_B, keys_B2, positions_B1, Stream.DRAFT).squeeze(1)
     tokens_V = torch.arange(logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
     one_hot_BV = (tokens_B[:, None] == tokens_V).float()
-    # Where nothing may be drafted there is no law, and whatever was chosen is what is proposed.
+    # Where all logits are -inf there is no distribution: the chosen token is proposed as one-hot.
     has_probs_B1 = (temperature_B > 0)[:, None] & (logits_BV.amax(-1, keepdim=True) > -torch.inf)
     return Drafted(tokens_B, torch.where(has_probs_B1, logits_BV.softmax(-1), one_hot_BV))

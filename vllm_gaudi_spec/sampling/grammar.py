@@ -1,4 +1,4 @@
-"""What structured output forbids in a step: masks by position, and drafts that break the grammar."""
+"""Structured output of a step: masks by position, and how many drafts each grammar allows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Grammar(NamedTuple):
-    """Of one request."""
+    """The grammar of one request in this step."""
 
     mask_NW: np.ndarray
-    """int32 bitmask of its first N positions; what stands behind them is not constrained and not to be accepted."""
+    """int32 bitmask of its first N positions; drafts after them are not constrained and must not be accepted."""
     num_acceptable: int
     """Drafts that the grammar allows."""
 
@@ -23,11 +23,11 @@ def read(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, 
     """Constrained requests of a step. vLLM lays their masks end to end: a row for each scheduled draft and one more."""
     if output is None:
         return {}
-    found, begin = {}, 0
+    grammars, begin = {}, 0
     for index, req_id in enumerate(output.structured_output_request_ids):
         num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(req_id, ()))
         end = begin + 1 + num_drafts
         acceptable = num_drafts if output.num_acceptable_drafts is None else output.num_acceptable_drafts[index]
-        found[req_id] = Grammar(output.grammar_bitmask[begin:end], acceptable)
+        grammars[req_id] = Grammar(output.grammar_bitmask[begin:end], acceptable)
         begin = end
-    return found
+    return grammars

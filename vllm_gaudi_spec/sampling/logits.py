@@ -1,4 +1,4 @@
-"""What a request's parameters do to its logits, at every one of the Q positions of a verify step.
+"""A request's parameters applied to its logits, at each of the Q positions of a verify step.
 
 B rows, Q positions, V the vocabulary. All functions change `logits_BQV` in place and return it; masked tokens are -inf.
 """
@@ -14,12 +14,12 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
     """Forbid the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 stands for token t."""
     vocab = logits_BQV.shape[-1]
     token = torch.arange(vocab, device=logits_BQV.device)
-    word = bitmask_BQW.index_select(-1, token // 32)
-    allowed = (word >> (token % 32).int()) & 1
+    bits = bitmask_BQW.index_select(-1, token // 32)
+    allowed = (bits >> (token % 32).int()) & 1
     return logits_BQV.masked_fill_(allowed == 0, NEG_INF)
 
 
-def apply_rules(
+def apply_logit_edits(
     logits_BQV: torch.Tensor,
     token_BN: torch.Tensor,
     bias_BN: torch.Tensor,
@@ -30,7 +30,7 @@ def apply_rules(
 ) -> torch.Tensor:
     """Add `bias` to a token while fewer than `until` tokens are out and the last M outputs match `prefix`.
 
-    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all rules of this one kind.
+    -1 in a prefix matches anything. Logit bias, bad words and min-tokens are all logit edits of this kind.
     """
     prefix = prefix_BNM[:, None]
     matches = ((prefix == recent_BQM[:, :, None]) | (prefix == -1)).all(-1)
@@ -55,11 +55,11 @@ def apply_penalties(
     they would be if they had been sampled one by one. The positions of a row are consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
-    place = torch.arange(history_BM.shape[1], device=logits_BQV.device)
-    in_prompt = place < prompt_len_B[:, None]
+    offsets_M = torch.arange(history_BM.shape[1], device=logits_BQV.device)
+    in_prompt = offsets_M < prompt_len_B[:, None]
     token = history_BM.long()
     seen_in_prompt = _count(token, in_prompt, vocab)
-    counts = _count(token, ~in_prompt & (place <= positions_BQ[:, :1]), vocab)
+    counts = _count(token, ~in_prompt & (offsets_M <= positions_BQ[:, :1]), vocab)
     newest_BQ = token.gather(1, positions_BQ.long())
     one = torch.ones_like(counts[:, :1])
     for q in range(queries):
@@ -74,19 +74,19 @@ def apply_penalties(
 
 
 def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
-    """How often each token stands at the chosen places: float32 [B, V]."""
+    """float32 [B, V]: how often each token occurs at the chosen positions."""
     counts = torch.zeros(token_BM.shape[0], vocab, device=token_BM.device)
     return counts.scatter_add_(1, token_BM, which_BM.float())
 
 
 def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Rows with temperature 0 are greedy: scaling would not change their argmax, so they stay as they are."""
+    """Rows with temperature 0 are greedy and are not scaled: scaling would not change their argmax."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
     return logits_BQV.div_(scale[:, None, None])
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Forbid tokens less likely than `min_p` times the most likely one; log(0) switches a row's rule off."""
+    """Forbid tokens less likely than `min_p` times the most likely one; at 0 the filter is off (log 0 is -inf)."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
     return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
 
@@ -96,7 +96,7 @@ def apply_top_k_top_p(
 ) -> torch.Tensor:
     """Keep the k likeliest tokens, and of those the likeliest that together reach p; ties with the last are kept.
 
-    Needs no more than the `longest` best logits. Rows that use neither filter have k = V and p = inf; rows with a
+    Reads the `longest` best logits only. Rows that use neither filter have k = V and p = inf; rows with a
     finite p must have k <= longest.
     """
     best = logits_BQV.topk(longest, dim=-1).values
@@ -122,10 +122,10 @@ def search_top_p(logits_BQV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tenso
 
 
 def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Forbid all below the largest threshold at which the weight of what is kept still reaches `target`.
+    """Forbid all tokens below the largest threshold at which the weight of what is kept still reaches `target`.
 
-    A bisection over the bits of the logits in place of a sort, which is the most expensive thing an HPU can do. Where
-    the target is out of reach nothing is forbidden.
+    A bisection over the bits of the logits instead of a sort, which is the most expensive operation on an HPU. Where
+    the target is out of reach no token is forbidden.
     """
     key = _ordered_int(logits_BQV)
     low = key.amin(-1, keepdim=True)
@@ -134,8 +134,8 @@ def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torc
     for _ in range(33):
         middle = (low & high) + ((low ^ high) >> 1)  # average that cannot overflow, rounded down
         middle = torch.where(middle == low, high, middle)
-        kept = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)
-        reaches = kept >= target
+        kept_weight = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)
+        reaches = kept_weight >= target
         low = torch.where(reaches, middle, low)
         # At middle == high the interval is decided: high drops to low when the target is missed there.
         high = torch.where(reaches, high, torch.maximum(middle - 1, low))
@@ -143,6 +143,6 @@ def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torc
 
 
 def _ordered_int(values: torch.Tensor) -> torch.Tensor:
-    """float32 as int32 such that comparisons keep their meaning."""
+    """float32 as int32 in the same order."""
     as_int = values.view(torch.int32)
     return torch.where(as_int < 0, as_int ^ 0x7FFFFFFF, as_int)

@@ -1,8 +1,8 @@
 """Counter-based noise: a hash of (request seed, absolute position, stream, token id).
 
 The integer part is 32-bit arithmetic that wraps, with logical shifts, so that every device gives the same bits for
-every batch composition and any number of drafts. Streams keep the uses of noise apart: noise shared between two of
-them would make a rule lossy.
+every batch composition and any number of drafts. Each use of noise has a stream of its own: noise shared between two
+uses would make an acceptance rule lossy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fold_seed(seed: int) -> tuple[int, int]:
 
 
 def fresh_seed(*parts: object) -> int:
-    """A seed for a request that brought none: the same on every rank, different for every admission."""
+    """A seed for a request without one: the same on every rank, different for every admission."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -69,22 +69,22 @@ def bits(
     keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream | torch.Tensor, tokens_V: torch.Tensor
 ) -> torch.Tensor:
     """int32 hash [B, Q, V] of request key, position, stream and token id. Streams may differ: int32, as positions."""
-    place = _mix_(positions_BQ * _SPREAD_POSITION + stream * _SPREAD_STREAM)
-    first = _mix_(place ^ keys_B2[:, :1])
+    position_hash = _mix_(positions_BQ * _SPREAD_POSITION + stream * _SPREAD_STREAM)
+    first = _mix_(position_hash ^ keys_B2[:, :1])
     second = _mix_(first + keys_B2[:, 1:])
     hashed = _mix_(tokens_V * _SPREAD_TOKEN + first[..., None])
     return _mix_(hashed.bitwise_xor_(second[..., None]))
 
 
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """Unit exponential variates out of hash bits, finite and positive, fine-grained near zero where the race is won."""
+    """Unit exponential variates from hash bits, finite and positive, fine-grained near zero, where argmax decides."""
     # 31 bits as a float keep 24 significant ones: small values are exact multiples of 2**-31.
     unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31)
     return unit.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def uniform(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """Uniform noise [B, Q] out of [0, 1): what is below 1 always, below 0 never."""
+    """Uniform noise [B, Q] in [0, 1): always below 1, never below 0."""
     token_0 = torch.zeros(1, dtype=torch.int32, device=positions_BQ.device)
     hashed = bits(keys_B2, positions_BQ, stream, token_0).flatten(1)
     # As many bits as a float32 holds exactly, so that no value is rounded up to 1.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.config import LONGEST_RULE_PREFIX, MOST_RULES, NUM_RULES, RULE_PREFIX
-from vllm_gaudi_spec.sampling.logit_edits import LogitRules
+from vllm_gaudi_spec.config import EDIT_PREFIX, MAX_EDIT_PREFIX, MAX_LOGIT_EDITS, NUM_LOGIT_EDITS
+from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 
 
-# Sizes that depend on a request come from closed lists, so that what one asks for makes no new shape.
+# Sizes that depend on a request come from closed lists, so that no request makes a new shape.
 _TOP_K_LISTS = (64, 1024)
 _SCORED_COUNTS = (8, 32, 128)
 _USUAL_LOGPROBS = 20
@@ -31,7 +31,7 @@ LISTED, SEARCHED = 1, 2
 
 
 class Branch(NamedTuple):
-    """Which parts of sampling a batch needs: a graph of its own on devices that capture one per branch.
+    """Which parts of sampling a batch needs. Devices that capture have one graph per branch.
 
     The branch of a batch is the largest of each field over its requests.
     """
@@ -39,30 +39,31 @@ class Branch(NamedTuple):
     random: bool = False
     min_p: bool = False
     top_k: int = 0
-    """Length of the list of best logits that holds everybody's k; the vocabulary when it is too long for a list."""
+    """Length of the list of best logits that holds every request's k; the vocabulary size if none is long enough."""
     top_p: int = 0
     """1: within that list; 2: over the whole vocabulary."""
-    ruled: bool = False
+    edited: bool = False
+    """A request has logit edits."""
     constrained: bool = False
-    """Somebody has a grammar."""
+    """A request has a grammar."""
     masked: bool = False
-    """Somebody allows certain tokens only."""
+    """A request allows certain tokens only."""
     penalized: bool = False
     scored: int = 0
-    """Somebody named so many tokens whose log-probabilities it wants."""
+    """The most tokens that a request named for log-probabilities."""
     reported: bool = False
-    """Somebody wants the log-probability of the sampled token,"""
+    """A request asks for the log-probability of the sampled token,"""
     num_logprobs: int = 0
-    """and of so many of the likeliest."""
+    """and for those of so many of the likeliest."""
 
     @classmethod
     def largest(cls, branches_BF: np.ndarray) -> Branch:
-        """Of several, a number for each field; none is 0."""
+        """The largest of several branches, given as numbers; no field set is 0."""
         values = branches_BF.max(axis=0, initial=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
     def of_drafting(self) -> Branch:
-        """What a drafter does of it: it samples inside a request's support, and leaves the rest to the target."""
+        """The part that a drafter applies: it samples inside a request's support, and leaves the rest to the target."""
         return Branch(random=self.random, min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
     def of_reports(self) -> Branch:
@@ -70,9 +71,9 @@ class Branch(NamedTuple):
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """A branch that does the same with parts that may be idle, out of so few that each can be a program of its own.
-        What is idle gets neutral values, so the outcome is equal."""
-        edited = self.ruled or self.constrained or self.masked or self.penalized
+        """A branch that includes this one, out of so few that each can have a graph. Unused parts get neutral values,
+        so the result is the same."""
+        has_edits = self.edited or self.constrained or self.masked or self.penalized
         reported = self.reported or bool(self.scored)
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
@@ -84,10 +85,10 @@ class Branch(NamedTuple):
             min_p=self.random,
             top_k=top_k,
             top_p=top_p,
-            ruled=edited,
-            constrained=edited,
-            masked=edited,
-            penalized=edited,
+            edited=has_edits,
+            constrained=has_edits,
+            masked=has_edits,
+            penalized=has_edits,
             scored=_SCORED_COUNTS[-1] if reported else 0,
             reported=reported,
             num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reported else 0,
@@ -95,13 +96,13 @@ class Branch(NamedTuple):
 
     @classmethod
     def every_coarse(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
-        """All that `coarse` can answer."""
+        """All branches that `coarse` can return."""
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
         filters = [(0, 0), (0, SEARCHED), *((size, LISTED) for size in lists), (vocab_size, SEARCHED)]
         choices = [Branch(), *(Branch(random=True, top_k=size, top_p=mass) for size, mass in filters)]
         reports = [Branch(), *(Branch(reported=True, num_logprobs=n) for n in _coarse_counts(logprob_counts))]
-        for choice, edited, report in product(choices, (False, True), reports):
-            branch = choice._replace(ruled=edited, reported=report.reported, num_logprobs=report.num_logprobs)
+        for choice, has_edits, report in product(choices, (False, True), reports):
+            branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
             yield branch.coarse(vocab_size, logprob_counts)
 
     @classmethod
@@ -117,7 +118,7 @@ class Branch(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """What a sampling pass is given besides logits: as uploaded, to be cut up where it is used."""
+    """Inputs of a sampling pass besides logits: as uploaded, split where they are used."""
 
     branch: Branch
     floats_FB: torch.Tensor
@@ -126,9 +127,9 @@ class SamplingInputs(NamedTuple):
     """int32: top-k, prompt length, two words of the seed."""
     grammar_BQW: torch.Tensor | None = None
     bounds_2B: torch.Tensor | None = None
-    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None when that is all of them."""
+    """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None if no row has one."""
     allowed_BQW: torch.Tensor | None = None
-    rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    logit_edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     scored_ids_BE: torch.Tensor | None = None
 
     @property
@@ -157,7 +158,7 @@ class SamplingInputs(NamedTuple):
         return None if self.bounds_2B is None else self.bounds_2B[1] > 0
 
     def for_drafting(self, branch: Branch) -> SamplingInputs:
-        """What a drafter looks at."""
+        """The inputs that a drafter reads."""
         return SamplingInputs(branch, self.floats_FB, self.ints_B4)
 
 
@@ -167,8 +168,8 @@ class Sampling:
     ) -> None:
         self.backend = backend
         self.vocab_size = vocab_size
-        most = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
-        self.logprob_counts = tuple(sorted({0, *(count for count in (5, _USUAL_LOGPROBS) if count < most), most}))
+        largest = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
+        self.logprob_counts = tuple(sorted({0, *(count for count in (5, _USUAL_LOGPROBS) if count < largest), largest}))
         self.logprobs_mode = logprobs_mode
         self._floats_np = np.tile(np.array(_NEUTRAL, dtype=np.float32), (max_rows + 1, 1))
         # top-k, prompt length, two words of the seed
@@ -176,16 +177,16 @@ class Sampling:
         self._ints_np[:, 0] = vocab_size
         self._branches_np = np.zeros((max_rows + 1, len(Branch._fields)), dtype=np.int32)
         self._allowed_np: dict[int, np.ndarray] = {}
-        fixed = (MOST_RULES, LONGEST_RULE_PREFIX) if backend.traits.captures else (NUM_RULES, RULE_PREFIX)
-        self.rules = LogitRules(max_rows, *fixed)
-        self.words = -(-vocab_size // 32)
+        fixed = (MAX_LOGIT_EDITS, MAX_EDIT_PREFIX) if backend.traits.captures else (NUM_LOGIT_EDITS, EDIT_PREFIX)
+        self.logit_edits = LogitEdits(max_rows, *fixed)
+        self.mask_words = -(-vocab_size // 32)
 
     def admit(self, request: Request) -> None:
         """Write a request's parameters into its row."""
         params, row = request.params, request.row
         self._floats_np[row] = [getattr(params, name) for name in _FLOATS]
         if params.top_p >= 1:
-            self._floats_np[row, 1] = np.inf  # no sum of probabilities reaches it, so nothing is cut by rounding
+            self._floats_np[row, 1] = np.inf  # no sum of probabilities reaches it, so rounding forbids no token
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self._ints_np[row] = (top_k, request.num_prompt, *request.seed_words)
         self._allowed_np.pop(row, None)
@@ -198,7 +199,7 @@ class Sampling:
             min_p=random and params.min_p > 0,
             top_k=listed,
             top_p=self._top_p_kind(listed) if random and params.top_p < 1 else 0,
-            ruled=self.rules.admit(request),
+            edited=self.logit_edits.admit(request),
             masked=row in self._allowed_np,
             penalized=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
             scored=_fit(_SCORED_COUNTS, len(params.logprob_token_ids or ())),
@@ -220,74 +221,75 @@ class Sampling:
         return _fit(self.logprob_counts, self.vocab_size if params.logprobs < 0 else params.logprobs)
 
     def prompt_logprob_counts(self) -> tuple[int, ...]:
-        """How many of the likeliest tokens are reported for each token of a prompt, whatever was asked."""
+        """How many of the likeliest tokens are reported for each token of a prompt, whatever the requests ask for."""
         return _coarse_counts(self.logprob_counts) if self.backend.traits.captures else self.logprob_counts
 
-    def prompt_logprob_count(self, wanted: int) -> int:
-        """Of those, the least that is enough."""
-        wanted = self.vocab_size if wanted < 0 else wanted
-        return next(count for count in self.prompt_logprob_counts() if count >= wanted)
+    def prompt_logprob_count(self, num_requested: int) -> int:
+        """The smallest of those counts that is enough."""
+        num_requested = self.vocab_size if num_requested < 0 else num_requested
+        return next(count for count in self.prompt_logprob_counts() if count >= num_requested)
 
     def _pack(self, token_ids: list[int]) -> np.ndarray:
-        allowed = np.zeros(self.words * 32, dtype=bool)
+        allowed = np.zeros(self.mask_words * 32, dtype=bool)
         allowed[np.array(token_ids)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def prepare(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> SamplingInputs:
         """Gather the rows of a batch and upload them."""
         branch = Branch.largest(self._branches_np[batch.rows_np])
-        own = {r.row: grammars[r.req_id] for r in batch.requests if r.req_id in grammars} if grammars else {}
-        branch = branch._replace(constrained=bool(own))
+        by_row = {r.row: grammars[r.req_id] for r in batch.requests if r.req_id in grammars} if grammars else {}
+        branch = branch._replace(constrained=bool(by_row))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
         if self.backend.traits.captures:
             branch = branch.coarse(self.vocab_size, self.logprob_counts)
-        return self.inputs_of(batch, branch, own)
+        return self.inputs_of(batch, branch, by_row)
 
-    def inputs_of(self, batch: SampleBatch, branch: Branch, own: dict[int, Grammar]) -> SamplingInputs:
-        """For a branch that has all that the batch's requests ask for. `own`: grammars by row."""
+    def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[int, Grammar]) -> SamplingInputs:
+        """For a branch that covers the batch's requests. `grammars`: by row."""
         upload, constrained = self.backend.memory.upload, branch.constrained
-        masks = {row: found.mask_NW for row, found in own.items()}
+        masks = {row: grammar.mask_NW for row, grammar in grammars.items()}
         return SamplingInputs(
             branch=branch,
             floats_FB=upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())),
             ints_B4=upload(torch.from_numpy(self._ints_np[batch.rows_np])),
             grammar_BQW=self._masks(batch, masks) if constrained else None,
-            bounds_2B=self._bounds(batch, own) if constrained else None,
+            bounds_2B=self._bounds(batch, grammars) if constrained else None,
             allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
-            rules=self.rules.gather(batch.rows_np, self.backend) if branch.ruled else None,
+            logit_edits=self.logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
         )
 
     def _masks(self, batch: SampleBatch, by_row: dict[int, np.ndarray]) -> torch.Tensor:
-        """int32 [B, Q, W], all ones where nothing is forbidden. A mask is for all positions or for the first few."""
-        mask = np.full((len(batch.rows_np), batch.num_queries, self.words), -1, dtype=np.int32)
+        """int32 [B, Q, W], all ones where no token is forbidden. A mask is for all positions or for the first few."""
+        mask = np.full((len(batch.rows_np), batch.num_queries, self.mask_words), -1, dtype=np.int32)
         for index, request in enumerate(batch.requests):
-            if (own := by_row.get(request.row)) is not None:
+            if (found := by_row.get(request.row)) is not None:
                 # Padding of a new request may bring more rows than this step has positions.
-                own = own[..., : self.words] if own.ndim == 1 else own[: batch.num_queries, : self.words]
-                mask[index, : len(own) if own.ndim > 1 else None] = own
+                shared = found.ndim == 1
+                found = found[..., : self.mask_words] if shared else found[: batch.num_queries, : self.mask_words]
+                mask[index, : None if shared else len(found)] = found
         return self.backend.memory.upload(torch.from_numpy(mask))
 
     def _bounds(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> torch.Tensor:
         """Drafts that each row's grammar allows, and which rows have none."""
-        most = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
-        most[1] = 1
+        bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
+        bounds[1] = 1
         for index, request in enumerate(batch.requests):
-            if (own := grammars.get(request.row)) is not None:
-                most[:, index] = own.num_acceptable, 0
-        return self.backend.memory.upload(torch.from_numpy(most))
+            if (grammar := grammars.get(request.row)) is not None:
+                bounds[:, index] = grammar.num_acceptable, 0
+        return self.backend.memory.upload(torch.from_numpy(bounds))
 
     def _scored_ids(self, batch: SampleBatch, width: int) -> torch.Tensor:
         ids = np.zeros((len(batch.rows_np), width), dtype=np.int32)
         for row, request in zip(ids, batch.requests, strict=False):
-            wanted = request.params.logprob_token_ids or []
-            row[: len(wanted)] = wanted
+            token_ids = request.params.logprob_token_ids or []
+            row[: len(token_ids)] = token_ids
         return self.backend.memory.upload(torch.from_numpy(ids))
 
     def signature(self, num_rows: int, num_queries: int, branch: Branch) -> Hashable:
-        """What a captured finish depends on."""
-        return (num_rows, num_queries, branch, self.rules.shape if branch.ruled else None)
+        """What the graph of a sampling pass depends on."""
+        return (num_rows, num_queries, branch, self.logit_edits.shape if branch.edited else None)
 
     def branches(self) -> Iterator[Branch]:
         every = Branch.every_coarse if self.backend.traits.captures else Branch.every
@@ -295,10 +297,10 @@ class Sampling:
 
 
 def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The usual most, and what the configuration allows beyond it."""
+    """The counts from the usual maximum on, up to what the configuration allows."""
     return tuple(count for count in logprob_counts if count >= _USUAL_LOGPROBS) or logprob_counts[-1:]
 
 
 def _fit(sizes: tuple[int, ...], needed: int) -> int:
-    """The smallest of the sizes that holds what is needed; 0 for nothing."""
+    """The smallest size that is at least `needed`; 0 if `needed` is 0."""
     return next((size for size in sizes if size >= needed), needed) if needed else 0

@@ -1,4 +1,4 @@
-"""One pass over the positions that sample: what requests ask of their logits, then the acceptance rule, then scores.
+"""One pass over the positions that sample: logit processing, then the acceptance rule, then scores.
 
 Every parameter applies at each of the Q positions as it would have without drafts: a position sees the drafts before
 it as if they had been sampled.
@@ -40,8 +40,8 @@ class Rule(Protocol):
 def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule:
     """The rule that the user asked for.
 
-    Drafts without probabilities are one-hot, and for those the exact rules have one and the same distribution. Then the
-    strict rule runs, which is the only one that keeps a seeded request's tokens.
+    Drafts without probabilities are one-hot, for which all exact rules have the same distribution. Then the strict rule
+    runs, the only one that keeps a seeded request's tokens.
     """
     rules = backend.rules
     strict = partial(_strict, rules)
@@ -51,7 +51,7 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
     if RULES[speculation.rule].needs_probs:
         return partial(_with_probs, rules, verify) if speculation.keeps_probs else strict
     if speculation.rule == SYNTHETIC:
-        with torch.inference_mode():  # as steps are, which an emulated card wants of what they take parts of
+        with torch.inference_mode():  # as in steps: an emulated card requires it of tensors that they slice
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_without_probs, rules, verify)
@@ -92,8 +92,8 @@ def _with_probs(
     )
     if inputs.free_B is None:
         return verification
-    # A grammar takes back drafts for what they are, and then these rules are not exact. The strict rule always is: the
-    # target's own token does not depend on a draft.
+    # A grammar withdraws drafts because of their tokens, and then these rules are not exact. The strict rule always
+    # is: the target's own token does not depend on a draft.
     exact = _strict(rules, logits_BQV, positions_BQ, proposed, inputs)
     return Verification(
         torch.where(inputs.free_B[:, None], verification.tokens_BQ, exact.tokens_BQ),
@@ -162,21 +162,21 @@ def _process(
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> torch.Tensor | None:
-    """Masks, rules, penalties, temperature and filters, in place. Returns the raw logits if they are to be reported."""
+    """Masks, logit edits, penalties, temperature and filters, in place. Returns the raw logits if they are reported."""
     branch, floats = inputs.branch, inputs.floats
-    wants_scores = branch.reported or branch.scored
+    needs_scores = branch.reported or branch.scored
     if branch.constrained:
-        # Before the raw log-probabilities are taken: they are those of what the grammar leaves.
+        # Before the raw log-probabilities are taken, as those are over what the grammar allows.
         assert inputs.grammar_BQW is not None
         edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
-    raw = logits_BQV.clone() if wants_scores and logprobs_mode.startswith("raw") else None
+    raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:
         assert inputs.allowed_BQW is not None
         edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
-    if branch.ruled:
-        assert inputs.rules is not None
+    if branch.edited:
+        assert inputs.logit_edits is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
-        edit.apply_rules(logits_BQV, *inputs.rules, recent, num_outputs)
+        edit.apply_logit_edits(logits_BQV, *inputs.logit_edits, recent, num_outputs)
     if custom is not None:
         custom.apply(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
@@ -226,11 +226,11 @@ def recent_outputs(
     requests: Requests, rows_B: torch.Tensor, positions_BQ: torch.Tensor, inputs: SamplingInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last M output tokens up to each position, newest last ([B, Q, M], -2 before the output), and their number."""
-    assert inputs.rules is not None
-    num_recent = inputs.rules[3].shape[-1]
+    assert inputs.logit_edits is not None
+    num_recent = inputs.logit_edits[3].shape[-1]
     back = torch.arange(num_recent - 1, -1, -1, dtype=torch.int32, device=rows_B.device)
-    place = positions_BQ[..., None] - back
-    tokens = requests.tokens_at(rows_B, place.clamp(min=0))
-    is_output = place >= inputs.prompt_len_B[:, None, None]
+    recent_BQM = positions_BQ[..., None] - back
+    tokens = requests.tokens_at(rows_B, recent_BQM.clamp(min=0))
+    is_output = recent_BQM >= inputs.prompt_len_B[:, None, None]
     num_outputs = positions_BQ + 1 - inputs.prompt_len_B[:, None]
     return torch.where(is_output, tokens, -2), num_outputs

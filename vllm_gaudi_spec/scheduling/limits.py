@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_spec.config import asked_drafts, last_use
+from vllm_gaudi_spec.config import last_use, requested_drafts
 from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class DraftLimits(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, num_prompt: int, *, num_drafts: int, max_context: int) -> DraftLimits:
         end = None if params.max_tokens is None else last_use(num_prompt, params.max_tokens)
-        return cls(max_context, end, asked_drafts(params, num_drafts))
+        return cls(max_context, end, requested_drafts(params, num_drafts))
 
     @property
     def reach(self) -> int:

@@ -99,10 +99,10 @@ def test_without_its_padding_a_rectangle_says_the_same() -> None:
     counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     kept = packed(counts_B, 3)
     assert kept is not None
-    assert kept.places_T.tolist() == [0, 1, 6, 7, 8, 9]
-    torch_ops.attend(query[kept.places_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
-    assert torch.allclose(out, expected[kept.places_T], atol=1e-6)
-    assert torch.equal(spread(out, kept, 12)[kept.places_T], out)
+    assert kept.index_T.tolist() == [0, 1, 6, 7, 8, 9]
+    torch_ops.attend(query[kept.index_T], cache, replace(whole, packed=kept, _plans={}), spec, out)
+    assert torch.allclose(out, expected[kept.index_T], atol=1e-6)
+    assert torch.equal(spread(out, kept, 12)[kept.index_T], out)
     assert not spread(out, kept, 12)[[2, 3, 4, 5, 10, 11]].any()
 
 

@@ -319,7 +319,7 @@ def test_nothing_but_padding(form: str) -> None:
     scene = make_scene([10], 2)
     listed = scene.call.flat
     assert listed is not None
-    nobody = FlatBlocks(torch.zeros_like(listed.ids_N), torch.full_like(listed.rows_N, 2), listed.places_N)
+    nobody = FlatBlocks(torch.zeros_like(listed.ids_N), torch.full_like(listed.rows_N, 2), listed.index_N)
     call = dataclasses.replace(scene.call, flat=nobody, _plans={})
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
 
@@ -382,7 +382,7 @@ def test_every_listed_block_is_read_once(queries: int) -> None:
         flat=FlatBlocks(
             listed.ids_N.repeat_interleave(queries),
             rows_NQ.clamp(max=nobody).flatten(),
-            listed.places_N.repeat_interleave(queries),
+            listed.index_N.repeat_interleave(queries),
         ),
     )
     with Watch(keys=scene.keys, values=scene.values) as watch:

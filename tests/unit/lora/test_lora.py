@@ -52,11 +52,11 @@ def expected(module: Any, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tenso
 
 
 def test_each_token_gets_what_its_slot_adds() -> None:
-    module, given = linear(), slots()
-    layer = LinearAdapters(module, given, HostBackend().memory.upload)
+    module, token_slots = linear(), slots()
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
     fill(module)
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         assert torch.equal(layer.add_lora_linear(y_TO, x_TI), y_TO), "the device has not got it yet"
         layer.send()
         ours = layer.add_lora_linear(y_TO, x_TI)
@@ -68,14 +68,14 @@ def test_each_token_gets_what_its_slot_adds() -> None:
 
 def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
     """Of the first matrices: what is wrong with second ones is found while they are loaded."""
-    module, given = linear(), slots()
-    layer = LinearAdapters(module, given, HostBackend().memory.upload)
+    module, token_slots = linear(), slots()
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
     fill(module)
     wanted = expected(module, x_TI, y_TO)
     module.lora_a_stacked[1][1] = torch.nan
     layer.send()
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         ours = layer.add_lora_linear(y_TO, x_TI)
     others = TOKENS != 1
     torch.testing.assert_close(ours[others], wanted[others])
@@ -85,14 +85,14 @@ def test_a_slot_that_is_not_finite_reaches_no_other_token() -> None:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_logits(padding: int) -> None:
     """Of an output matrix that was padded, the vocabulary is left."""
-    module, given = linear((12,), one=True), slots()
-    layer = LinearAdapters(module, given, HostBackend().memory.upload)
+    module, token_slots = linear((12,), one=True), slots()
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload)
     assert isinstance(module.lora_a_stacked, torch.Tensor)
     both = SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,))
     fill(both)
     layer.send()
     x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12 + padding)
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         ours = layer.add_lora_logits(y_TV, x_TI)
     torch.testing.assert_close(ours, expected(both, x_TI, y_TV[:, :12]))
 
@@ -106,12 +106,12 @@ def test_ranks_add_the_same_to_their_logits() -> None:
         return sent[0]
 
     group: Any = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
-    module, given = linear((12,), one=True), slots()
-    layer = LinearAdapters(module, given, HostBackend().memory.upload, group)
+    module, token_slots = linear((12,), one=True), slots()
+    layer = LinearAdapters(module, token_slots, HostBackend().memory.upload, group)
     fill(SimpleNamespace(lora_a_stacked=(module.lora_a_stacked,), lora_b_stacked=(module.lora_b_stacked,)))
     layer.send()
     x_TI, y_TV = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), 12)
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         first, second = (layer.add_lora_logits(y_TV, states) for states in (x_TI, x_TI * (1 + 1e-6)))
         layer.add_lora_linear(y_TV, x_TI)
     assert torch.equal(first, second)
@@ -121,16 +121,16 @@ def test_ranks_add_the_same_to_their_logits() -> None:
 
 
 def test_embeddings() -> None:
-    vocab, size, given = 7, 5, slots()
+    vocab, size, token_slots = 7, 5, slots()
     module: Any = SimpleNamespace(
         lora_a_stacked=torch.zeros(SLOTS, vocab, RANK), lora_b_stacked=torch.zeros(SLOTS, 1, size, RANK)
     )
-    layer = EmbeddingAdapters(module, given, HostBackend().memory.upload)
+    layer = EmbeddingAdapters(module, token_slots, HostBackend().memory.upload)
     module.lora_a_stacked.normal_()
     module.lora_b_stacked.normal_()
     layer.send()
     tokens, y_TE = torch.tensor([3, 0, 6, 6, 1, 2]), torch.randn(6, size)
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         looked_up = torch.nn.functional.embedding(tokens + layer._embeddings_indices[:6], module.lora_a_stacked_2d)
         ours = layer.add_lora_embedding(y_TE, looked_up)
     for index, slot in enumerate(TOKENS.tolist()):
@@ -141,22 +141,22 @@ def test_embeddings() -> None:
 
 def test_vllm_writes_where_the_layer_reads_on_a_host() -> None:
     """No copy where the device is the host."""
-    module, given = linear(), slots()
-    layer = LinearAdapters(module, given, lambda host: host)
+    module, token_slots = linear(), slots()
+    layer = LinearAdapters(module, token_slots, lambda host: host)
     fill(module)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
-    with given.given(TOKENS):
+    with token_slots.applied(TOKENS):
         torch.testing.assert_close(layer.add_lora_linear(y_TO, x_TI), expected(module, x_TI, y_TO))
 
 
 def test_one_program_for_whatever_slots_hold() -> None:
-    module, given = linear(), slots()
+    module, token_slots = linear(), slots()
     backend = CapturingBackend()
-    layer = LinearAdapters(module, given, backend.memory.upload)
+    layer = LinearAdapters(module, token_slots, backend.memory.upload)
     x_TI, y_TO = torch.randn(len(TOKENS), INPUTS), torch.randn(len(TOKENS), sum(OUTPUTS))
 
     def forward(x_TI: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-        with given.given(slots_T):
+        with token_slots.applied(slots_T):
             return layer.add_lora_linear(y_TO, x_TI)
 
     program = backend.graphs.graph(forward)

@@ -1,4 +1,4 @@
-"""What a worker says of itself with each step."""
+"""What a worker reports of itself with each step."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_the_device_is_asked_now_and_then() -> None:
     recorder = StepRecorder()
     recorder.saw("new")
     backend.graphs.num_compiled = 3
-    told = []
+    counts = []
     for _ in range(64):
         recorder.step_done()
-        told.append(recorder.worked(backend).compiled)
-    assert (told[0], told[-1]) == (1, 3)
+        counts.append(recorder.worked(backend).compiled)
+    assert (counts[0], counts[-1]) == (1, 3)
     assert backend.graphs.num_asked == 4
     recorder.step_done()
     backend.graphs.num_compiled = 5
@@ -64,11 +64,11 @@ def test_what_the_device_once_counted_stays() -> None:
     """It answers 0 where it does not know, and after a reset."""
     backend: Any = CountingBackend()
     recorder = StepRecorder()
-    told = []
+    counts = []
     for backend.graphs.num_compiled in (3, 0, 5):
         recorder.num_steps += 16
-        told.append(recorder.worked(backend).compiled)
-    assert told == [3, 3, 5]
+        counts.append(recorder.worked(backend).compiled)
+    assert counts == [3, 3, 5]
 
 
 def test_what_warm_up_compiled_is_not_counted() -> None:
@@ -79,8 +79,8 @@ def test_what_warm_up_compiled_is_not_counted() -> None:
     recorder.worked(backend)
     backend.graphs.num_compiled = 0
     recorder.warm_up_done(backend.memory.num_host_syncs)
-    told = []
+    counts = []
     for _ in range(17):
         recorder.step_done()
-        told.append(recorder.worked(backend).compiled)
-    assert not any(told)
+        counts.append(recorder.worked(backend).compiled)
+    assert not any(counts)

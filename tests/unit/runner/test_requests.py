@@ -173,7 +173,7 @@ def test_a_row_is_handed_on_without_drafts(requests: Requests) -> None:
 
 # --- blocks of a decode, listed for all rows at once ---
 
-WINDOW = 0  # what a sliding window left behind
+WINDOW = 0  # what a sliding window has passed
 
 
 class FlatBackend(HostBackend):
@@ -196,7 +196,7 @@ def admitted(requests: Requests, blocks: dict[str, tuple[list[int], ...]]) -> np
 
 
 def entries(flat_3N: torch.Tensor) -> list[tuple[int, ...]]:
-    """Block, row and place of each."""
+    """Block, row and index of each."""
     assert flat_3N.dtype == torch.int32
     return [tuple(entry) for entry in flat_3N.T.tolist()]
 

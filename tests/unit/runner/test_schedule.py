@@ -1,4 +1,4 @@
-"""From the scheduler's word to rectangles."""
+"""From the scheduler's output to rectangles."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_nothing_left_falls_back_to_the_target() -> None:
     case = random_case(100, 2, masked=0.4)
     case.draft_probs_BKV = case.logits_BQV[:, :2].softmax(-1)
     place = torch.zeros(100, dtype=torch.int32)
-    token = stop.sample_behind(
+    token = stop.sample_next(
         case.logits_BQV,
         case.draft_probs_BKV,
         place + 2,
@@ -248,7 +248,7 @@ def biased(table: Table) -> Table:
     tokens = torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(rows, 3)
     added = torch.tensor([[2.5, -3.0, -torch.inf]]).expand(rows, 3)
     return Table(
-        edit.apply_rules(
+        edit.apply_logit_edits(
             values,
             tokens,
             added,

@@ -1,4 +1,4 @@
-"""Bias, bad words and min-tokens as rules of one kind."""
+"""Bias, bad words and min-tokens as logit edits of one kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.records import Request
-from vllm_gaudi_spec.sampling.logit_edits import LogitRules
+from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
 
 
 def request(row: int, **params: object) -> Request:
@@ -16,20 +16,20 @@ def request(row: int, **params: object) -> Request:
     return Request(req_id="a", params=sampling, seed_words=(0, 0), prompt=[1], row=row)
 
 
-def gathered(rules: LogitRules, row: int) -> list[np.ndarray]:
-    return [tensor[0].numpy() for tensor in rules.gather(np.array([row]), HostBackend())]  # type: ignore[arg-type]
+def gathered(edits: LogitEdits, row: int) -> list[np.ndarray]:
+    return [tensor[0].numpy() for tensor in edits.gather(np.array([row]), HostBackend())]  # type: ignore[arg-type]
 
 
-def test_no_rules() -> None:
-    assert not LogitRules(2, num_rules=64, prefix_len=8).admit(request(0))
+def test_no_logit_edits() -> None:
+    assert not LogitEdits(2, num_edits=64, prefix_len=8).admit(request(0))
 
 
 def test_each_kind() -> None:
-    rules = LogitRules(2, num_rules=64, prefix_len=8)
+    edits = LogitEdits(2, num_edits=64, prefix_len=8)
     asked = request(1, logit_bias={3: 1.5}, min_tokens=4, stop_token_ids=[9, 8])
     asked.params._bad_words_token_ids = [[5], [6, 7]]
-    assert rules.admit(asked)
-    token, bias, until, prefix = gathered(rules, 1)
+    assert edits.admit(asked)
+    token, bias, until, prefix = gathered(edits, 1)
     assert token[:5].tolist() == [3, 5, 7, 8, 9]
     assert bias[:5].tolist() == [1.5, -np.inf, -np.inf, -np.inf, -np.inf]
     assert (until[:3] > 10**9).all()
@@ -40,22 +40,22 @@ def test_each_kind() -> None:
 
 
 def test_a_row_forgets_its_last_request() -> None:
-    rules = LogitRules(2, num_rules=64, prefix_len=8)
-    rules.admit(request(0, logit_bias={3: 1.5}))
-    rules.admit(request(0))
-    assert not gathered(rules, 0)[1].any()
+    edits = LogitEdits(2, num_edits=64, prefix_len=8)
+    edits.admit(request(0, logit_bias={3: 1.5}))
+    edits.admit(request(0))
+    assert not gathered(edits, 0)[1].any()
 
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_growing_keeps_what_others_wrote(row: int) -> None:
-    rules = LogitRules(2, num_rules=2, prefix_len=1)
+    edits = LogitEdits(2, num_edits=2, prefix_len=1)
     first = request(0, logit_bias={3: 1.5})
     first.params._bad_words_token_ids = [[6, 7]]
-    rules.admit(first)
+    edits.admit(first)
     second = request(1, logit_bias=dict.fromkeys(range(5), 1.0))
     second.params._bad_words_token_ids = [[1, 2, 3, 4]]
-    rules.admit(second)
-    token, _, _, prefix = gathered(rules, row)
+    edits.admit(second)
+    token, _, _, prefix = gathered(edits, row)
     assert token[:2].tolist() == ([3, 7] if row == 0 else [0, 1])
     assert prefix.shape == (8, 4)
     assert prefix[1 if row == 0 else 5].tolist() == ([-1, -1, -1, 6] if row == 0 else [-1, 1, 2, 3])

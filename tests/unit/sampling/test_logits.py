@@ -146,7 +146,7 @@ def test_bitmask() -> None:
     assert kept(result[0, 1]) == {0, 2, 39}
 
 
-def test_rules_bias_forbid_and_expire() -> None:
+def test_logit_edits_bias_forbid_and_expire() -> None:
     """Token 7 +2 always; token 8 forbidden after (5, 6); token 9 forbidden until two outputs are there."""
     token = torch.tensor([[7, 8, 9, 0]], dtype=torch.int32)
     bias = torch.tensor([[2.0, -torch.inf, -torch.inf, 0.0]])
@@ -154,7 +154,7 @@ def test_rules_bias_forbid_and_expire() -> None:
     prefix = torch.tensor([[[-1, -1, -1], [-1, 5, 6], [-1, -1, -1], [-1, -1, -1]]], dtype=torch.int32)
     recent = torch.tensor([[[-2, -2, 5], [1, 5, 6]]], dtype=torch.int32)
     logits = random_logits(1, 2)
-    result = edit.apply_rules(logits.clone(), token, bias, until, prefix, recent, torch.tensor([[1, 2]]))
+    result = edit.apply_logit_edits(logits.clone(), token, bias, until, prefix, recent, torch.tensor([[1, 2]]))
     assert torch.allclose(result[0, :, 7], logits[0, :, 7] + 2)
     assert result[0, 0, 8] == logits[0, 0, 8]
     assert result[0, 1, 8] == -torch.inf

@@ -1,4 +1,4 @@
-"""The synthetic rule: given rates, the target's own token behind them."""
+"""The synthetic rule: given rates, the target's own token after them."""
 
 from __future__ import annotations
 

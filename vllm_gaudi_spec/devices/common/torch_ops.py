@@ -99,7 +99,7 @@ def attend_packed(
     query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
     out = query.new_empty(*query.shape[:-1], spec.output_size)
     attend(query, kv_cache, whole, spec, out, operations)
-    torch.index_select(out, 0, packed.places_T, out=out_THD)
+    torch.index_select(out, 0, packed.index_T, out=out_THD)
 
 
 def _keys_and_values(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,8 +1,8 @@
-"""The functions that pass over whole vocabularies, as one device runs them.
+"""The functions that pass over whole vocabularies, for one device.
 
-Those of this folder are the reference. A device whose launches or passes over memory cost too much in them replaces
-some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may change places. Of a row
-with NaN only that is promised that its token is one of the vocabulary.
+The functions of this folder are the reference. A device where their launches or passes over memory cost too much
+replaces some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may swap ranks. For
+a row with NaN the only promise is that its token is in the vocabulary.
 """
 
 from __future__ import annotations

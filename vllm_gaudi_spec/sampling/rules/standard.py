@@ -1,6 +1,6 @@
 """The standard rule: rejection sampling with residual resampling (Leviathan et al., arXiv 2211.17192).
 
-Its output follows the target's law, whatever law the drafts were drawn from.
+Its output follows the target's distribution, whatever distribution the drafts were drawn from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept drafts up to the first rejection; a token from what is left of the target comes behind them.
+    """Accept drafts up to the first rejection; a token from the residual of the target comes after them.
 
     The logits are those of the target after temperature and filters, the probabilities those that the drafts were
     drawn from. Rows with temperature 0 accept while a draft is the argmax.
@@ -40,11 +40,11 @@ def verify(
         accept_probs(logits_BKV.softmax(-1), draft_probs_BKV, drafts_BK, num_drafts_B),
         stop.matches(logits_BKV, drafts_BK, num_drafts_B),
     )
-    # Keyed by position alone: whether a row stops at a place, and with which token, depends on noise of this and
-    # earlier places only. The next step starts behind it, where nothing that was emitted has used any noise.
+    # Keyed by position alone: whether a row stops at a position, and with which token, depends on noise of this and
+    # earlier positions only. The next step starts after it, where no emitted token has used any noise.
     accepted_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_BK
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
-    token_B = stop.sample_behind(
+    token_B = stop.sample_next(
         logits_BQV,
         draft_probs_BKV,
         num_drafts_B,

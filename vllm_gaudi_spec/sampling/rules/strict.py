@@ -1,4 +1,5 @@
-"""The strict rule: the target is sampled at every position with position-keyed noise; drafts count while they equal it.
+"""The strict rule: the target is sampled at every position with position-keyed noise; drafts are accepted while they
+equal its tokens.
 
 Its output is, token for token, that of decoding without drafts. Without drafts it is ordinary sampling.
 """
@@ -30,10 +31,10 @@ def sample_random(
 
 
 def verify(sampled_BQ: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
-    """Accept drafts up to the first that differs from the target's own token; that token comes behind them."""
+    """Accept drafts up to the first that differs from the target's own token; that token comes after them."""
     num_positions = drafts_BK.shape[1]
-    place = torch.arange(num_positions, device=sampled_BQ.device)
-    equal = (drafts_BK == sampled_BQ[:, :num_positions]) & (place < num_drafts_B[:, None])
+    offsets_K = torch.arange(num_positions, device=sampled_BQ.device)
+    equal = (drafts_BK == sampled_BQ[:, :num_positions]) & (offsets_K < num_drafts_B[:, None])
     num_accepted = equal.int().cumprod(-1).sum(-1).int()
     return Verification(tokens_BQ=sampled_BQ, num_sampled_B=num_accepted + 1)
 

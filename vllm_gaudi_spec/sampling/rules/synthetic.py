@@ -1,6 +1,6 @@
-"""The synthetic rule: drafts are accepted at given rates, whatever the models say.
+"""The synthetic rule: drafts are accepted at given rates, whatever the models output.
 
-For benchmarks only: the output follows no law that anybody asked for.
+For benchmarks only: the output follows neither model's distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def accept_probs(rates_K: torch.Tensor) -> torch.Tensor:
-    """float32 [K]: the rate of a place given that all places before it were accepted; `rates_K` never increase."""
+    """float32 [K]: the rate of a draft given that all drafts before it were accepted; `rates_K` never increase."""
     before_K = torch.cat((torch.ones_like(rates_K[:1]), rates_K[: rates_K.shape[0] - 1]))
     return torch.where(before_K > 0, rates_K / before_K, 0.0)
 
@@ -33,12 +33,12 @@ def verify(
     keys_B2: torch.Tensor,
     positions_BQ: torch.Tensor,
 ) -> Verification:
-    """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes behind them."""
+    """Accept draft i and all before it with probability `rates_K[i]`; the target's own token comes after them."""
     num_positions, vocab = drafts_BK.shape[1], logits_BQV.shape[2]
     drawn_BK = uniform(keys_B2, positions_BQ[:, :num_positions], Stream.ACCEPT) < accept_probs(rates_K)
     accepted_BK = drawn_BK & stop.real_drafts(drafts_BK, num_drafts_B, vocab)
     num_accepted_B = accepted_BK.int().cumprod(-1).sum(-1).int()
-    logits_BV = stop.at_place(logits_BQV, num_accepted_B)
+    logits_BV = stop.at_index(logits_BQV, num_accepted_B)
     position_B1 = positions_BQ.gather(1, num_accepted_B.long()[:, None])
     token_B = rules.sample_random(logits_BV[:, None], temperature_B, keys_B2, position_B1).squeeze(1)
     return stop.verification(drafts_BK, num_accepted_B, token_B, vocab)
