@@ -7,7 +7,7 @@ from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
     describe_drafters,
-    leave_overlap_to_the_platform,
+    leave_async_scheduling_to_the_platform,
     raise_refusals_unchanged,
     widen_speculative_options,
 )
@@ -53,5 +53,5 @@ def apply() -> None:
     raise_refusals_unchanged()  # after `widen`, which makes a constructor anew
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
-    leave_overlap_to_the_platform()
+    leave_async_scheduling_to_the_platform()
     carry_metrics()

@@ -158,7 +158,7 @@ def admit_suffix_without_arctic() -> None:
     wrap(speculative, "has_arctic_inference", lambda original: True)
 
 
-def leave_overlap_to_the_platform() -> None:
+def leave_async_scheduling_to_the_platform() -> None:
     """Let every method pass where vLLM decides about asynchronous scheduling; `platform.py` decides behind that.
 
     Reason: vLLM refuses `--async-scheduling` with methods that its own runner does not overlap, and leaves it off for

@@ -47,7 +47,7 @@ COMPILED = "vllm:gaudi_spec_compiled_after_warmup"
 ROWS = "vllm:gaudi_spec_rows"
 ROWS_BY_CHOICE = "vllm:gaudi_spec_rows_by_choice"
 ROWS_WITHOUT_DRAFTS = "vllm:gaudi_spec_rows_without_drafts"
-SPARED_STEPS = "vllm:gaudi_spec_spared_steps"
+SKIPPED_STEPS = "vllm:gaudi_spec_spared_steps"
 COVERAGE = "vllm:gaudi_spec_vocabulary_coverage"
 DRAFTER_FAULTS = "vllm:gaudi_spec_drafter_faults"
 DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
@@ -87,7 +87,7 @@ SERIES = {
         "reason",
         REASONS,
     ),
-    SPARED_STEPS: Series("Steps that drafted nothing because it would not have paid."),
+    SKIPPED_STEPS: Series("Steps that drafted nothing because it would not have paid."),
     COVERAGE: Series(
         "The share of a vocabulary's tokens that have a partner in the other one, found at load. Universal drafting "
         "only; shown from the first step on.",

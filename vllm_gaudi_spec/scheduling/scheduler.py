@@ -109,7 +109,7 @@ class _Speculating(Scheduler):
                 self._limit_placeholders(req_id, max_drafts)
         if not drafts:
             self._skip_drafts(scheduled, skip_reason)
-            self.step_metrics.count(metrics.SPARED_STEPS)
+            self.step_metrics.count(metrics.SKIPPED_STEPS)
         scheduled.pace = Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
 

@@ -46,8 +46,8 @@ IDENTIFIERS = {
     **dict.fromkeys(("settle", "missed", "welcome"), "a verb of the event, such as on_verified"),
     "word": "what it is: a status, a message",
 }
-# Names of others, which a line may hold.
-OF_OTHERS = re.compile(r"bad_words|behind_schedule")
+# Names of vLLM, and of metrics that dashboards read: a line may hold them.
+OF_OTHERS = re.compile(r"bad_words|behind_schedule|gaudi_spec_spared_steps")
 
 
 def found(text: str, words: list[Word]) -> Iterator[str]:

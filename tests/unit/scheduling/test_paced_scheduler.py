@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.scheduling.metrics import SPARED_STEPS
+from vllm_gaudi_spec.scheduling.metrics import SKIPPED_STEPS
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]
@@ -54,7 +54,7 @@ def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> Non
     ]
     counts = [stats.spec_decoding_stats for stats in said if stats.spec_decoding_stats is not None]
     assert sum(count.num_draft_tokens for count in counts) == 4
-    assert sum(stats.gaudi_spec.get(SPARED_STEPS, {"": 0})[""] for stats in said) == 2
+    assert sum(stats.gaudi_spec.get(SKIPPED_STEPS, {"": 0})[""] for stats in said) == 2
 
 
 class Notes:
@@ -100,7 +100,7 @@ def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
     scheduler._goodput = Never()
     outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
     sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
-    assert sent.scheduler_stats.gaudi_spec[SPARED_STEPS] == {"": 1}
+    assert sent.scheduler_stats.gaudi_spec[SKIPPED_STEPS] == {"": 1}
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
