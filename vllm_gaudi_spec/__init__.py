@@ -1,14 +1,14 @@
-"""Speculative decoding for vLLM on Intel Gaudi: the two doors through which vLLM enters.
+"""Speculative decoding for vLLM on Intel Gaudi: the two entry points that vLLM calls.
 
-Importing this package must stay cheap and must not import vLLM or torch: vLLM calls these functions while it is
-itself half imported.
+The import of this package must stay cheap and must not import vLLM or torch: vLLM calls these functions in the middle
+of its own import.
 """
 
 __version__ = "0.1.0"
 
 
 def platform_plugin() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform class to use, or None to stay out of the way."""
+    """Entry point `vllm.platform_plugins`: the platform class to use, or None to leave the choice to vLLM."""
     from vllm_gaudi_spec import compat, versions
     from vllm_gaudi_spec.devices import (
         REFUSING_PLATFORM,
@@ -29,7 +29,7 @@ def platform_plugin() -> str | None:
         compat.end_errors_with_their_message()
         return REFUSING_PLATFORM
     if other_platform_plugins():
-        compat.end_errors_with_their_message()  # vLLM may refuse to choose, and does not say what to do
+        compat.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
     return platform_class(device)
 
 
@@ -37,13 +37,13 @@ def general_plugin() -> None:
     """Entry point `vllm.general_plugins`: runs in every vLLM process, after vLLM is imported."""
     from vllm_gaudi_spec.integrations import vllm_ascend
 
-    if vllm_ascend.is_active():  # with a vLLM of its own, for which what follows is not made
+    if vllm_ascend.is_active():  # it has another vLLM, for which the rest is not made
         vllm_ascend.register()
         return
     from vllm_gaudi_spec import versions
 
     if versions.wrong_vllm() is not None:
-        return  # the platform said so, and its modules may not even load there
+        return  # the platform has logged that, and its modules may not even load there
     from vllm_gaudi_spec.platforms import base
 
     if base.is_active():

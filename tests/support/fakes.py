@@ -59,32 +59,32 @@ class CapturingBackend(HostBackend):
 
 
 class CapturingGraphs(Graphs):
-    """As hard as the contract of `Graphs.graph` allows: arguments of few kinds, one program for each set of shapes and
-    of what is no tensor, and a result that the program's next run overwrites."""
+    """As hard as the contract of `Graphs.graph` allows: arguments of few kinds, one graph for each set of shapes and
+    of what is no tensor, and a result that the graph's next run overwrites."""
 
     def graph(self, function: Any) -> Any:
         results: dict[Any, Any] = {}
 
-        def run(*given: Any, **named: Any) -> Any:
-            leaves, tree = trees.tree_flatten((given, named))
+        def run(*args: Any, **named: Any) -> Any:
+            leaves, tree = trees.tree_flatten((args, named))
             kinds = {torch.Tensor, int, float, bool, str, type(None)}
             assert {type(leaf) for leaf in leaves} <= kinds, {type(leaf) for leaf in leaves} - kinds
-            program = str(tree), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
-            result, form = trees.tree_flatten(function(*given, **named))
-            if program not in results:
-                results[program] = [value.clone() if isinstance(value, torch.Tensor) else value for value in result]
-            for own, value in zip(results[program], result, strict=True):
+            graph = str(tree), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+            result, form = trees.tree_flatten(function(*args, **named))
+            if graph not in results:
+                results[graph] = [value.clone() if isinstance(value, torch.Tensor) else value for value in result]
+            for static, value in zip(results[graph], result, strict=True):
                 if isinstance(value, torch.Tensor):
-                    own.copy_(value)
+                    static.copy_(value)
                 else:
-                    assert own == value, "what is no tensor is the same in every run"
-            return trees.tree_unflatten(results[program], form)
+                    assert static == value, "a graph returns one value for what is no tensor"
+            return trees.tree_unflatten(results[graph], form)
 
         return run
 
 
 def sampled(answers: list[list[int]], num_rows: int) -> Verification:
-    """Each row got these tokens; rows behind them are padding."""
+    """Each row got these tokens; rows after them are padding."""
     tokens = torch.zeros(num_rows, max(map(len, answers)), dtype=torch.int32)
     counts = torch.ones(num_rows, dtype=torch.int32)
     for index, answer in enumerate(answers):

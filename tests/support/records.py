@@ -9,7 +9,7 @@ from vllm_gaudi_spec.tools.report import record
 
 def answer(prompt: str, *steps: tuple[str, int]) -> dict[str, Any]:
     """Each step as its tokens, a word each, and how many of them were drafts."""
-    pieces = [f" {word}" for text, _ in steps for word in text.split()]
+    pieces = [f" {piece}" for text, _ in steps for piece in text.split()]
     return {"prompt": prompt, "pieces": pieces, "steps": [[len(text.split()), drafts] for text, drafts in steps]}
 
 

@@ -1,9 +1,9 @@
 """vLLM's scheduler and this project's runner around a model that is a few lines of arithmetic: thousands of steps a
 second, of which every one goes through the real bookkeeping.
 
-The model keeps a number for each token and position in its KV slots, and what it says next follows from the sum over
-the row's context, read through the block table. So a token that stands at a wrong place, a block of somebody else, a
-row that was not cleared, or a length that is off by one makes the row say something else.
+The model keeps a number for each token and position in its KV slots, and its next token follows from the sum over
+the row's context, read through the block table. So a token that stands at a wrong position, a block of somebody else, a
+row that was not cleared, or a length that is off by one changes the row's tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_DRAFTS = 3
 ROOMY, SCARCE = 120, 26
 """Blocks of KV, block 0 included: room for everybody, and for one and a half of the longest requests."""
 FAVOURITES = list(range(10, 18))
-"""Tokens that the model says most, so that its texts repeat now and then and n-gram drafters are right now and then."""
+"""The model's most frequent tokens, so that texts repeat now and then and n-gram drafters are right now and then."""
 _HASHED = 1 << 20
 _TARGET, _DRAFTER = "model.layers.0.attn", "draft_model.layers.0.attn"
 _SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -110,7 +110,7 @@ def _logits(sums_N: torch.Tensor) -> torch.Tensor:
 
 
 def greedy_text(prompt: list[int], count: int) -> list[int]:
-    """What the model says next, from its own text alone."""
+    """The model's next tokens, from its own text alone."""
     text = list(prompt)
     for _ in range(count):
         numbers = _number(torch.tensor(text), torch.arange(len(text)))
@@ -119,7 +119,7 @@ def greedy_text(prompt: list[int], count: int) -> list[int]:
 
 
 class Guesses:
-    """For vLLM's `custom_class`: what a greedy row says next, at times with a mistake."""
+    """For vLLM's `custom_class`: a greedy row's next tokens, at times with a mistake."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._count = vllm_config.speculative_config.num_speculative_tokens
@@ -169,7 +169,7 @@ class Variant:
     overlap: bool = False
     """Whether a step is scheduled before the one before it was read."""
     v2: bool = False
-    """Which of vLLM's contracts says how a request comes back."""
+    """Which of vLLM's contracts decides how a request comes back."""
     num_blocks: int = SCARCE
     backend: type[HostBackend] = HostBackend
     adaptive: bool = False
@@ -182,14 +182,14 @@ class Variant:
 
 
 RETOKENIZE = "retokenize"
-# What a method has to be told besides its name; one that is missing needs nothing.
+# Options of a method besides its name; one that is missing needs none.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
     "custom_class": dict(model=f"{__name__}.Guesses"),
     "draft_model": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
     "ngram": dict(prompt_lookup_min=1, prompt_lookup_max=3),
     "ngram_gpu": dict(prompt_lookup_min=1, prompt_lookup_max=3),
-    # With tokens of its own, and so of another mind; its KV stands in a slab.
+    # With tokens of its own, and so of another mind; it has a drafter KV region.
     RETOKENIZE: dict(method="universal_draft"),
     "suffix": dict(suffix_decoding_max_cached_requests=8),
 }
@@ -197,7 +197,7 @@ _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
 
 @dataclass
 class Held:
-    """All that the scheduler said of a request that was not yet said to have ended: a model of the runner's state."""
+    """All that the scheduler sent of a request that is not yet reported as finished: a model of the runner's state."""
 
     tokens: list[int]
     num_computed: int
@@ -226,7 +226,7 @@ class SmallEngine:
             self.runner.initialize_kv_cache(kv_cache)
         self.runner.recorder.expect(_manifest(variant, self.runner))
         self.texts: dict[str, list[int]] = {}
-        """What was said to each request's client."""
+        """The tokens sent to each request's client."""
         self.ended: set[str] = set()
         self.held: dict[str, Held] = {}
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
@@ -267,13 +267,13 @@ class SmallEngine:
             return
         scheduled, result, members = self._in_flight.popleft()
         output = result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
-        self._hear_tokens(output, members)
-        for said in (
-            said for part in self.scheduler.update_from_output(scheduled, output).values() for said in part.outputs
+        self._observe_tokens(output, members)
+        for sent in (
+            sent for part in self.scheduler.update_from_output(scheduled, output).values() for sent in part.outputs
         ):
-            self.texts[said.request_id] += said.new_token_ids
-            if said.finish_reason is not None:
-                self.ended.add(said.request_id)
+            self.texts[sent.request_id] += sent.new_token_ids
+            if sent.finish_reason is not None:
+                self.ended.add(sent.request_id)
         if not self.variant.overlap and scheduled.total_num_scheduled_tokens:
             with torch.inference_mode():
                 drafts = self.runner.take_draft_token_ids()
@@ -300,14 +300,14 @@ class SmallEngine:
     def _execute(self, scheduled: SpecSchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         self.num_steps += 1
         self.num_preempted += len(scheduled.preempted_req_ids or ())
-        self._hear_schedule(scheduled)
+        self._observe_schedule(scheduled)
         result = self.runner.execute_model(scheduled)
         self._check_rows()
         return self.runner.sample_tokens(None) if result is None else result
 
     # --- the model of the runner's state ---
 
-    def _hear_schedule(self, scheduled: SpecSchedulerOutput) -> None:
+    def _observe_schedule(self, scheduled: SpecSchedulerOutput) -> None:
         held = self.held
         for name in scheduled.finished_req_ids:
             held.pop(name, None)
@@ -328,7 +328,7 @@ class SmallEngine:
         for name, count in scheduled.num_scheduled_tokens.items():
             held[name].num_computed += count
 
-    def _hear_tokens(self, output: ModelRunnerOutput, members: dict[str, Held]) -> None:
+    def _observe_tokens(self, output: ModelRunnerOutput, members: dict[str, Held]) -> None:
         real: dict[str, int] = getattr(output, "num_real_drafts", {})
         for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             members[name].tokens += tokens
@@ -341,7 +341,7 @@ class SmallEngine:
                 assert 0 <= len(tokens) - 1 <= real.get(name, 0) <= NUM_DRAFTS
 
     def _check_rows(self) -> None:
-        """Behind a forward: who has which row, and its blocks."""
+        """After a forward: who has which row, and its blocks."""
         requests = self.runner.requests
         rows = {name: requests.by_id[name].row for name in self.held if name in requests.by_id}
         assert rows.keys() == self.held.keys() == requests.by_id.keys()
@@ -354,7 +354,7 @@ class SmallEngine:
                 assert table == [*held.blocks, *[0] * (len(table) - len(held.blocks))], name
 
     def _check_tokens(self) -> None:
-        """The device may know more of a row than was said."""
+        """The device may have more tokens of a row than were reported."""
         requests = self.runner.requests
         rows = {name: requests.by_id[name].row for name, held in self.held.items() if held.has_row}
         for name, row in rows.items():

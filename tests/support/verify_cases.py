@@ -33,7 +33,7 @@ class Case:
 
 
 def random_case(rows: int, num_positions: int, vocab: int = 6, seed: int = 0, masked: float = 0.2) -> Case:
-    """Ragged rows with some tokens forbidden to either side; a tenth of the drafts is not from the drafter's law."""
+    """Ragged rows with some tokens forbidden to either side; a tenth of the drafts is not the drafter's."""
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, num_positions, vocab)
     draft_logits = torch.randn(shape, generator=generator) * 1.5

@@ -125,14 +125,14 @@ def index(folder: Path, kind: str) -> None:
 def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
     """--load-format dummy with a folder of which only the small files were copied."""
     index(tmp_path, "model")
-    with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which cannot be had"):
+    with pytest.raises(UnsupportedConfigError, match=r"names model-00001-of-00001\.safetensors, which is missing"):
         engine_config(tmp_path, None)
     engine_config(tmp_path, None, load_format="dummy")
     draft = tmp_path / "draft"
     engine_config(draft, None)
     index(draft, "model")
     drafter = dict(method="draft_model", model=str(draft))
-    with pytest.raises(UnsupportedConfigError, match=r"draft.*cannot be had"):
+    with pytest.raises(UnsupportedConfigError, match=r"draft.*is missing"):
         engine_config(tmp_path, drafter | dict(draft_load_config={"load_format": "hf"}), load_format="dummy")
     engine_config(tmp_path, drafter, load_format="dummy")
 
@@ -157,7 +157,7 @@ def test_only_the_index_that_is_used_has_to_be_right(
     if is_whole:
         engine_config(tmp_path, None, load_format=load_format)
     else:
-        with pytest.raises(UnsupportedConfigError, match="cannot be had"):
+        with pytest.raises(UnsupportedConfigError, match="which is missing"):
             engine_config(tmp_path, None, load_format=load_format)
 
 

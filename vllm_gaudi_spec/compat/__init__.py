@@ -1,13 +1,13 @@
-"""Every in-memory change to vLLM or its surroundings is listed here; its own file says what, why, and when it can go.
+"""The list of all in-memory patches of vLLM and its surroundings. Each one's docstring has its reason and its end.
 
-tests/unit/compat/ fails when upstream moves under one of these.
+tests/unit/compat/ fails when upstream changes what one of these patches.
 """
 
 from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
     describe_drafters,
-    leave_overlap_to_the_platform,
+    leave_async_scheduling_to_the_platform,
     raise_refusals_unchanged,
     widen_speculative_options,
 )
@@ -27,7 +27,7 @@ from vllm_gaudi_spec.compat.server import (
     let_engine_finish,
 )
 
-# Besides `apply`, the patches that not every process needs: who calls one says when.
+# `apply`, and the patches that only some processes need, each called where it is needed.
 __all__ = [
     "answer_accelerator_calls",
     "answer_bad_adapters",
@@ -43,15 +43,15 @@ __all__ = [
 
 
 def apply() -> None:
-    """All patches that every vLLM process needs. Safe to call again."""
+    """Applies all patches that every vLLM process needs. Idempotent."""
     share_vllm_logging()
     let_engine_finish()
     end_engines_with_their_server()
     describe_drafters()
     refuse_pickled_weights()
     widen_speculative_options()
-    raise_refusals_unchanged()  # after `widen`, which makes a constructor anew
+    raise_refusals_unchanged()  # after `widen`, which replaces the constructor
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
-    leave_overlap_to_the_platform()
+    leave_async_scheduling_to_the_platform()
     carry_metrics()

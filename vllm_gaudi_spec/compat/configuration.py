@@ -1,4 +1,4 @@
-"""What vLLM's configuration lets in: methods, rules, options, and whose code is trusted."""
+"""What vLLM's configuration accepts: methods, rules, options, and whose code is trusted."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from vllm_gaudi_spec.sampling.rules.table import RULES
 
 
 def describe_drafters() -> None:
-    """How a speculative configuration describes its drafter. One wrapper with four parts, of which each can go alone.
+    """Changes how a speculative configuration describes its drafter. One wrapper; each of its four parts can go alone.
 
-    Method `universal_draft` is another spelling of a draft model with `use_heterogeneous_vocab`; with every way to
-    draft, and for vocabularies of other sizes.
+    Method `universal_draft` is an alias of a draft model with `use_heterogeneous_vocab`, for every draft sample method
+    and for vocabularies of other sizes.
     Reason: upstream has no such method, allows greedy drafts only where vocabularies differ, and refuses models whose
     output matrices are padded to other sizes. At start-up we compare the tokens themselves.
     Remove when: upstream admits probabilistic drafts there and compares vocabularies, not sizes.
 
-    `--trust-remote-code` runs code of the target's folder, and not of a drafter's as well; of its own name, the
-    drafter is read at the target's revision.
-    Reason: upstream hands the target's flag on, so that who trusts one folder runs the code of two. It does not hand
-    on the revision that was looked at before it was trusted.
-    Remove when: a speculative configuration says for itself whether the drafter's code is trusted.
+    `--trust-remote-code` runs code of the target's folder, not of a drafter's; a drafter of the same name is read at
+    the target's revision.
+    Reason: upstream passes the target's flag on, so that a user who trusts one folder runs the code of two. It does not
+    pass on the revision that the user trusts.
+    Remove when: a speculative configuration has an option of its own for trust in the drafter's code.
 
     A method of ours without a model is described as n-gram drafting, which has none either.
     Reason: upstream refuses every method that it does not know.
     Remove when: upstream lets a platform add methods.
 
-    A drafter that is a model, configured without its target, is refused in one line.
+    A drafter model without its target is refused in one line.
     Reason: upstream reads the target's tokenizer, dtype and ranks for it, and both fields are optional. Without them
     it ends with an AttributeError of None.
     Remove when: upstream checks both fields before it reads them.
@@ -72,14 +72,14 @@ def _describe_drafter(original: Callable[..., Any], config: Any) -> Any:
     else:
         result = _describe_untrusted(partial(_describe_with_target, original), config)
     if config.use_heterogeneous_vocab and config.method == DRAFT_MODEL:
-        # What upstream does with its own flag behind this point is to refuse. Ours is what `config.py` looks at.
+        # From here on upstream only refuses its own flag; `config.py` reads ours.
         config.use_heterogeneous_vocab = False
         setattr(config, IS_UNIVERSAL, True)
     return result
 
 
 def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
-    """vLLM describes a method without a model that it does not know as it does n-gram drafting."""
+    """Lets vLLM describe a method of ours without a model as n-gram drafting."""
     method, lookup = config.method, (config.prompt_lookup_min, config.prompt_lookup_max)
     config.method, config.model = "ngram_gpu", config.model or method
     result = original(config)
@@ -89,7 +89,7 @@ def _describe_new_lookup(original: Callable[..., Any], config: Any) -> Any:
 
 
 def _is_in_targets_folder(config: Any) -> bool:
-    """As the layers are that predict several tokens."""
+    """As MTP layers are."""
     target = config.target_model_config
     return config.model is None or config.model in (target.model, target.model_weights)
 
@@ -102,7 +102,7 @@ def _has_targets_code(config: Any) -> bool:
 
 def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
     target = config.target_model_config
-    target.trust_remote_code = False  # what upstream gives the drafter
+    target.trust_remote_code = False  # upstream passes it to the drafter
     try:
         return original(config)
     except (RuntimeError, ValueError) as error:
@@ -116,7 +116,7 @@ def _describe_untrusted(original: Callable[..., Any], config: Any) -> Any:
         target.trust_remote_code = True
 
 
-# Fields of vLLM's `SpeculativeConfig` -> what they may say besides upstream's values.
+# Fields of vLLM's `SpeculativeConfig` -> values besides upstream's.
 _MORE_VALUES = {
     "rejection_sample_method": (*(name for name, rule in RULES.items() if not rule.in_vllm), "probabilistic"),
     "draft_sample_method": ("coupled",),
@@ -125,9 +125,9 @@ _MORE_VALUES = {
 
 
 def widen_speculative_options() -> None:
-    """Let a speculative configuration name our acceptance rules and ways to draft.
+    """Let a speculative configuration name our acceptance rules, draft sample methods and methods.
 
-    Reason: upstream's fields are closed lists. They stay closed, so that a typo is still refused with the list.
+    Reason: upstream's fields are closed lists. They stay closed: a typo is still refused, with the list.
     Remove when: upstream has these values, or lets a platform add some.
     """
     from vllm.config import SpeculativeConfig
@@ -158,24 +158,24 @@ def admit_suffix_without_arctic() -> None:
     wrap(speculative, "has_arctic_inference", lambda original: True)
 
 
-def leave_overlap_to_the_platform() -> None:
-    """Let every method pass where vLLM decides about asynchronous scheduling; `platform.py` decides behind that.
+def leave_async_scheduling_to_the_platform() -> None:
+    """Let every method pass vLLM's check of asynchronous scheduling; `platforms/base.py` decides later.
 
-    Reason: vLLM refuses `--async-scheduling` with methods that its own runner does not overlap, and leaves it off for
-    them. Ours overlaps steps with Medusa. With drafters on the host it runs one step after the other and says so.
-    Remove when: upstream asks the platform which methods overlap, and falls back where an answer is no.
+    Reason: vLLM refuses `--async-scheduling` with methods for which its own runner lacks it, and leaves it off for
+    them. Ours has it with Medusa. With drafters on the host it runs one step after the other and logs that.
+    Remove when: upstream asks the platform which methods can schedule asynchronously, and falls back for the others.
     """
     from vllm.config import vllm as upstream
 
-    # One of the lists that are looked up there, and there alone.
+    # One of the lists of that check, used nowhere else.
     upstream.NgramGPUTypes = Literal[tuple(METHODS)]
 
 
 def raise_refusals_unchanged() -> None:
-    """Let refusals leave vLLM's configurations as they are: ValueErrors of one line.
+    """Let refusals leave vLLM's configurations unchanged: ValueErrors of one line.
 
     Reason: pydantic catches every ValueError of a `__post_init__`. Its report has several lines, the last one a link,
-    and is a ValidationError, so that nobody can catch the refusal.
+    and is a ValidationError, so that callers cannot catch the refusal.
     Remove when: vLLM's configurations are no pydantic dataclasses, or pydantic lets an error pass that asks for it.
     """
     from pydantic.dataclasses import is_pydantic_dataclass

@@ -1,4 +1,4 @@
-"""How models are loaded, and what of that needs an accelerator."""
+"""How models are loaded, and the accelerator calls around it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from vllm_gaudi_spec.compat.patching import do_nothing, wrap
 from vllm_gaudi_spec.config import UnsupportedConfigError, pickled_weights
 
-# What vLLM calls after it loaded weights, when it measures memory and while it shuts down, whatever the platform; and
-# the function of the device's own module, such as torch.hpu, that does it. None: there is nothing to do.
+# Functions of torch.accelerator that vLLM calls after loading, to measure memory and at shutdown, whatever the platform
+# -> the function of the device's own module, such as torch.hpu; None: a no-op.
 _ACCELERATOR_CALLS = {
     "empty_cache": None,
     "empty_host_cache": None,
@@ -20,7 +20,7 @@ _ACCELERATOR_CALLS = {
 
 
 def answer_accelerator_calls(device_type: str) -> None:
-    """Let the `torch.accelerator` calls that vLLM makes on its own ask the device's own module, or do nothing on a CPU.
+    """Let vLLM's calls of `torch.accelerator` use the device's own module, or do nothing on a CPU.
 
     Reason: torch's functions need an allocator that Gaudi's bridge and older releases of torch_npu do not have
     ("Allocator for hpu is not a DeviceAllocator"), although torch sees the card as its accelerator. On a CPU they raise
@@ -33,7 +33,7 @@ def answer_accelerator_calls(device_type: str) -> None:
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":
-            continue  # there is no number that would be right
+            continue  # no number would be right
         if hasattr(torch.accelerator, name):
             nothing = device_type == "cpu" or own_name is None
             setattr(torch.accelerator, name, do_nothing if nothing else _asking(device_type, str(own_name)))
@@ -43,7 +43,7 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
     def ask_the_device(*args: Any, **named: Any) -> Any:
         import torch
 
-        # Found when it is called: the device's module is registered after this.
+        # Looked up at the call: the device's module is registered after this.
         return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
 
     return ask_the_device
@@ -52,9 +52,9 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
 def refuse_pickled_weights() -> None:
     """Let vLLM's loader take safetensors only.
 
-    Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), whose reading is a program that the file
-    brings. torch limits what such a program can do; nothing is as safe as not to run it.
-    Remove when: upstream refuses pickles, or can be told to.
+    Reason: where a folder has none, it falls back to pickles (*.bin, *.pt), and reading one runs a program from the
+    file. torch limits what such a program can do; not to run it is safer.
+    Remove when: upstream refuses pickles, or has an option to.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -72,7 +72,7 @@ def _take_safetensors(
 
 
 def make_mla_layers(layer_class: type) -> None:
-    """Let MLA layers be of `layer_class`, a class derived from vLLM's, whoever makes them.
+    """Let all MLA layers be of `layer_class`, a class derived from vLLM's.
 
     Reason: vLLM's models and its transformers backend each name the class of the layer, whose forward wants the
     metadata of upstream's own backends. It cannot be registered out of tree, as the wrapper around it can.
@@ -91,9 +91,9 @@ def make_mla_layers(layer_class: type) -> None:
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
     """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
 
-    Reason: vLLM packs each weight for oneDNN while it loads it and drops it, so that no other format can be made of it
-    later, and has no way to name another kernel.
-    Remove when: `dispatch_cpu_unquantized_gemm` can be told which kernel to take.
+    Reason: vLLM packs each weight for oneDNN at load and drops the original, so that no other format can be made later,
+    and it has no option for another kernel.
+    Remove when: `dispatch_cpu_unquantized_gemm` takes the kernel as an option.
     """
     from vllm.model_executor.layers import utils
 

@@ -22,19 +22,19 @@ def share_vllm_logging() -> None:
     ours.setLevel(theirs.level)
 
 
-# Part of an error's text -> what the user can do about it, where upstream does not say.
+# Part of an error's text -> what the user can do about it, where upstream's text has no advice.
 _ADVICE = {
     "Address already in use": "Choose another port with --port, or stop the program that listens there.",
     "object has no attribute 'items'": "--speculative-config takes an object with options by name, as JSON.",
     "Repo id must be in the form": "There is no such folder: give a folder with a model in it, or a Hugging Face id.",
     "Only one platform plugin can be activated": (
-        "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to leave the place to the other."
+        "Set VLLM_PLUGINS=gaudi_spec to use this platform alone, or unset VGS_DEVICE to use the other."
     ),
 }
 
 
 def end_errors_with_their_message() -> None:
-    """Print a line after an uncaught error's traceback that says what was wrong and what to do.
+    """Print a line after an uncaught error's traceback: what was wrong and what to do.
 
     Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
@@ -58,7 +58,7 @@ def _message(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _bound_address(trace: TracebackType | None) -> object:
-    """The address that a failed `bind` was given: the operating system's message does not name it."""
+    """The address of a failed `bind`, which the operating system's message does not name."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return None if trace is None else trace.tb_frame.f_locals.get("addr")

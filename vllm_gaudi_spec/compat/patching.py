@@ -1,4 +1,4 @@
-"""How patches of others' code are made, for the folders that hold them: compat/ and integrations/."""
+"""Tools for patches of others' code, for compat/ and integrations/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OURS = "_wrapped_by_gaudi_spec"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Make each call of `owner.name` a call of `wrapper`, which gets the original first. Once, however often asked."""
+    """Makes each call of `owner.name` a call of `wrapper(original, ...)`. Idempotent."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):
         return
@@ -24,13 +24,13 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
-    """Stands in for a call that shall have no effect."""
+    """A no-op in place of a call."""
 
 
 def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
-    """Let the constructor of a pydantic dataclass raise errors of `kind` as they are: pydantic catches every ValueError
-    of a `__post_init__` and raises a report of several lines, with the error in it. After `widen`, which makes the
-    constructor anew."""
+    """Lets the constructor of a pydantic dataclass raise errors of `kind` unchanged: pydantic catches every ValueError
+    of a `__post_init__` and raises a report of several lines that holds it. To be called after `widen`, which
+    replaces the constructor."""
     from pydantic import ValidationError
 
     def construct(original: Callable[..., None], config: Any, *args: Any, **named: Any) -> None:
@@ -47,16 +47,16 @@ def raise_unchanged(kind: type[ValueError], config_class: Any) -> None:
 
 
 def widen(config_class: Any, more_values: Mapping[str, tuple[str, ...]]) -> None:
-    """Let fields of a pydantic dataclass, which are closed lists, say these values as well."""
+    """Adds values to fields of a pydantic dataclass that are closed lists."""
     from pydantic.dataclasses import rebuild_dataclass
 
     fields, changed = config_class.__dataclass_fields__, False
     for name, more in more_values.items():
         values = get_args(fields[name].type)
-        known = get_args(values[0]) or values  # an optional field is a union of its values and None
-        if not set(more) <= set(known):
-            wider: Any = Literal[(*known, *more)]
-            fields[name].type = wider if known is values else wider | None
+        accepted = get_args(values[0]) or values  # an optional field is a union of its values and None
+        if not set(more) <= set(accepted):
+            wider: Any = Literal[(*accepted, *more)]
+            fields[name].type = wider if accepted is values else wider | None
             changed = True
     if changed:
         rebuild_dataclass(config_class, force=True)

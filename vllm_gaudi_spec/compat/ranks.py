@@ -1,4 +1,4 @@
-"""What several ranks of one model share, and what is each one's own."""
+"""What the ranks of one model share, and what each has for itself."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from vllm_gaudi_spec.compat.patching import wrap
 
 @contextmanager
 def tensor_parallel_group(group: Any) -> Iterator[None]:
-    """Within, layers take `group` for their tensor-parallel group.
+    """Within the context, `group` is the tensor-parallel group of layers.
 
-    Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, and vLLM's layers know
-    one group a process, by a variable of the module.
-    Remove when: layers can be told their group.
+    Reason: with `draft_tensor_parallel_size` 1 each rank of the target runs the whole drafter, and vLLM's layers
+    read one group per process from a variable of the module.
+    Remove when: layers take their group as an argument.
     """
     from vllm.distributed import parallel_state
 
-    kept = parallel_state._TP
+    target_group = parallel_state._TP
     parallel_state._TP = group
     try:
         yield
     finally:
-        parallel_state._TP = kept
+        parallel_state._TP = target_group
 
 
 def assign_cpu_experts() -> None:
-    """Let vLLM's experts for the CPU skip those that another rank has.
+    """Let vLLM's MoE kernel for the CPU skip the experts of other ranks.
 
-    Reason: under `--enable-expert-parallel` a rank has weights of some experts, and tokens that chose others as well;
-    upstream's kernel is not given the map of the ones it has, and reads behind the end of its weights.
+    Reason: under `--enable-expert-parallel` a rank has the weights of some experts, and tokens routed to others too;
+    upstream's kernel does not get the map of the rank's experts, and reads past the end of its weights.
     Remove when: `CPUUnquantizedExperts.apply` looks at `expert_map`.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -43,25 +43,24 @@ def _own_experts_only(
     original: Callable[..., Any], experts: Any, *, topk_ids: Any, topk_weights: Any, expert_map: Any, **others: Any
 ) -> Any:
     if expert_map is not None:
-        own = expert_map[topk_ids]
-        # The kernel has no word for "none": another rank's expert is our first one, and counts nothing.
-        topk_weights, topk_ids = topk_weights.where(own >= 0, 0.0), own.clamp(min=0)
+        local_ids = expert_map[topk_ids]
+        # The kernel has no index for "none": another rank's expert becomes our first one, with weight 0.
+        topk_weights, topk_ids = topk_weights.where(local_ids >= 0, 0.0), local_ids.clamp(min=0)
     return original(experts, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=None, **others)
 
 
 @contextmanager
 def ray_workers(worker_class: type) -> Iterator[None]:
-    """Within, vLLM's Ray executor starts `worker_class`.
+    """Within the context, vLLM's Ray executor starts `worker_class`.
 
-    Reason: its own asks Ray which cards a rank was given, under a name that Ray knows for a kind of card. There is none
-    for a CPU.
-    Remove when: upstream's executor serves CPU ranks, or can be told the class of its workers.
+    Reason: its own asks Ray for the cards of a rank, by Ray's name of the kind of card. There is none for a CPU.
+    Remove when: upstream's executor serves CPU ranks, or takes the class of its workers as an option.
     """
     from vllm.v1.executor import ray_executor_v2
 
-    kept = ray_executor_v2.RayWorkerProc
+    original = ray_executor_v2.RayWorkerProc
     ray_executor_v2.RayWorkerProc = worker_class
     try:
         yield
     finally:
-        ray_executor_v2.RayWorkerProc = kept
+        ray_executor_v2.RayWorkerProc = original

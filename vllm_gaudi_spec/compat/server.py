@@ -1,4 +1,4 @@
-"""How a server and its engine end, and what the server answers."""
+"""How a server and its engine end, and its answers to bad adapters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENGINE_GRACE_S = 5.0
 def let_engine_finish() -> None:
     """Give the engine process a moment between SIGTERM and SIGKILL when the server goes down.
 
-    Reason: with vLLM's default it gets none, so running requests never hear that they were aborted, and the server
-    waits for their streams for ever. Upstream grants the moment to ROCm only.
+    Reason: with vLLM's default it gets none, so running requests are never reported as aborted, and the server waits
+    for their streams for ever. Upstream grants the moment to ROCm only.
     Remove when: `get_engine_process_shutdown_timeout` grants it to every platform.
     """
     from vllm.v1.engine import utils
@@ -37,30 +37,30 @@ def _with_grace(
     return _ENGINE_GRACE_S if request_timeout == 0 and timeout == 0 else timeout
 
 
-# Seconds between two looks of an engine at whether its server is there.
+# Seconds between an engine's checks for its server.
 _LOOK_EVERY_S = 1.0
 
 
 def end_engines_with_their_server() -> None:
     """Let an engine's process end when the process that started it is gone.
 
-    Reason: a server that is killed (SIGKILL, or for want of memory) tells nobody, and its engine waits for requests for
-    ever, with the device and its memory.
+    Reason: the engine of a killed server (SIGKILL, or out of memory) is not notified. It waits for requests for
+    ever and keeps the device and its memory.
     Remove when: upstream's `EngineCoreProc` looks for its parent.
     """
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-    # The engine's process has been told of this plugin only when it is half made: hence not its constructor.
+    # Not the constructor: the engine's process loads this plugin in the middle of it.
     for engine in (EngineCoreProc, DPEngineCoreProc):
         wrap(engine, "run_busy_loop", _watch_the_server)
 
 
 def _watch_the_server(original: Callable[..., None], engine: Any) -> None:
-    threading.Thread(target=_end_behind, args=(os.getppid(),), name="watches the server", daemon=True).start()
+    threading.Thread(target=_end_with_server, args=(os.getppid(),), name="watches the server", daemon=True).start()
     original(engine)
 
 
-def _end_behind(server: int) -> None:
+def _end_with_server(server: int) -> None:
     while os.getppid() == server:
         time.sleep(_LOOK_EVERY_S)
     logging.getLogger(__name__).error("The server is gone, so its engine ends.")
@@ -70,9 +70,9 @@ def _end_behind(server: int) -> None:
 def fail_with_the_engine() -> None:
     """Let the server's process end with exit code 1 when its engine has died.
 
-    Reason: its HTTP server stops by itself then, as if it had been asked to, and the process ends with code 0: what
-    restarts servers that fail takes that for a wish.
-    Remove when: upstream's `vllm serve` ends with another code than 0 when its engine is dead.
+    Reason: its HTTP server then stops as in an orderly shutdown, and the process ends with code 0: a supervisor that
+    restarts failed servers does not restart it.
+    Remove when: upstream's `vllm serve` ends with a code other than 0 when its engine is dead.
     """
     from vllm.entrypoints.launchers.api_server import entry
 
@@ -83,28 +83,28 @@ async def _serve_until_the_engine_dies(
     original: Callable[..., Any], engine_client: Any, *args: Any, **named: Any
 ) -> Any:
     ending = await original(engine_client, *args, **named)
-    return _fail_behind(ending) if _engine_died(engine_client) else ending
+    return _fail_after(ending) if _engine_died(engine_client) else ending
 
 
 def _engine_died(client: Any) -> bool:
-    """Whether it ended without being asked to: who asks stops the manager of its processes first."""
+    """Whether it ended without a shutdown, which stops the manager of its processes first."""
     manager = getattr(client.engine_core.resources, "engine_manager", None)
     if manager is None:
         return bool(client.errored)
     return bool(manager.failed_proc_name) or (bool(client.errored) and not manager.manager_stopped.is_set())
 
 
-async def _fail_behind(ending: Any) -> None:
+async def _fail_after(ending: Any) -> None:
     await ending
-    logging.getLogger(__name__).error("The engine died, so the server ends. The reason stands above.")
+    logging.getLogger(__name__).error("The engine died, so the server ends. The log above has the reason.")
     raise SystemExit(1)
 
 
 def answer_bad_adapters() -> None:
-    """In a server: status 400 for a request to load a LoRA adapter that cannot be served, with the reason.
+    """In a server: answer status 400, with the reason, to a request to load a LoRA adapter that cannot be served.
 
-    Reason: upstream answers 404 where there is no adapter and 500 whatever else is wrong with one.
-    Remove when: `OpenAIServingModels.load_lora_adapter` tells mistakes in an adapter from the server's own.
+    Reason: upstream answers 404 where there is no adapter and 500 to every other fault of one.
+    Remove when: `OpenAIServingModels.load_lora_adapter` distinguishes faults of an adapter from the server's own.
     """
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 

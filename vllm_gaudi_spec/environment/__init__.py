@@ -1,6 +1,6 @@
-"""The environment variables that matter to this platform, and what they say. Nobody else in the package reads them.
+"""The environment variables of this platform. No other module of the package reads the environment.
 
-VARIABLES is the one table of them: `doctor` shows it, and docs/command_line.md has it.
+VARIABLES is the table of them, which `doctor` prints and docs/command_line.md repeats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
 class Variable(NamedTuple):
     name: str
     default: str
-    """The value where it is not set, or words for what holds then."""
+    """The value where it is not set, or a description of it."""
     meaning: str
 
     @property
@@ -40,23 +40,21 @@ DEVICE = Variable(
     "the device: cpu, hpu, hpu-emulated, ascend, ascend-emulated or cuda",
 )
 SKIP_WARMUP = Variable(
-    "VGS_SKIP_WARMUP", "0", "1 makes graphs while serving instead of before: for trying things out only"
+    "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before: for trying things out only"
 )
 EMULATED_GENERATION = Variable(
-    "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated takes after: gaudi2 or gaudi3"
+    "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
 )
 PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; gaudi_spec has to be among them")
-TARGET_DEVICE = Variable(
-    "VLLM_TARGET_DEVICE", "not asked for", "cpu makes vLLM take its own CPU platform and ask no plugin"
-)
+TARGET_DEVICE = Variable("VLLM_TARGET_DEVICE", "not used", "cpu makes vLLM take its own CPU platform and ask no plugin")
 LAZY_MODE = Variable(
     "PT_HPU_LAZY_MODE", "1", "on a Gaudi, real or emulated: 0 runs eagerly and compiled, 1 records graphs"
 )
 WEIGHT_SHARING = Variable(
-    "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out anew for each graph that reads them"
+    "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out again for each graph that reads them"
 )
 LAZY_COLLECTIVES = Variable(
     "PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", "on a Gaudi: tensor parallel steps need it in lazy mode"
@@ -99,7 +97,7 @@ VARIABLES = (
     BLOCKTIME,
     START_METHOD,
     ENGINE_PROCESS,
-    Variable("VLLM_LOGGING_LEVEL", "INFO", "how much vLLM and this platform say"),
+    Variable("VLLM_LOGGING_LEVEL", "INFO", "the log level of vLLM and of this platform"),
     Variable("HF_HUB_OFFLINE", "0", "1 takes models from folders and the cache only, and downloads nothing"),
     Variable("HF_HOME", "~/.cache/huggingface", "where downloaded models lie"),
     CACHE_HOME,
@@ -107,7 +105,7 @@ VARIABLES = (
 
 
 def requested_device() -> str | None:
-    """The device named by VGS_DEVICE, or None when the choice is ours."""
+    """The value of VGS_DEVICE, or None if the platform chooses."""
     return DEVICE.value or None
 
 
@@ -116,22 +114,22 @@ def skip_warmup() -> bool:
 
 
 def trusts_draft_code() -> bool:
-    """Whether `--trust-remote-code` holds for the drafter's folder as well."""
+    """Whether `--trust-remote-code` includes the drafter's folder."""
     return TRUST_DRAFT_CODE.is_on
 
 
 def is_set(name: str) -> bool:
-    """For variables outside the table too."""
+    """Whether a variable, of the table or not, is set."""
     return name in os.environ
 
 
 def set_variables() -> dict[Variable, str]:
-    """Of the table those that are set, with their values."""
+    """The variables of the table that are set, with their values."""
     return {variable: os.environ[variable.name] for variable in VARIABLES if is_set(variable.name)}
 
 
 def vllm_plugins_allowed() -> set[str] | None:
-    """The plugins that VLLM_PLUGINS lets in; None means all."""
+    """The plugins that VLLM_PLUGINS allows; None: all."""
     names = PLUGINS.value
     return None if names is None else {name.strip() for name in names.split(",")}
 
@@ -140,8 +138,8 @@ _CHOSEN_BY = "VGS_START_METHOD_CHOSEN_BY"
 
 
 def choose_start_method(choose: Callable[[], str]) -> None:
-    """How vLLM starts its engine process: as the user said, else as `choose` says, asked anew for each engine of a
-    process. Engine processes, which inherit the answer, do not ask."""
+    """Sets how vLLM starts its engine process, unless the user did: to the result of `choose`, called for each engine
+    of a process. Engine processes inherit the setting and do not call it."""
     chosen_by = os.environ.get(_CHOSEN_BY)
     if is_set(START_METHOD.name) and chosen_by != str(os.getpid()):
         return
@@ -159,21 +157,21 @@ def keeps_engine_in_process() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where this project keeps what can be made again."""
+    """The folder of this project for files that can be made again."""
     base = CACHE_HOME.value or ""
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "vllm_gaudi_spec"
 
 
 def name_process_group(init_method: str) -> None:
-    """vLLM's shared-memory collectives for the CPU find each other by this name. Ranks that do not share memory have
-    other names: then vLLM takes gloo."""
+    """Sets the name by which vLLM's shared-memory collectives for the CPU find each other. Ranks that do not share
+    memory have different names, and vLLM uses gloo."""
     group = init_method.rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     os.environ["VLLM_DIST_IDENT"] = f"{group}-{_shared_memory()}"
 
 
 def _shared_memory() -> str:
-    """The same in processes that see one /dev/shm, which those of two machines, or of two containers, do not."""
+    """A name that processes with one /dev/shm share, but not those of two machines or of two containers."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{started}-{os.stat('/dev/shm').st_dev}"
@@ -182,26 +180,26 @@ def _shared_memory() -> str:
 
 
 def leave_threads_unbound() -> None:
-    """vLLM binds each CPU rank to a NUMA node of its own, and does not start where there are fewer."""
+    """Unless set, no binding of threads: vLLM binds each CPU rank to its own NUMA node and fails with fewer nodes."""
     os.environ.setdefault(THREADS_BIND.name, "nobind")
 
 
 def environment_of_children(only: Path | None = None) -> dict[str, str]:
-    """For a process that imports this package, and whose engine runs where its caller can reach it. `only`: for a
-    Python of another environment, the one folder to add to what that has."""
+    """For a child that imports this package and runs its engine in its own process. `only`: for a Python of another
+    environment, the only folder of PYTHONPATH."""
     root = str(Path(__file__).parents[2])
     paths = str(only) if only else os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return {**os.environ, **quiet, ENGINE_PROCESS.name: "0", "PYTHONPATH": paths}
 
 
-# What a Gaudi process needs in its environment, unless the user says otherwise. Read by the bridge when it is imported.
+# Defaults of a Gaudi process for variables that the bridge reads at its import.
 _GAUDI_DEFAULTS = {
-    # Lazy mode is the one whose programs are counted and proven; releases differ in what they do when it is unset.
+    # Graphs are counted and tested in lazy mode; without the variable releases differ.
     LAZY_MODE.name: LAZY_MODE.default,
-    # Shared weights would be laid out anew for each graph that reads them.
+    # Shared weights would be laid out again for each graph that reads them.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
-    # Without it a collective inside a graph ends in an error: tensor parallel steps have one in each layer.
+    # Without it a collective inside a graph fails: tensor parallel steps have one in each layer.
     LAZY_COLLECTIVES.name: LAZY_COLLECTIVES.default,
     # vLLM would run shared experts on a stream of their own, which a graph does not capture.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
@@ -214,7 +212,7 @@ def set_gaudi_defaults() -> None:
 
 
 def gaudi_is_lazy() -> bool:
-    """As the bridge reads it: 0 is eager and compiled, everything else is lazy."""
+    """As the bridge reads the variable: 0 is eager and compiled, every other value is lazy."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
 
@@ -225,12 +223,12 @@ def gaudi_has_lazy_collectives() -> bool:
 
 
 def gaudi_memory_reserve() -> float:
-    """The share of free memory that is kept for captured graphs; under the name that Gaudi users know."""
+    """The share of free memory for captured graphs; the variable's name is vllm-gaudi's."""
     return float(GRAPH_MEMORY.value_or_default)
 
 
 def emulated_generation() -> str:
-    """The card that hpu-emulated takes after."""
+    """The card that hpu-emulated emulates."""
     generation = EMULATED_GENERATION.value_or_default
     if generation not in GAUDIS:
         raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
@@ -238,11 +236,11 @@ def emulated_generation() -> str:
 
 
 def quant_config_path() -> str | None:
-    """The target's quantisation file, under the name that Gaudi users know."""
+    """The target's quantisation file; the variable's name is vllm-gaudi's."""
     return QUANT_CONFIG.value or None
 
 
 def kv_cache_space_gib() -> int | None:
-    """Upstream's older way to size the KV cache on a CPU."""
+    """The size of the KV cache on a CPU, in upstream's older variable."""
     value = KV_CACHE_SPACE.value
     return int(value) if value else None

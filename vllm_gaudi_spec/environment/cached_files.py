@@ -1,8 +1,8 @@
-"""Reading and writing files that this project keeps for itself, below `environment.cache_folder()`.
+"""Reading and writing this project's cached files, below `environment.cache_folder()`.
 
-A link could lead a write to any file of this user, and a read to what somebody else wrote. So our folders and the files
-in them are never links; what lies above (`~/.cache`, XDG_CACHE_HOME) is the user's choice and may be one. Nothing is
-kept where everybody may write. What a file says is checked by who reads it, and never run.
+A link could redirect a write to any file of this user, and a read to a file of somebody else. So our folders and the
+files in them are never links; the folders above (`~/.cache`, XDG_CACHE_HOME) are the user's choice and may be links.
+No cache is in a world-writable folder. The reader of a file checks its content, which is never run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 
 class UntrustedCacheError(OSError):
-    """What is in a cache's place may not be used; the message says why, and what to do. Those who can do without a
-    cache treat it as any other error of the disk."""
+    """A cached file or its folder may not be used; the message has the reason and the remedy. Callers that can do
+    without a cache treat it as any other disk error."""
 
 
 def own_folder(folder: Path) -> Path:
-    """The folder, made if it is missing. UntrustedCacheError if somebody else may decide what is in it."""
+    """The folder, made if it is missing. UntrustedCacheError if another user may control its content."""
     folder.mkdir(mode=0o775, parents=True, exist_ok=True)
     check_folder(folder)
     return folder
@@ -38,7 +38,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read(path: Path, at_most: int) -> bytes:
-    """A file in a folder of ours. ValueError if it is larger than any that we write."""
+    """The content of a file in a folder of ours. ValueError if it is larger than `at_most` bytes."""
     check_folder(path.parent)
     with os.fdopen(_open(path), "rb") as file:
         content = file.read(at_most + 1)
@@ -48,20 +48,20 @@ def read(path: Path, at_most: int) -> bytes:
 
 
 def _open(path: Path) -> int:
-    # Without waiting: opening a pipe would, for somebody to write to it.
+    # Nonblocking: opening a pipe would wait for a writer.
     if path.is_symlink():
         raise UntrustedCacheError(f"{path} is a symbolic link; remove it")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IWOTH:
         os.close(descriptor)
-        raise UntrustedCacheError(f"{path} is no plain file, or everybody may write to it; remove it")
+        raise UntrustedCacheError(f"{path} is not a regular file, or everybody may write to it; remove it")
     return descriptor
 
 
 def write(path: Path, content: bytes) -> None:
-    """A file in a folder of ours, which is made if it is missing. Several processes may do so at once: the file appears
-    whole or not at all, and takes the place of whatever stood there. It is not flushed to the disk."""
+    """Writes a file in a folder of ours, which is made if it is missing. Several processes may do so at once: the file
+    appears whole or not at all, and replaces whatever had its name. It is not flushed to the disk."""
     own_folder(path.parent)
     descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
@@ -74,13 +74,13 @@ def write(path: Path, content: bytes) -> None:
 
 
 def stays_inside(path: Path) -> bool:
-    """Whether a file that a user named lies in its own folder, or is a link to one there."""
+    """Whether a file named by a user is in its own folder, or is a link to one there."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent))
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Writes a file beside its name and renames it, so that nobody ever sees half of it. Whatever has the name, a link
-    too, makes room. `mode`: its rights; those that the umask leaves if there is none."""
+    """Writes a file under a temporary name and renames it, so that it is never seen half written. It replaces whatever
+    has the name, a link too. `mode`: its permissions; None: those of the umask."""
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as file:

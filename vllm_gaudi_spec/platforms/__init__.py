@@ -1,1 +1,1 @@
-"""The classes through which vLLM sees us: what it asks, and what we answer."""
+"""The platform classes: the hooks that vLLM calls."""

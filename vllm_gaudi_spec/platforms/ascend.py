@@ -1,4 +1,4 @@
-"""The platform class through which vLLM sees an Ascend NPU, real or emulated."""
+"""The platform class of an Ascend NPU, real or emulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AscendSpecPlatform(CapturingPlatform):
     ray_device_key = "NPU"
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
-    # Every rank sees all cards of its machine and takes its own of them: `card_of`.
+    # Every rank sees all cards of its machine and takes one: `card_of`.
     ray_noset_device_env_vars: ClassVar[list[str]] = ["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"]
     loads_on_host = True
 
@@ -33,7 +33,7 @@ class AscendSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # where torch_npu is missing, the first to say so
+        load_backend()  # fails here already without torch_npu
 
     @classmethod
     def norm_provider(cls) -> str:

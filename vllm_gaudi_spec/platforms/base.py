@@ -1,4 +1,4 @@
-"""What every platform class answers to vLLM, by asking the chosen backend."""
+"""vLLM's platform hooks of every device, answered by the chosen backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_active() -> bool:
 
 
 def apply_patches() -> None:
-    """In every vLLM process that runs on this platform."""
+    """Applies the patches of every vLLM process on this platform."""
     from vllm.platforms import current_platform
 
     compat.apply()
@@ -52,7 +52,7 @@ def apply_patches() -> None:
 
 
 class SpecPlatform(Platform):
-    """What holds on every device."""
+    """Every device."""
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -73,7 +73,7 @@ class SpecPlatform(Platform):
                 set_aside_kv_scheme(vllm_config, model)
         refuse_unsupported(vllm_config, load_backend())
         _warn_of_unused_options(vllm_config)
-        options = Options.from_vllm(vllm_config)  # mistakes there should stop the front end, not the engine
+        options = Options.from_vllm(vllm_config)  # mistakes in them stop the front end, not the engine
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
@@ -87,7 +87,7 @@ class SpecPlatform(Platform):
         if parallel.use_ray:
             parallel.ray_runtime_env = _on_this_device(parallel.ray_runtime_env)
         _choose_scheduler(vllm_config.scheduler_config)
-        # Graphs are the backend's business: vLLM's compilation would wrap the model a second time.
+        # The backend captures graphs: vLLM's compilation would wrap the model a second time.
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -109,7 +109,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def can_update_inplace(cls) -> bool:
-        """Asked by layers with LoRA adapters, which take the sum that they are given if the answer is no."""
+        """For layers with LoRA adapters: False, so they use the returned sum."""
         return False
 
     @classmethod
@@ -122,7 +122,7 @@ class SpecPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """A drafter's layer may share its index with one of the target."""
+        """A no-op: a drafter's layer may share its index with one of the target."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -141,8 +141,8 @@ class SpecPlatform(Platform):
 
     @classmethod
     def card_of(cls, local_rank: int, assigned: list[int] | None) -> int:
-        """The card of a rank, as this process counts them. `assigned`: those of the engine's ranks on this machine,
-        where vLLM has given it some."""
+        """The index of a rank's card in this process. `assigned`: the cards of the engine's ranks on this machine, if
+        vLLM assigned any."""
         return local_rank
 
     @classmethod
@@ -151,35 +151,35 @@ class SpecPlatform(Platform):
 
 
 class CapturingPlatform(SpecPlatform):
-    """Accelerators that capture each step."""
+    """Accelerators that capture each step as graphs."""
 
-    # To vLLM none of its own: it would look for compiled operations.
+    # Out of tree, whatever the device: for its own devices vLLM would load compiled operations.
     _enum = PlatformEnum.OOT
-    # For helpers of vLLM, some made while it is imported, when the device's software is not there yet.
+    # For helpers of vLLM, some created at its import, before the device's software is loaded.
     simple_compile_backend = "eager"
     loads_on_host = False
-    """Whether weights are read and put together on the host, and copied once: thousands of small programs fewer."""
+    """Whether weights are read and assembled on the host and copied once, which saves thousands of small programs."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         if cls.loads_on_host and vllm_config.load_config.device is None:
             vllm_config.load_config.device = "cpu"
-        wishes = vllm_config.model_config, vllm_config.speculative_config
-        if any(given is not None and given.enforce_eager for given in wishes):
+        configs = vllm_config.model_config, vllm_config.speculative_config
+        if any(config is not None and config.enforce_eager for config in configs):
             device = load_backend().traits.name
             logger.warning_once("enforce_eager has no effect on %s: steps are captured all the same.", device)
         _keep_kv_of_each_kind_apart(vllm_config)
-        # A process that was forked from one with an open card has none, or hangs when it ends.
+        # A process forked from one with an open card has no card, or hangs at its end.
         choose_start_method(lambda: "spawn")
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's compiled operations are for other devices."""
+        """A no-op: vLLM's compiled operations are for other devices."""
 
     @classmethod
     def norm_provider(cls) -> str:
-        """The device's own norms by their name in vLLM's IR, where importing its layers has registered them."""
+        """The provider name of the device's norms in vLLM's IR; the import of its layers registers them."""
         raise NotImplementedError
 
     @classmethod
@@ -196,8 +196,8 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def _norms(cls) -> str:
-        """A data-parallel engine asks before it has a worker."""
-        load_backend()  # the device's software, or what stands in for it
+        """A data-parallel engine calls this before it has a worker."""
+        load_backend()  # the device's software, or its emulator
         return cls.norm_provider()
 
     @classmethod
@@ -206,7 +206,7 @@ class CapturingPlatform(SpecPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """vLLM's front end asks, to choose how much it schedules at once; it must not open the card."""
+        """0: vLLM's front end, which sets the token budget by it, must not open the card."""
         return 0
 
     @classmethod
@@ -215,8 +215,7 @@ class CapturingPlatform(SpecPlatform):
 
 
 def _choose_scheduler(config: SchedulerConfig) -> None:
-    """One of ours, or a class of the user's that derives from it: without it drafting has no limits and is not
-    counted."""
+    """Sets one of our schedulers, or accepts a class that derives from it: others neither limit nor count drafts."""
     ours, theirs = _SCHEDULERS[bool(config.async_scheduling)], config.scheduler_cls
     if theirs is None or theirs in _SCHEDULERS.values():
         config.scheduler_cls = ours
@@ -235,7 +234,7 @@ def _choose_scheduler(config: SchedulerConfig) -> None:
 
 
 def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
-    """Options that change nothing here and spoil nothing. vLLM names a backend for some models (Gemma 4)."""
+    """Warns of options without effect here. vLLM itself sets an attention backend for some models (Gemma 4)."""
     speculation = vllm_config.speculative_config
     for backend in (vllm_config.attention_config.backend, speculation and speculation.attention_backend):
         if backend is not None:
@@ -249,8 +248,9 @@ def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
 
 
 def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
-    """vLLM lets groups of layers share memory, which these devices can for layers of one shape only: their KV is a
-    tensor of its own, not bytes. Without groups each layer has its memory, and windows save none."""
+    """Switches the hybrid KV cache manager off where layers have KV of several shapes: vLLM lets groups of layers share
+    memory, but on these devices KV is a typed tensor, not bytes. Without groups each layer has memory of its own, and
+    sliding windows save none."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or model is not target_of(vllm_config) or scheduler.disable_hybrid_kv_cache_manager:
         return  # a drafter's copy of the configuration has the target's scheduler
@@ -269,13 +269,13 @@ def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:
 
 
 def _on_this_device(runtime_env: Any) -> dict[str, Any]:
-    """For Ray: a rank chooses its platform before it hears of the engine's environment."""
-    given: dict[str, Any] = dict(runtime_env or {})
-    return {**given, "env_vars": {DEVICE.name: load_backend().traits.name, **given.get("env_vars", {})}}
+    """Adds VGS_DEVICE to Ray's runtime environment: a rank chooses its platform before it gets the engine's."""
+    env: dict[str, Any] = dict(runtime_env or {})
+    return {**env, "env_vars": {DEVICE.name: load_backend().traits.name, **env.get("env_vars", {})}}
 
 
 def _why_one_by_one(vllm_config: VllmConfig, speculation: Speculation | None) -> str | None:
-    """What makes each step wait until the host has read the one before it, or None."""
+    """Why steps are scheduled one by one, each after the host has read the one before it; None if they are not."""
     if speculation is None:
         if vllm_config.model_config.logits_processors or installed_logits_processors():
             return "custom logits processors read a request's tokens on the host"

@@ -1,4 +1,4 @@
-"""The CPU as vLLM sees it."""
+"""The platform class of the CPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _CPU_RAY_EXECUTOR = "vllm_gaudi_spec.platforms.ray.CpuRayExecutor"
 
 
 class CpuSpecPlatform(SpecPlatform, CpuPlatform):
-    """The CPU. Inheriting upstream's CPU platform is how its help is had on purpose: vLLM asks `is_cpu()` before it
-    packs linear weights for oneDNN, takes its C++ kernels for activations, rotary embedding and MoE, and before it
-    touches accelerator calls that do not exist here."""
+    """The CPU. It inherits upstream's CPU platform on purpose: vLLM checks `is_cpu()` before it packs linear weights
+    for oneDNN, uses its C++ kernels for activations, rotary embedding and MoE, and calls accelerator functions."""
 
-    # Ops inside a Python-driven step are too small to gain from a compiled helper, and Inductor costs seconds.
+    # The operations of a step are too small to gain from compiled helpers, and Inductor costs seconds.
     simple_compile_backend = "eager"
     ray_device_key = "CPU"
 
@@ -60,7 +59,7 @@ class CpuSpecPlatform(SpecPlatform, CpuPlatform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Each worker calls this before it loads a model."""
+        """Each worker calls it before it loads a model."""
         super().import_ir_kernels()
         from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
         from vllm_gaudi_spec.devices.cpu import norms as cpu_norms  # noqa: F401  (registers them)

@@ -1,4 +1,4 @@
-"""The platform class through which vLLM sees an NVIDIA GPU when VGS_DEVICE=cuda asks for it."""
+"""The platform class of an NVIDIA GPU, chosen by VGS_DEVICE=cuda."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class CudaSpecPlatform(CapturingPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
-        load_backend()  # where there is no GPU, the first to say so
+        load_backend()  # fails here already without a GPU
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
-        wanted, found = parallel.local_world_size, torch.cuda.device_count()
-        if wanted > found:
+        num_ranks, found = parallel.local_world_size, torch.cuda.device_count()
+        if num_ranks > found:
             raise UnsupportedConfigError(
-                f"{wanted} GPUs are wanted and {found} found; set --tensor-parallel-size to {found} or less."
+                f"{num_ranks} GPUs are requested and {found} found; set --tensor-parallel-size to {found} or less."
             )
         if parallel.data_parallel_size > 1:
             raise UnsupportedConfigError(
-                "the CUDA reference was not made to run data parallel; leave out --data-parallel-size."
+                "Data parallelism is not supported on device cuda; leave out --data-parallel-size."
             )
         super().check_and_update_config(vllm_config)
 

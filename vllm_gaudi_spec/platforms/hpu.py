@@ -1,4 +1,4 @@
-"""The platform class through which vLLM sees a Gaudi, real or emulated."""
+"""The platform class of a Gaudi, real or emulated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HpuSpecPlatform(CapturingPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """A process has one card, which the environment chose."""
+        """A no-op: a process has one card, chosen by the environment."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -1,7 +1,7 @@
 """Ranks on CPUs, each an actor of Ray, on one machine or on several.
 
-vLLM's executor counts cards. A rank on a CPU takes one of the CPUs that its Ray node offers, whatever the number of its
-threads, and has no card to be told about.
+vLLM's executor counts cards. A rank on a CPU reserves one CPU of its Ray node, whatever the number of its threads, and
+has no card.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ class CpuRayExecutor(RayExecutorV2):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        # The rank's CPU is reserved by its place in vLLM's placement group.
+        # vLLM's placement group reserves the rank's CPU.
         return {"num_gpus": 0}

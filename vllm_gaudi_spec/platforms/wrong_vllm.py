@@ -1,7 +1,7 @@
-"""Imported in place of a platform beside another release of vLLM, where ours was asked for by name.
+"""Stands in for a platform with another release of vLLM, where ours was selected by name: its import raises.
 
-vLLM swallows what a plugin raises and would run on a platform of its own. What this module raises it does not swallow,
-in any release: the platform's module is imported where the platform is needed.
+vLLM ignores exceptions of a plugin and would run on a platform of its own. No release ignores an exception of this
+module: the platform's module is imported where the platform is needed.
 """
 
 from vllm_gaudi_spec.config import UnsupportedConfigError

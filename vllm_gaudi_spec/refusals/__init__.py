@@ -1,4 +1,4 @@
-"""What would not work is refused: at start-up or with the request, in one line that names the option to change."""
+"""Refusals at start-up or of a request: one line each, which names the option to change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["installed_logits_processors", "refuse_unsupported", "unsupported_req
 
 
 def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
-    """Raise at start-up, with the option to change, for every combination that would not work later."""
+    """Raises at start-up for every combination that would fail later."""
     if vllm_config.model_config is None:
         return
     for refusals in _IN_ORDER:
@@ -30,7 +30,7 @@ def refuse_unsupported(vllm_config: VllmConfig, backend: DeviceBackend) -> None:
             raise UnsupportedConfigError(reason)
 
 
-# The first reason is the one that the user reads. Damaged files come late, since each of them is opened.
+# Only the first reason is shown. Damaged files come late, since each file is opened.
 _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     pickle_refusals,
     model_refusals,

@@ -1,4 +1,4 @@
-"""Which drafters do not work, and which of their options."""
+"""Refusals of drafters, and of their options in --speculative-config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 
-# What says how a drafter's model is loaded and run.
+# How a drafter's model is loaded and run.
 _DRAFTER_MODEL_OPTIONS = (
     "code_revision",
     "disable_eagle_block_drop",
@@ -27,7 +27,7 @@ _DRAFTER_MODEL_OPTIONS = (
     "quantization",
     "revision",
 )
-# Of these, what the platform's own layers do not listen to.
+# Of these, those that the platform's own layers do not read.
 _DRAFTER_LAYER_OPTIONS = (
     "disable_eagle_block_drop",
     "dspark_draft_topk",
@@ -36,98 +36,105 @@ _DRAFTER_LAYER_OPTIONS = (
 )
 
 
-def weightless_refusals(given: SpeculativeConfig) -> Iterator[str]:
-    method = given.method
-    if given.draft_sample_method != "greedy":
+def weightless_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Of a method without a model."""
+    method = spec_config.method
+    if spec_config.draft_sample_method != "greedy":
         yield (
-            f"draft_sample_method {given.draft_sample_method} needs a drafter that is a model, and method {method} has "
-            "none; use greedy in --speculative-config."
+            f"draft_sample_method {spec_config.draft_sample_method} needs a drafter that is a model, and method "
+            f"{method} has none; use greedy in --speculative-config."
         )
-    if given.rejection_sample_method == "probabilistic":
+    if spec_config.rejection_sample_method == "probabilistic":
         *others, last = (rule for rule in RULES if rule != SYNTHETIC)
         yield (
             f"rejection_sample_method probabilistic needs a drafter that is a model, and method {method} has none; "
             f"use {', '.join(others)} or {last} in --speculative-config."
         )
-    useless = [*set_options(given, _DRAFTER_MODEL_OPTIONS), *_options_of_others(given)]
+    useless = [*set_options(spec_config, _DRAFTER_MODEL_OPTIONS), *_options_of_others(spec_config)]
     names = (method, f"[{method}]", *(("ngram", "[ngram]") if method == "ngram_gpu" else ()))
-    if "model" not in METHODS[method].options and given.model not in (None, *names):
+    if "model" not in METHODS[method].options and spec_config.model not in (None, *names):
         useless.append("model")
-    yield from _refuse_useless(given, useless)
+    yield from _refuse_useless(spec_config, useless)
 
 
-def drafter_model_refusals(given: SpeculativeConfig) -> Iterator[str]:
-    own = given.draft_parallel_config.tensor_parallel_size
-    target = given.target_parallel_config.tensor_parallel_size
-    if own not in (1, target):
-        yield f"draft_tensor_parallel_size {own} is neither 1 nor the target's {target}; use one of these."
-    if given.rejection_sample_method == "probabilistic" and given.draft_sample_method == "coupled":
+def drafter_model_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    num_ranks = spec_config.draft_parallel_config.tensor_parallel_size
+    target_ranks = spec_config.target_parallel_config.tensor_parallel_size
+    if num_ranks not in (1, target_ranks):
+        yield f"draft_tensor_parallel_size {num_ranks} is neither 1 nor the target's {target_ranks}; use one of these."
+    if spec_config.rejection_sample_method == "probabilistic" and spec_config.draft_sample_method == "coupled":
         yield (
             "rejection_sample_method probabilistic keeps the drafter's probabilities, draft_sample_method coupled does "
             "not; use strict with coupled in --speculative-config."
         )
-    method = METHODS[given.method]
+    method = METHODS[spec_config.method]
     if method.reads_hidden_states:
-        yield from _head_refusals(given)
-    useless = [*set_options(given, _DRAFTER_LAYER_OPTIONS), *_options_of_others(given)]
+        yield from _head_refusals(spec_config)
+    useless = [*set_options(spec_config, _DRAFTER_LAYER_OPTIONS), *_options_of_others(spec_config)]
     if method.is_head:  # the scheduler reads it
         useless = [name for name in useless if name != "disable_eagle_block_drop"]
-    yield from _refuse_useless(given, useless)
+    yield from _refuse_useless(spec_config, useless)
 
 
-def _head_refusals(given: SpeculativeConfig) -> Iterator[str]:
-    config, target = given.draft_model_config.hf_config, given.target_model_config
-    method = METHODS[given.method]
-    if given.use_gemma4_mtp() or given.use_step3p5_mtp():
+def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Of a drafter that reads the target's hidden states: heads, MTP layers and Medusa."""
+    config, target = spec_config.draft_model_config.hf_config, spec_config.target_model_config
+    method = METHODS[spec_config.method]
+    if spec_config.use_gemma4_mtp() or spec_config.use_step3p5_mtp():
         yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
     if method.in_target and getattr(config, "n_predict", 1) != 1:
         yield (
-            f"{target.model} predicts with {config.n_predict} layers one after the other; only models with one such "
-            "layer are supported, which is run again for each draft. Use another method in --speculative-config."
+            f"{target.model} has {config.n_predict} MTP layers, and only one, run again for each draft, is supported; "
+            "use another method in --speculative-config."
         )
-    if given.method == MEDUSA and (most := _num_medusa_heads(given)) < given.num_speculative_tokens:
-        yield f"{given.model} has {most} heads; set num_speculative_tokens in --speculative-config to that or less."
-    wanted = given.draft_model_config.get_hidden_size()
-    if given.method == EAGLE3:
-        wanted = getattr(config, "target_hidden_size", None) or wanted
-    if wanted != target.get_hidden_size():
+    if spec_config.method == MEDUSA:
+        num_heads = _num_medusa_heads(spec_config)
+        if num_heads < spec_config.num_speculative_tokens:
+            yield (
+                f"{spec_config.model} has {num_heads} heads; set num_speculative_tokens in --speculative-config to "
+                "that or less."
+            )
+    hidden_size = spec_config.draft_model_config.get_hidden_size()
+    if spec_config.method == EAGLE3:
+        hidden_size = getattr(config, "target_hidden_size", None) or hidden_size
+    if hidden_size != target.get_hidden_size():
         yield (
-            f"{given.model} reads hidden states of size {wanted}, and those of {target.model} have "
+            f"{spec_config.model} reads hidden states of size {hidden_size}, and those of {target.model} have "
             f"{target.get_hidden_size()}; give a head that was trained for this model in --speculative-config."
         )
-    own, theirs = given.draft_model_config.get_vocab_size(), target.get_vocab_size()
-    if method.is_head and not method.in_target and own != theirs:
+    vocab_size, target_size = spec_config.draft_model_config.get_vocab_size(), target.get_vocab_size()
+    if method.is_head and not method.in_target and vocab_size != target_size:
         yield (
-            f"{given.model} reads {own} tokens, and {target.model} has {theirs}; give a head that was trained for this "
-            "model in --speculative-config."
+            f"{spec_config.model} has a vocabulary of {vocab_size} tokens, and {target.model} one of "
+            f"{target_size}; give a head that was trained for this model in --speculative-config."
         )
 
 
-def _num_medusa_heads(given: SpeculativeConfig) -> int:
-    """As its file says: vLLM's own configuration has as many heads as there are to be drafts."""
+def _num_medusa_heads(spec_config: SpeculativeConfig) -> int:
+    """Of its configuration file: vLLM's own configuration has as many heads as num_speculative_tokens."""
     from transformers import PretrainedConfig
 
-    written, _ = PretrainedConfig.get_config_dict(given.model, revision=given.revision)
-    return next((int(value) for name, value in written.items() if "num" in name and "heads" in name), MAX_DRAFTS)
+    fields_of_file, _ = PretrainedConfig.get_config_dict(spec_config.model, revision=spec_config.revision)
+    return next((int(value) for name, value in fields_of_file.items() if "num" in name and "heads" in name), MAX_DRAFTS)
 
 
-def _refuse_useless(given: SpeculativeConfig, names: list[str]) -> Iterator[str]:
+def _refuse_useless(spec_config: SpeculativeConfig, names: list[str]) -> Iterator[str]:
     for name in names:
-        yield f"{name} has no effect with method {given.method}; leave it out of --speculative-config."
+        yield f"{name} has no effect with method {spec_config.method}; leave it out of --speculative-config."
 
 
-def set_options(given: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
-    """Those of `names` that the user set: left alone, each is None, False or 0."""
-    return (name for name in names if getattr(given, name) not in (None, False, 0))
+def set_options(spec_config: SpeculativeConfig, names: Iterable[str]) -> Iterator[str]:
+    """Those of `names` that the user set. The default of each is None, False or 0."""
+    return (name for name in names if getattr(spec_config, name) not in (None, False, 0))
 
 
-def _options_of_others(given: SpeculativeConfig) -> Iterator[str]:
-    """Options that the user set and that other methods than this one take. `model` is looked at by itself."""
+def _options_of_others(spec_config: SpeculativeConfig) -> Iterator[str]:
+    """Options that the user set, and that only other methods take. Not `model`, which has a check of its own."""
     names = {name for method in METHODS.values() for name in method.options}
-    for option in fields(given):
-        if option.name not in names - {"model", *METHODS[given.method].options}:
+    for option in fields(spec_config):
+        if option.name not in names - {"model", *METHODS[spec_config.method].options}:
             continue
-        value = getattr(given, option.name)
+        value = getattr(spec_config, option.name)
         default = getattr(option.default, "default", option.default)  # pydantic may wrap it
         if value != default if default else value not in (None, False, 0):
             yield option.name

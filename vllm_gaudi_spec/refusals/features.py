@@ -1,4 +1,4 @@
-"""Which features of vLLM do not work here."""
+"""Refusals of vLLM's features."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
 
 
-# What decides how vllm-ascend speculates, and what serves here instead.
+# vllm-ascend's options for speculation, and what to set here instead.
 _OTHERS_ADDITIONAL_CONFIG = {
     "rejection_sampler_config": ", or set rejection_sample_method in --speculative-config to block",
     "dynamic_spec_config": f", or set adaptive in additional_config.{ADDITIONAL_CONFIG_KEY}",
 }
 
 
-# Of vLLM's options for LoRA adapters, those that nothing here listens to.
+# Of vLLM's options for LoRA adapters, those that nothing here reads.
 _USELESS_LORA_OPTIONS = (
     "default_mm_loras",
     "enable_mixed_moe_lora_format",
@@ -80,11 +80,11 @@ def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
     if model.quantization is not None:
         yield (
-            f"{model.model} has weights in a format of its own ({model.quantization}), for which LoRA adapters are not "
-            "supported yet; leave out --enable-lora."
+            f"{model.model} has quantized weights ({model.quantization}), for which LoRA adapters are not supported "
+            "yet; leave out --enable-lora."
         )
     if target_config() is not None:
-        yield "LoRA adapters do not work with QUANT_CONFIG; unset it, or leave out --enable-lora."
+        yield "LoRA adapters are not supported with QUANT_CONFIG; unset it, or leave out --enable-lora."
     if str(lora.lora_dtype).removeprefix("torch.") not in ("auto", "None", str(model.dtype).removeprefix("torch.")):
         yield f"LoRA adapters are computed in the model's dtype, {model.dtype}; leave out --lora-dtype."
     for name in _USELESS_LORA_OPTIONS:

@@ -1,4 +1,4 @@
-"""Which files are not loaded."""
+"""Refusals of weight files: pickles, and damaged ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# As vLLM's loader looks for them, and others of the kind.
+# Patterns of vLLM's loader, and of other pickles.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Formats of --load-format that are pickles, or that fall back to them.
 _PICKLE_FORMATS = ("pt", "npcache")
@@ -26,7 +26,7 @@ _FALLING_BACK = ("auto", "hf")
 
 
 def pickle_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """What the loader would refuse as well (`compat.refuse_pickled_weights`), but in the engine and later."""
+    """The loader would refuse them too (`compat.refuse_pickled_weights`), but later and in the engine's process."""
     for model, load_format in models_of(vllm_config):
         if load_format in _PICKLE_FORMATS:
             yield f"Load format {load_format} reads pickles; give models with *.safetensors, and leave it out."
@@ -43,7 +43,7 @@ _SAFETENSORS_FORMATS = ("hf", "safetensors", "fastsafetensors", "instanttensor")
 
 
 def weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
-    """As the loader has it: the files that it reads, and the index that says which of them; None if it reads none."""
+    """The pattern of the files that the loader reads, and the name of their index; None for other load formats."""
     if load_format == "auto":
         load_format = "mistral" if any(folder.glob(_CONSOLIDATED)) else "hf"
     if load_format == "mistral":
@@ -52,7 +52,7 @@ def weight_files(folder: Path, load_format: str) -> tuple[str, str] | None:
 
 
 def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Weights that were only half written. The loader would find it, minutes later and in another process."""
+    """Of files that were only half written. The loader would fail on them too, minutes later and in another process."""
     for folder, load_format in {(Path(model.model), load_format) for model, load_format in models_of(vllm_config)}:
         if (read := weight_files(folder, load_format)) is None:
             continue
@@ -60,16 +60,17 @@ def damage_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         for file in sorted(folder.glob(files)):
             try:
                 with safe_open(file, "np"):
-                    pass  # it compares the header with the file's length
+                    pass  # the header is compared with the file's length
             except (OSError, SafetensorError) as error:
                 yield f"{file} is damaged or was only half written ({error}); copy the model again or name another."
-        if index.is_file() and (missing := _missing_parts(index)):
-            yield f"{index} names {missing}, which cannot be had; copy the model again or name another."
+        if index.is_file() and (fault := _index_fault(index)):
+            yield f"{index} {fault}; copy the model again or name another."
 
 
-def _missing_parts(index: Path) -> str | None:
+def _index_fault(index: Path) -> str | None:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-        return next((name for name in sorted(names) if not (index.parent / name).is_file()), None)
+        missing = (name for name in sorted(names) if not (index.parent / name).is_file())
+        return next((f"names {name}, which is missing" for name in missing), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "no weights"
+        return "names no weights"

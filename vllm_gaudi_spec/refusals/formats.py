@@ -1,4 +1,4 @@
-"""Which formats of weights are not served, and where."""
+"""Refusals of weight formats."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
     for model, _ in models_of(vllm_config):
         if model.quantization is not None and (reason := backend.weights.missing_kernel(vllm_config, model)):
             yield (
-                f"{model.model} has weights in a format of its own ({model.quantization}), {reason}; use a model in "
-                "bfloat16 or float16."
+                f"{model.model} has quantized weights ({model.quantization}), {reason}; use a model in bfloat16 or "
+                "float16."
             )
 
 
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    wanted, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
+    cpu_weights, model = Options.from_vllm(vllm_config).cpu_weights, vllm_config.model_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
-    if wanted is None or model is not target_of(vllm_config):
-        return  # a drafter's weights may have a format of their own
+    if cpu_weights is None or model is not target_of(vllm_config):
+        return  # a drafter's weights may have another format
     if not backend.traits.takes_cpu_weights:
         yield f"{name} is for device cpu, and this is {backend.traits.name}; leave it out."
     if str(model.dtype) != "torch.float32":
         yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
     if model.quantization is not None:
-        yield f"{model.model} has weights in a format of its own ({model.quantization}); leave {name} out."
+        yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
 
 
 def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    options, given, model = Options.from_vllm(vllm_config), vllm_config.speculative_config, vllm_config.model_config
+    options, model = Options.from_vllm(vllm_config), vllm_config.model_config
+    spec_config = vllm_config.speculative_config
     if model is not target_of(vllm_config):
-        return  # the drafter's part of a configuration that was looked at as a whole
+        return  # the drafter's copy of a configuration that was checked as a whole
     quantized = [] if (target := target_config()) is None else [(target, model)]
     if (drafter := drafter_config(options)) is not None:
-        if given is None or not has_model(given.method):
+        if spec_config is None or not has_model(spec_config.method):
             yield f"{drafter.option} is for drafters that are models; leave it out."
             return
-        quantized.append((drafter, given.draft_model_config))
+        quantized.append((drafter, spec_config.draft_model_config))
     if not quantized and options.fp8_range is not None:
         yield f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range is for QUANT_CONFIG; leave it out."
     if target is not None and options.cpu_weights is not None:
         name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
-        yield f"QUANT_CONFIG brings a format of its own; leave {name} out."
+        yield f"QUANT_CONFIG decides the format of weights; leave {name} out."
     for config, of_model in quantized:
         yield from _quantized_model_refusals(config, of_model, backend)
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield f"{config.option} does not run data parallel; use --data-parallel-size 1, or unset it."
         if config.measures:
-            continue  # what an earlier run has left is overwritten unread
+            continue  # files of an earlier run are overwritten unread
         if backend.traits.takes_quant_config and not backend.traits.simulates_quantization:
             yield from hostile_scales(config)
         else:
             parallel = vllm_config.parallel_config
-            if given is not None and of_model is given.draft_model_config:
-                parallel = given.draft_parallel_config
+            if spec_config is not None and of_model is spec_config.draft_model_config:
+                parallel = spec_config.draft_parallel_config
             yield from missing_scales(config, parallel.tensor_parallel_size)
 
 
@@ -82,4 +83,4 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
     if model.is_moe:
         yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
     if model.quantization is not None:
-        yield f"{model.model} has weights in a format of its own ({model.quantization}); unset {config.option}."
+        yield f"{model.model} has quantized weights ({model.quantization}); unset {config.option}."

@@ -1,4 +1,4 @@
-"""Which models are not run."""
+"""Refusals of models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
     """The target and the drafter, and the --load-format of each."""
-    given, load = vllm_config.speculative_config, vllm_config.load_config
+    spec_config, load = vllm_config.speculative_config, vllm_config.load_config
     models = [(vllm_config.model_config, str(load.load_format))]
-    if given is not None and has_model(given.method):
-        models.append((given.draft_model_config, str((given.draft_load_config or load).load_format)))
+    if spec_config is not None and has_model(spec_config.method):
+        models.append((spec_config.draft_model_config, str((spec_config.draft_load_config or load).load_format)))
     return models
 
 
@@ -29,7 +29,7 @@ def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
-    """`model`: a target, or a drafter, to which vLLM hands on none of the options about modalities."""
+    """`model`: a target, or a drafter, to which vLLM passes none of the options about modalities."""
     if model.runner_type not in ("generate", "draft"):
         yield f"{model.model} is run as a {model.runner_type} model; use --runner generate."
     if model.supports_multimodal_inputs:
@@ -38,18 +38,18 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
     if model.is_hybrid or model.is_attention_free:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
     if model.uses_alibi or any(name in _ALIBI_ARCHITECTURES for name in model.architectures):
-        yield f"{model.model} attends with ALiBi, which is not supported yet; use a model with rotary embeddings."
+        yield f"{model.model} uses ALiBi, which is not supported yet; use a model with rotary embeddings."
     if _has_sinks(model):
-        yield f"{model.model} attends with sinks, which are not supported yet; use a model without them."
+        yield f"{model.model} uses attention sinks, which are not supported yet; use a model without them."
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
-# What `uses_alibi` does not know.
+# Those that `uses_alibi` does not have.
 _ALIBI_ARCHITECTURES = ("Step1ForCausalLM",)
-# Classes of vLLM whose layers have sinks, and how configurations of others ask for them.
+# Classes of vLLM whose layers have sinks, and the fields of other models' configurations that ask for them.
 _SINK_ARCHITECTURES = (
     *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
     *("PanguProMoEV2ForCausalLM",),
@@ -61,12 +61,12 @@ _SINK_FIELDS = (
 
 
 def _has_sinks(model: ModelConfig) -> bool:
-    asked = any(getattr(model.hf_text_config, name, False) for name in _SINK_FIELDS)
-    return asked or any(name in _SINK_ARCHITECTURES for name in model.architectures)
+    has_field = any(getattr(model.hf_text_config, name, False) for name in _SINK_FIELDS)
+    return has_field or any(name in _SINK_ARCHITECTURES for name in model.architectures)
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    """Of models with experts that data-parallel ranks share."""
+    """Of models whose experts data-parallel ranks share."""
     parallel = vllm_config.parallel_config
     if ranks_in_step(vllm_config) == 1:
         return
@@ -75,10 +75,10 @@ def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield f"{name} has experts, which data-parallel ranks have to share; add --enable-expert-parallel."
     if parallel.all2all_backend != _ALL2ALL:
         yield f"--all2all-backend {parallel.all2all_backend} is not supported; use {_ALL2ALL}, which is the default."
-    given = vllm_config.speculative_config
-    if given is not None and has_model(given.method) and given.draft_model_config.is_moe:
+    spec_config = vllm_config.speculative_config
+    if spec_config is not None and has_model(spec_config.method) and spec_config.draft_model_config.is_moe:
         yield (
-            f"A drafter with experts does not run data parallel: {given.draft_model_config.model}; use "
+            f"A drafter with experts does not run data parallel: {spec_config.draft_model_config.model}; use "
             "--data-parallel-size 1, or a drafter without experts in --speculative-config."
         )
 

@@ -1,4 +1,4 @@
-"""Which speculative configurations do not work, whatever the drafter; `drafters.py` looks at that."""
+"""Refusals of speculative configurations, whatever the drafter; `drafters.py` has those of drafters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
-# What nothing here listens to, whatever the method, and why where there is more to say.
+# Options that no method reads -> what the message adds.
 _NO_EFFECT = {
     "disable_padded_drafter_batch": ", since all rows of a batch draft in one shape",
     "enable_adaptive_verification": "",
@@ -36,35 +36,35 @@ _NO_EFFECT = {
 
 
 def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    given = vllm_config.speculative_config
+    spec_config = vllm_config.speculative_config
     yield from _pacing_refusals(vllm_config)
-    if given is None:
+    if spec_config is None:
         yield from _useless_universal_options(vllm_config, "no speculation")
         return
-    if given.method not in METHODS:
+    if spec_config.method not in METHODS:
         yield (
-            f"Speculative method {given.method} is not supported yet; "
+            f"Speculative method {spec_config.method} is not supported yet; "
             f"use one of {', '.join(METHODS)} in --speculative-config."
         )
         return
-    if given.num_speculative_tokens > MAX_DRAFTS:
+    if spec_config.num_speculative_tokens > MAX_DRAFTS:
         yield (
-            f"{given.num_speculative_tokens} drafts a step are too many; "
+            f"{spec_config.num_speculative_tokens} drafts a step are too many; "
             f"set num_speculative_tokens in --speculative-config to {MAX_DRAFTS} or less."
         )
     longest = target_of(vllm_config).max_model_len
-    if given.max_model_len is not None and given.max_model_len > longest:
+    if spec_config.max_model_len is not None and spec_config.max_model_len > longest:
         yield (
-            f"max_model_len {given.max_model_len} in --speculative-config is more than the target's {longest}; "
+            f"max_model_len {spec_config.max_model_len} in --speculative-config is more than the target's {longest}; "
             "use less, or leave it out."
         )
-    for name in set_options(given, _NO_EFFECT):
+    for name in set_options(spec_config, _NO_EFFECT):
         yield f"{name} is not supported{_NO_EFFECT[name]}; leave it out of --speculative-config."
     yield from _universal_refusals(vllm_config)
-    if METHODS[given.method].has_model:
-        yield from drafter_model_refusals(given)
+    if METHODS[spec_config.method].has_model:
+        yield from drafter_model_refusals(spec_config)
     else:
-        yield from weightless_refusals(given)
+        yield from weightless_refusals(spec_config)
     if vllm_config.model_config.logits_processors:
         yield (
             "Custom logits processors are not supported when speculative decoding is enabled; leave out "
@@ -88,7 +88,7 @@ def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:
         return
     if speculation.universal_match == SLEM and not speculation.retokenizes:
         yield (
-            f"universal_match {SLEM} drafts in the drafter's own tokens, so the drafter has to read them too; "
+            f"universal_match {SLEM} drafts the drafter's own tokens, so its context has to be in them too; "
             f"set universal_context in additional_config.{ADDITIONAL_CONFIG_KEY} to {RETOKENIZE}."
         )
     if speculation.universal_match == SLEM and speculation.drafting != "greedy":

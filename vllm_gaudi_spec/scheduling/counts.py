@@ -1,7 +1,7 @@
-"""Rows that decode: with how many drafts, and why some have none.
+"""Counts of decoding rows by their number of drafts, and the reasons of those without.
 
-Counted where vLLM schedules: it knows how long a row is and what it asked for, it decides how much is drafted, and what
-the worker alone knows comes with the step's output. So nothing is read or sent for it.
+The scheduler counts: it has each request's length and parameters, it decides how much is drafted, and what only the
+worker knows comes with the step's output. So the counts need no device-to-host sync and no message of their own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class DraftCounts:
         self._max_context = speculation.longest(max_model_len)
         self._metrics = step_metrics
         self._choices: dict[str, tuple[int, str]] = {}
-        """The most drafts that pacing left a request after its newest step, and the reason if that is none. A request
-        that is not here may have all."""
+        """By request: the most drafts that pacing allows after its newest step, and the reason if that is 0. A request
+        without an entry may have all."""
         self._excluded: set[str] = set()
-        """Requests that draft no more."""
+        """Requests that are excluded from drafting."""
         self._failed: set[str] = set()
-        """Requests for which the drafter failed after their newest row: the next one may come steps later."""
+        """Requests for which the drafter failed after their newest step; their next may be several steps later."""
         self._logged: dict[str, str] = {}
-        """The label of the reason that the log last gave for a request."""
+        """By request: the label of the reason that was logged last."""
 
     def exclude(self, req_ids: tuple[str, ...]) -> None:
         self._excluded.update(req_ids)
@@ -46,7 +46,7 @@ class DraftCounts:
     def observe(
         self, requests: Mapping[str, Request], scheduled: SpecSchedulerOutput, output: SpeculativeOutput
     ) -> None:
-        """A step's output came, and vLLM's scheduler has not looked at it yet."""
+        """Takes a step's output before vLLM's scheduler does."""
         if output.num_real_drafts:
             self.count(requests, output)
             self.remember(scheduled, output)
@@ -98,20 +98,20 @@ class DraftCounts:
         return reason or NOTHING_PROPOSED
 
     def _log(self, req_id: str, reason: Reason) -> None:
-        """Only a reason that is another one than the last: a request may have the same at every step."""
+        """Logs a reason only if it differs from the last: a request may have the same at every step."""
         if self._logged.get(req_id) != reason.label:
             self._logged[req_id] = reason.label
             logger.debug("request %s: no drafts: %s", req_id, reason.detail)
 
     def remember(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
-        """What was decided with this step is of the drafts after it, which a later one verifies."""
-        most = scheduled.num_spec_tokens_to_schedule
-        if self._choices or scheduled.max_drafts or most < self._num_drafts:
+        """Keeps this step's decision: it is about the drafts made after it, which a later step verifies."""
+        max_drafts = scheduled.num_spec_tokens_to_schedule
+        if self._choices or scheduled.max_drafts or max_drafts < self._num_drafts:
             for req_id in output.num_real_drafts:
-                choice = min(most, scheduled.max_drafts.get(req_id, most))
-                reason = "" if choice else metrics.ACCEPTANCE if most else scheduled.skip_reason
+                choice = min(max_drafts, scheduled.max_drafts.get(req_id, max_drafts))
+                reason = "" if choice else metrics.ACCEPTANCE if max_drafts else scheduled.skip_reason
                 self._choices[req_id] = choice, reason
-        # What the device saw is of the drafts that this step was to verify.
+        # Faults are of the drafts that this step was to verify.
         self._failed.difference_update(output.num_real_drafts)
         self._failed.update(
             req_id for done in output.draft_rounds for req_id in done.faulty if output.why.get(req_id) != metrics.FAULT
@@ -119,5 +119,5 @@ class DraftCounts:
 
 
 def _is_dropped(request: Request) -> bool:
-    """Whether vLLM throws away what a step in flight reports of it: its cache was reset, and it begins anew."""
+    """Whether vLLM discards the output of its step in flight: its cache was reset, and it starts again."""
     return bool(request.drop_stale_output and request.num_stale_output_tokens > 0)

@@ -1,7 +1,7 @@
-"""Whether drafting pays: tokens a second with drafts beside those without, by batch size, both as served.
+"""Whether drafting pays: measured tokens per second with drafts and without, by batch size.
 
-Steps of one way are measured all the time; those of the other in short trials, which may cost a hundredth of the time.
-A trial is compared with the steps right before it, so that slow changes of the machine or of the contexts cancel out.
+Steps of the chosen mode are always measured, those of the other in short trials, which may cost 1 % of the time.
+A trial is compared with the steps right before it: slow changes of the machine or of the contexts cancel out.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _WINDOW = 16
-"""Newest steps that count."""
+"""Newest steps that are averaged."""
 _TRIAL = 8
-"""Steps of a trial that count."""
+"""Measured steps that end a trial."""
 _TRIALS_COST = 0.01
 _SHORTEST_WAIT = 64
-"""Steps between two trials, at least."""
+"""The fewest steps between two trials."""
 _STALE = 64
-"""Steps of other sizes after which what was measured of one is of another time."""
+"""Steps of other sizes after which measurements of a size are dropped."""
 _LONGEST_TRIAL = 64
-"""Steps after which a trial ends without an answer: its way was not taken, for reasons of others."""
+"""Steps after which a trial ends without a result: something else kept its mode from running."""
 _MOST_LOST = 10
-"""Ordinary steps that one step of a trial may be charged with: more is a pause, and not what the other way costs."""
+"""The most ordinary steps that one step of a trial is charged with: more is a pause, not the cost of the mode."""
 _COME_BACK = 1.05
-"""Drafting is taken up again when it is so much faster, and given up when it is slower: no flapping between."""
+"""The speedup at which drafting resumes. It stops as soon as it is slower: hysteresis against flapping."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """Seconds and tokens a row of the newest steps of one way."""
+    """(seconds, tokens per row) of the newest steps of one mode."""
 
     steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
@@ -39,25 +39,25 @@ class _Window:
 
     @property
     def speed(self) -> float:
-        """Tokens a second of each row. The slowest step is left out: it was disturbed, if one was."""
-        kept = sorted(self.steps)[:-1] or self.steps
-        seconds = sum(step[0] for step in kept)
-        return sum(step[1] for step in kept) / seconds if seconds else 0.0
+        """Tokens per second and row, without the slowest step, which may have been disturbed."""
+        fastest = sorted(self.steps)[:-1] or self.steps
+        seconds = sum(step[0] for step in fastest)
+        return sum(step[1] for step in fastest) / seconds if seconds else 0.0
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of one batch size."""
+    """The state of one batch size."""
 
     drafting: bool = True
     wait: float = 0.0
     """Steps until the next trial."""
     trial_steps: int = 0
-    """Steps of the running trial; 0 without one."""
+    """Steps of the running trial; 0: none runs."""
     lost: float = 0.0
     """Seconds that the running trial has cost."""
     last_step: int = 0
-    """Of all steps, the newest of this size."""
+    """The number of the newest step of this size, counted over all sizes."""
     ways: dict[bool, _Window] = field(default_factory=lambda: {True: _Window(), False: _Window()})
 
     @property
@@ -82,30 +82,30 @@ class _Size:
 
 class Goodput:
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes`: those that batches are padded to; steps of one size cost the same."""
+        """`sizes`: the batch sizes that steps are padded to."""
         self._buckets = sizes
         self._sizes: dict[int, _Size] = {}
         self._num_steps = 0
 
     def drafts(self, num_rows: int, *, may_try: bool = True) -> bool:
-        """Whether a step of so many rows is to draft. Without `may_try` only as was found best."""
+        """Whether a step of `num_rows` drafts. Without `may_try` no step of a trial."""
         size = self._at(num_rows)
         return size.drafting != (size.on_trial and may_try)
 
     def speeds(self, num_rows: int) -> tuple[float, float]:
-        """Tokens a second of each row with drafts and without, as last measured; 0 where they never were."""
+        """Tokens per second and row with drafts and without, as last measured; 0 before the first measurement."""
         size = self._at(num_rows)
         return size.ways[True].speed, size.ways[False].speed
 
     def observe(self, num_rows: int, drafted: bool, seconds: float, num_tokens: int, *, steady: bool) -> bool:
-        """A decode step was done. `drafted`: the way it went; `steady`: the step before it went the same way and had
-        the same size. Returns whether the choice changed."""
-        size, tokens_a_row = self._seen(num_rows), num_tokens / num_rows
+        """Takes a finished decode step; returns whether the choice changed. `drafted`: its mode; `steady`: the step
+        before it had the same mode and size."""
+        size, tokens_per_row = self._step_size(num_rows), num_tokens / num_rows
         if size.on_trial:
-            usual = tokens_a_row / size.chosen.speed
+            usual = tokens_per_row / size.chosen.speed
             size.lost += min(seconds, _MOST_LOST * usual) - usual
         if steady:
-            size.ways[drafted].steps.append((seconds, tokens_a_row))
+            size.ways[drafted].steps.append((seconds, tokens_per_row))
         if not size.on_trial:
             size.wait -= 1
             if size.wait <= 0 and len(size.chosen) >= _TRIAL:
@@ -118,8 +118,8 @@ class Goodput:
             size.drop_trial()
         return False
 
-    def _seen(self, num_rows: int) -> _Size:
-        """The size of a step. One that comes back after long is measured anew: contexts and loads were others."""
+    def _step_size(self, num_rows: int) -> _Size:
+        """The size of a step. Old measurements are dropped: contexts and load have changed."""
         size = self._at(num_rows)
         self._num_steps += 1
         if self._num_steps - size.last_step > _STALE and size.last_step:
@@ -133,8 +133,8 @@ class Goodput:
         with_drafts, without = (size.ways[way].speed for way in (True, False))
         drafting = with_drafts >= without * (1.0 if size.drafting else _COME_BACK)
         changed, size.drafting, size.trial_steps = drafting != size.drafting, drafting, 0
-        seconds_a_step = sum(step[0] for step in size.chosen.steps) / len(size.chosen)
-        size.wait = max(_SHORTEST_WAIT, size.lost / seconds_a_step / _TRIALS_COST)
+        seconds_per_step = sum(step[0] for step in size.chosen.steps) / len(size.chosen)
+        size.wait = max(_SHORTEST_WAIT, size.lost / seconds_per_step / _TRIALS_COST)
         return changed
 
     def _at(self, num_rows: int) -> _Size:
@@ -144,9 +144,9 @@ class Goodput:
         return self._sizes[bucket]
 
     def _like_its_neighbour(self, bucket: int) -> _Size:
-        """A size that was never seen starts as the nearest that was; the very first drafts, and is tried at once."""
-        tried = [size for size, known in self._sizes.items() if len(known.other)]
+        """A new size starts with the choice of the nearest tried one; the first drafts and has its trial at once."""
+        tried = [other for other, size in self._sizes.items() if len(size.other)]
         if not tried:
             return _Size()
-        nearest = min(tried, key=lambda size: max(size, bucket) / min(size, bucket))
+        nearest = min(tried, key=lambda other: max(other, bucket) / min(other, bucket))
         return _Size(drafting=self._sizes[nearest].drafting, wait=_SHORTEST_WAIT)

@@ -1,9 +1,11 @@
-"""Whether a drafter can be relied on. Decided where vLLM schedules, so that all ranks are told the same with a step.
+"""The health of a drafter. The scheduler decides, so that all ranks get the same decision with a step.
 
-Drafts that cannot be used cost no request anything: their rows go on as if nothing had been drafted. A round in which
-nobody's drafts could be used speaks against the drafter, and three of those in a row switch it off for good. A row that
-fails while its neighbours' drafts are good is what is wrong itself, and drafts no more. So is a request that fails
-twice in a row with nobody beside it: one that finds the server empty cannot speak for those that come later.
+Unusable drafts cost a request nothing: its row goes on as if nothing had been drafted.
+
+- A round without usable drafts counts against the drafter; three such rounds in a row switch it off until the restart.
+- A request that fails while others of its round have usable drafts is excluded from drafting.
+- So is a request that fails twice in a row as the only one of its round: alone on an idle server it is no evidence
+  about later requests.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ class DrafterHealth:
         self.num_faults = 0
         self._in_a_row = 0
         self._last_alone: str | None = None
-        """The request that was all of the last round, if that was faulty."""
+        """The only request of the last round, if that was faulty."""
         self._restarted: dict[str, None] = {}
         self._excluded: dict[str, None] = {}
         self._num_reported = 0
 
     def observe(self, rounds: Iterable[DraftRound]) -> int:
-        """Returns how many of these rounds were faulty."""
+        """Takes finished rounds; returns how many of them were faulty."""
         before = self.num_faults
         for done in rounds:
             if not done.faulty:
@@ -50,13 +52,13 @@ class DrafterHealth:
                 self.is_off = True
                 logger.error(
                     "The drafter is switched off until the next start: its drafts could not be used %d times in a row. "
-                    "Requests go on without speculation. What was wrong stands in the warnings above.",
+                    "Requests go on without speculation. The warnings above have the reasons.",
                     MOST_IN_A_ROW,
                 )
         return self.num_faults - before
 
     def take_status(self) -> DrafterStatus | None:
-        """What is new for the workers since the last time."""
+        """The news for the workers since the last call; None if there are none."""
         if self._num_reported == self.num_faults:
             return None
         status = DrafterStatus(tuple(self._restarted), tuple(self._excluded), self.is_off, self.num_faults)

@@ -1,4 +1,4 @@
-"""How many drafts each request has use for, from how often its drafts were accepted."""
+"""Adaptive k: the number of drafts of each request, from its acceptance rate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 _FORGET = 0.9
-"""What a step leaves of the weight of those before it."""
+"""The factor by which a step reduces the weight of the steps before it."""
 _PRIOR = 2.0
-"""Drafts that a request's own count is mixed with, at the rate of all requests."""
+"""The weight, in drafts, of the acceptance rate of all requests in that of one."""
 _LEAST_CHANCE = 0.05
-"""A draft is made while it is accepted, with all before it, at least this often."""
+"""A position is drafted if the probability that it and all before it are accepted is at least this."""
 _LITTLE = 0.1
-"""Accepted drafts that a row must be good for, on average, for its batch to draft at all."""
+"""The fewest expected accepted drafts per row, averaged over the batch, for the batch to draft at all."""
 _TRY_AGAIN = 32
-"""Steps after which those that drafted nothing draft one again."""
+"""Every so many steps requests without drafts draft one again."""
 
 
 @dataclass(slots=True)
@@ -39,10 +39,10 @@ class Lengths:
         self._steps = 0
 
     def observe(self, req_id: str, num_drafted: int, num_accepted: int) -> None:
-        """A request's drafts were verified. Behind the first that is rejected nothing was judged."""
+        """Takes the verification of a request's drafts, which ends at the first rejected one."""
         rejected = num_accepted < num_drafted
         self._by_id.setdefault(req_id, _Count()).add(num_accepted, rejected, _FORGET)
-        # Of all requests: a long memory, for those that come without one of their own.
+        # The rate of all requests has a longer memory: it stands for new requests.
         self._all.add(num_accepted, rejected, 1 - (1 - _FORGET) / 16)
 
     def forget(self, req_ids: Collection[str]) -> None:
@@ -50,7 +50,7 @@ class Lengths:
             self._by_id.pop(req_id, None)
 
     def choose(self, req_ids: Collection[str]) -> dict[str, int]:
-        """The most drafts of each request behind the step that is being scheduled."""
+        """The most drafts of each request after the step that is being scheduled."""
         self._steps += 1
         prior = self._all.rate(0.5)
         rates = {req_id: self._by_id.get(req_id, _Count()).rate(prior) for req_id in req_ids}
@@ -69,5 +69,5 @@ class Lengths:
 
 
 def _expected(rate: float, length: int) -> float:
-    """Accepted drafts out of so many."""
+    """The expected number of accepted drafts out of `length`."""
     return rate * (1 - rate**length) / (1 - rate) if rate < 1 else length

@@ -1,4 +1,4 @@
-"""How far a request may be drafted for, and why it has no drafts. One place for the scheduler and for the runner."""
+"""The limits of a request's drafts, and why it has none. Shared by the scheduler and the runner."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 
 class DraftLimits(NamedTuple):
-    """Follows from what a request asked for and from the start-up configuration: the same on every rank and in the
-    scheduler."""
+    """From a request's parameters and the start-up configuration: the same on every rank and in the scheduler."""
 
     max_context: int
-    """The length that context and drafts may reach together: the drafter's longest, or the model's."""
+    """The longest context including drafts: the drafter's, or the model's."""
     end: int | None
     """The length at which one more token is the request's last; None without max_tokens."""
     max_drafts: int
@@ -29,7 +28,7 @@ class DraftLimits(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The length from which on there are no drafts."""
+        """The length from which on the request has no drafts."""
         return self.max_context if self.end is None else min(self.max_context, self.end)
 
 
@@ -46,7 +45,7 @@ NOTHING_PROPOSED = Reason(metrics.NOTHING, "the drafter had nothing to propose, 
 
 _REPORTED = {
     metrics.LENGTH: "its text has outgrown what the drafter can keep of it",
-    metrics.UNVERIFIED: "a grammar, the token budget or the end of max_model_len let none be verified",
+    metrics.UNVERIFIED: "a grammar, the token budget or the end of max_model_len left none to verify",
     metrics.FAULT: "its drafts could not be used",
 }
 """Reasons that only a worker can know."""
@@ -56,7 +55,7 @@ _SKIPPED = {
     metrics.ACCEPTANCE: "too few of its drafts were accepted",
     metrics.OFF: "the drafter was switched off after faults",
 }
-"""Reasons that a scheduler had when it chose 0 drafts."""
+"""Reasons of a scheduler that chose 0 drafts."""
 
 
 def why_no_drafts(
@@ -68,8 +67,8 @@ def why_no_drafts(
     skip_reason: str = "",
     has_failed: bool = False,
 ) -> Reason | None:
-    """Why a request of this many tokens has no drafts, or None if nothing known here forbids them. A lasting reason
-    comes before a passing one.
+    """Why a request of `length` tokens has no drafts; None if no limit forbids them. A lasting reason comes before a
+    passing one.
 
     `reported`: the label that a worker reported; `is_excluded`: it was excluded from drafting after faults;
     `skip_reason`: the label under which the scheduler chose 0 drafts; `has_failed`: its newest drafts could not be

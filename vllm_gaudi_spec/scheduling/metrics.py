@@ -1,8 +1,8 @@
-"""Figures that vLLM has none of: what they are called for Prometheus, and how they get there.
+"""Metrics besides vLLM's: their Prometheus series, and the way from the scheduler to the front end.
 
-A scheduler counts, from what it decides or from what a worker reports; vLLM's `SchedulerStats` carries the figures to
-the front end, and its Prometheus logger shows them (`compat.carry_metrics`). Another one is another entry of
-`SERIES`, a call of `StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
+A scheduler counts its own decisions and what a worker reports; vLLM's `SchedulerStats` carries the figures to the front
+end, and its Prometheus logger shows them (`compat.carry_metrics`). A new metric needs an entry of `SERIES`, a call of
+`StepMetrics.count`, `total` or `put`, and a row in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-# Why a row decodes without drafts.
+# Why a request decodes without drafts.
 REQUEST = "request"
 LENGTH = "length"
 ENDING = "ending"
@@ -24,18 +24,18 @@ OFF = "off"
 REASONS = (REQUEST, LENGTH, ENDING, LOAD, GOODPUT, ACCEPTANCE, NOTHING, UNVERIFIED, FAULT, OFF)
 
 NUM_DRAFTS = "num_drafts"
-"""A label that says 0 to k."""
+"""A label with the values 0 to k."""
 
 
 class Series(NamedTuple):
     help: str
     label: str = ""
-    """Besides those that all of vLLM's series have."""
+    """In addition to those of all of vLLM's series."""
     values: tuple[str, ...] = ("",)
-    """Of the label: all that there are, but for `NUM_DRAFTS`."""
+    """All values of the label; not of `NUM_DRAFTS`, which depend on k."""
     is_gauge: bool = False
     speculative: bool = True
-    """Whether it is of no use without speculation."""
+    """Whether it exists only with speculation."""
 
     def label_values(self, num_drafts: int) -> Iterable[str]:
         return map(str, range(num_drafts + 1)) if self.label == NUM_DRAFTS else self.values
@@ -47,7 +47,7 @@ COMPILED = "vllm:gaudi_spec_compiled_after_warmup"
 ROWS = "vllm:gaudi_spec_rows"
 ROWS_BY_CHOICE = "vllm:gaudi_spec_rows_by_choice"
 ROWS_WITHOUT_DRAFTS = "vllm:gaudi_spec_rows_without_drafts"
-SPARED_STEPS = "vllm:gaudi_spec_spared_steps"
+SKIPPED_STEPS = "vllm:gaudi_spec_spared_steps"
 COVERAGE = "vllm:gaudi_spec_vocabulary_coverage"
 DRAFTER_FAULTS = "vllm:gaudi_spec_drafter_faults"
 DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
@@ -55,54 +55,57 @@ DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
     HOST_SYNCS: Series(
-        "Reads of the device by the host (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number "
-        "of reads per step: 1 at most, but for universal_match slem, which needs a second, as does a grammar with "
-        "universal_context retokenize, and for prompt log-probabilities, which need one for every 64 tokens.",
+        "Device-to-host syncs (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number of "
+        "syncs per step: at most 1, except universal_match slem and a grammar with universal_context retokenize, which "
+        "need a second, and prompt log-probabilities, which need one for every 64 tokens.",
         speculative=False,
     ),
     COMPILED: Series(
-        "Graphs compiled after warm-up (of rank 0), while requests waited: shapes that the warm-up did not have or, "
-        "where the device counts by itself and has more, what it counts. The device is asked at every 16th step and "
-        "when no request is left, so it may show up to 16 steps late. To be 0.",
+        "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, where "
+        "larger, the device's own count. The device is queried at every 16th step and when no request is left, so it "
+        "may show up to 16 steps late. Should be 0.",
         speculative=False,
     ),
     ROWS: Series(
-        "Rows that decoded in a step, by how many drafts the step verified for them. A prompt's last position is none.",
+        "Requests that decoded in a step, by the number of drafts verified for them. The last step of a prompt is "
+        "not counted.",
         NUM_DRAFTS,
     ),
     ROWS_BY_CHOICE: Series(
-        "The same rows, by how many drafts they could have at most: what pacing left them (adaptive, goodput, the "
-        "schedule by batch size), and 0 once the drafter was switched off.",
+        "The same requests, by the most drafts that they could have: the limit of pacing (adaptive, goodput, the "
+        "schedule by batch size), and 0 once the drafter is switched off.",
         NUM_DRAFTS,
     ),
     ROWS_WITHOUT_DRAFTS: Series(
-        "The same rows, those for which no draft was verified, by reason. "
-        "request: it asked for none. length: its context has reached the drafter's longest, or the model's. "
+        "The same requests, those for which no draft was verified, by reason. "
+        "request: it asked for none. length: its context has reached the drafter's maximum, or the model's. "
         "ending: one more token is its last. load: the schedule by batch size drafts nothing. "
         "goodput: drafting was slower. acceptance: too few of its drafts were accepted. "
-        "nothing: the drafter had nothing to say, or has not read the row yet. "
-        "unverified: a grammar or the token budget let none be verified, or, where steps overlap, the end of "
-        "max_model_len, as the scheduler has to take all drafts in flight for accepted. "
-        "fault: its drafts could not be used. off: the drafter was switched off after faults.",
+        "nothing: the drafter had nothing to propose, or has not read the request yet. "
+        "unverified: a grammar or the token budget left none to verify, or, with async scheduling, the end of "
+        "max_model_len, as the scheduler has to count all drafts in flight as accepted. "
+        "fault: its drafts could not be used. off: the drafter is switched off after faults.",
         "reason",
         REASONS,
     ),
-    SPARED_STEPS: Series("Steps that drafted nothing because it would not have paid."),
+    SKIPPED_STEPS: Series("Steps that skipped drafting because it would not have paid (goodput or adaptive)."),
     COVERAGE: Series(
-        "The share of a vocabulary's tokens that have a partner in the other one, found at load. Universal drafting "
-        "only; shown from the first step on.",
+        "The share of a vocabulary's tokens that have a counterpart in the other one, computed at load. Universal "
+        "drafting only; shown from the first step on.",
         "vocabulary",
         ("target", "drafter"),
         is_gauge=True,
     ),
     DRAFTER_FAULTS: Series(
-        "Steps whose drafts could not be used: the drafter failed, or said what is no token or no number."
+        "Steps whose drafts could not be used: the drafter failed, or returned an invalid token or number."
     ),
-    DRAFTER_SWITCHED_OFF: Series("1 once the drafter was switched off for good, after three such steps in a row."),
+    DRAFTER_SWITCHED_OFF: Series(
+        "1 once the drafter is switched off until the restart, after three such steps in a row."
+    ),
 }
 
 Figures = dict[str, dict[str, float]]
-"""By name and value of the label: how much to add to a counter, what to set a gauge to."""
+"""By metric and label value: the increment of a counter, or the value of a gauge."""
 
 
 STATS_FIELD = "gaudi_spec"
@@ -113,35 +116,34 @@ STATS_FIELD = "gaudi_spec"
 
 
 class StepMetrics:
-    """What a scheduler has counted since its figures were last taken."""
+    """A scheduler's figures since they were last taken."""
 
     def __init__(self) -> None:
         self._news: Figures = {}
         self._reported: dict[tuple[str, str], float] = {}
-        """By name and value of the label: the newest total, or what a gauge is set to."""
+        """By metric and label value: the newest total, or the value of a gauge."""
 
     def count(self, name: str, more: float = 1, value: str = "") -> None:
-        """`value`: of the label, where the series has one."""
+        """Increments a counter, or sets a gauge. `value`: of the label, where the series has one."""
         series = SERIES[name]
         assert bool(value) == bool(series.label), name
         figures = self._news.setdefault(name, {})
         figures[value] = more if series.is_gauge else figures.get(value, 0) + more
 
     def total(self, name: str, so_far: float) -> None:
-        """For a counter that somebody else counts. Prometheus takes no counter back: less than there was adds
-        nothing."""
+        """For a counter whose total others keep. A total below the last one adds nothing: counters never decrease."""
         if (more := so_far - self._reported.get((name, ""), 0)) > 0:
             self._reported[name, ""] = so_far
             self.count(name, more)
 
     def put(self, name: str, number: float, value: str) -> None:
-        """For a gauge. What it is already set to does not travel."""
+        """For a gauge; an unchanged value is not sent."""
         if self._reported.get((name, value)) != number:
             self._reported[name, value] = number
             self.count(name, number, value)
 
     def take(self) -> Figures:
-        """What is new since the last time."""
+        """The figures since the last call."""
         news, self._news = self._news, {}
         return news
 
@@ -155,7 +157,7 @@ class Shown:
     def __init__(
         self, counter: Any, gauge: Any, labels: list[str], engines: Mapping[int, list[object]], num_drafts: int | None
     ) -> None:
-        """`counter` and `gauge`: the logger's classes of metrics; `engines`: the values of `labels` for each engine;
+        """`counter` and `gauge`: the logger's metric classes; `engines`: the values of `labels` for each engine;
         `num_drafts`: None without speculation."""
         self._engines = engines
         self._metrics: dict[str, Any] = {}
@@ -163,11 +165,11 @@ class Shown:
         for name, series in SERIES.items():
             if series.speculative and num_drafts is None:
                 continue
-            given = dict(name=name, documentation=series.help, labelnames=[*labels, *filter(None, [series.label])])
-            if series.is_gauge:  # has no value until there is one
-                self._metrics[name] = gauge(**given, multiprocess_mode="mostrecent")
+            options = dict(name=name, documentation=series.help, labelnames=[*labels, *filter(None, [series.label])])
+            if series.is_gauge:  # exposed from its first value on
+                self._metrics[name] = gauge(**options, multiprocess_mode="mostrecent")
                 continue
-            self._metrics[name] = counter(**given)
+            self._metrics[name] = counter(**options)
             for engine in engines:
                 for value in series.label_values(num_drafts or 0):
                     self._labelled(name, engine, value)

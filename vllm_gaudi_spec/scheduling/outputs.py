@@ -1,5 +1,4 @@
-"""What a scheduler and its workers send each other with a step: vLLM's records with fields of ours, pickled between
-processes."""
+"""The records between a scheduler and its workers: vLLM's, with more fields, pickled between processes."""
 
 from __future__ import annotations
 
@@ -16,40 +15,40 @@ from vllm_gaudi_spec.scheduling import metrics
 
 
 class DrafterStatus(NamedTuple):
-    """What follows for the workers from faults of the drafter."""
+    """What the workers do about faults of the drafter."""
 
     restarted: tuple[str, ...]
-    """Requests for which the drafter starts anew: what it has read of them is not to be relied on."""
+    """Requests that the drafter reads again from the start: its state of them may be wrong."""
     excluded: tuple[str, ...]
-    """Requests that draft no more."""
+    """Requests that are excluded from drafting."""
     is_off: bool
     num_faults: int
-    """Rounds with drafts that could not be used, so far."""
+    """Rounds with unusable drafts, so far."""
 
 
 class Pace(NamedTuple):
-    """What has to be known of a paced step when it is done."""
+    """What the scheduler needs of a paced step when it is done."""
 
     num_rows: int
     drafted: bool
-    """Whether drafts were to be made after the step before, for this one to verify."""
+    """Whether the step before was to draft, for this one to verify."""
     drafts: bool
-    """Whether they are to be made after this one."""
+    """Whether this step is to draft."""
     only_decodes: bool
 
 
 @dataclass
 class SpecSchedulerOutput(SchedulerOutput):
-    """A step, and how far to draft after it."""
+    """A step, and how much to draft after it."""
 
     max_drafts: dict[str, int] = field(default_factory=dict)
-    """The most drafts of each request after this step; of one that is not named `num_spec_tokens_to_schedule`."""
+    """The most drafts of each request after this step; `num_spec_tokens_to_schedule` for one without an entry."""
     drafter_status: DrafterStatus | None = None
-    """None if nothing has changed."""
+    """None if it is unchanged."""
     skip_reason: str = metrics.LOAD
-    """Why nobody drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
+    """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
     pace: Pace | None = None
-    """For the scheduler, when the step is done; None if nothing paced it."""
+    """For the scheduler, when the step is done; None without pacing."""
 
 
 # --- from a worker ---
@@ -63,10 +62,10 @@ class CountedOutput(ModelRunnerOutput):
 @dataclass
 class SpeculativeOutput(CountedOutput):
     num_real_drafts: dict[str, int] = field(default_factory=dict)
-    """How many drafts of each request were verified; the scheduler knows only how many places it scheduled."""
+    """The number of verified drafts of each request; the scheduler knows only how many positions it scheduled."""
     started: tuple[str, ...] = ()
     """Requests whose prompt ended in this step, or that were resumed."""
     why: dict[str, str] = field(default_factory=dict)
-    """Of requests without drafts, the reasons that the scheduler cannot know: values of `metrics.REASONS`."""
+    """By request without drafts: the reason, where the scheduler cannot know it, one of `metrics.REASONS`."""
     draft_rounds: list[DraftRound] = field(default_factory=list)
-    """How the drafter did, as far as it is known since the step before."""
+    """The drafting rounds that finished since the step before."""

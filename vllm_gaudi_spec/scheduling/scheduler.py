@@ -1,6 +1,6 @@
-"""vLLM's schedulers, with how far to draft after each step, the drafter's health, and metrics of our own.
+"""vLLM's schedulers with pacing, the drafter's health, and metrics of our own.
 
-The platform names one of the two in `scheduler_cls`, always. A scheduler of the user's derives from one of them.
+The platform always sets one of the two in `scheduler_cls`. A scheduler of the user's derives from one of them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = init_logger(__name__)
 
 @dataclass
 class RequestDrafts(RequestSpecDecodeMetrics):
-    """A request's own record: steps that verified a draft of it."""
+    """vLLM's per-request metrics, of steps that verified a draft of the request."""
 
     def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """vLLM calls it at each step with placeholders for drafts, and those may all be padding."""
+        """vLLM calls it at each step with placeholders for drafts, which may all be padding."""
         if num_draft_tokens:
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
 class _Speculating(Scheduler):
-    """Before one of vLLM's own."""
+    """Mixin before one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,9 +66,9 @@ class _Speculating(Scheduler):
             self._goodput = Goodput(shapes.decode_rows)
         self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
         self._drafts = False
-        """Whether the newest step is to draft, if it is paced."""
+        """Whether the newest paced step is to draft."""
         self._last: tuple[float, Pace | None] = (0.0, None)
-        """When the newest step was done, and how it was paced."""
+        """The end of the newest step, and its pace."""
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -109,12 +109,12 @@ class _Speculating(Scheduler):
                 self._limit_placeholders(req_id, max_drafts)
         if not drafts:
             self._skip_drafts(scheduled, skip_reason)
-            self.step_metrics.count(metrics.SPARED_STEPS)
+            self.step_metrics.count(metrics.SKIPPED_STEPS)
         scheduled.pace = Pace(len(sampling), self._drafts, drafts, only_decodes)
         self._drafts = drafts
 
     def _sampling(self, scheduled: SchedulerOutput) -> list[str]:
-        """Requests of a step that are past their prompts when it is done: only they have a use for drafts."""
+        """Requests of a step that are past their prompts when it is done: only they use drafts."""
         return [req_id for req_id in scheduled.num_scheduled_tokens if not self.requests[req_id].is_prefill_chunk]
 
     def _skip_drafts(self, scheduled: SpecSchedulerOutput, reason: str) -> None:
@@ -128,7 +128,7 @@ class _Speculating(Scheduler):
         request = self.requests[req_id]
         request.spec_token_ids = request.spec_token_ids[:max_drafts]
 
-    # --- when it is done ---
+    # --- when a step is done ---
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         assert isinstance(scheduler_output, SpecSchedulerOutput)
@@ -148,9 +148,9 @@ class _Speculating(Scheduler):
         if self._draft_counts is not None:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
-        # vLLM counts what it scheduled, and that is padding wherever a drafter had less to propose; with async
-        # scheduling it is nothing but padding. It subtracts these from its counts, and from nothing else: rejected
-        # positions are given back as before.
+        # vLLM counts scheduled drafts, which are padding where a drafter proposed fewer, and nothing but padding with
+        # async scheduling. It subtracts these numbers from its counts, and from nothing else: rejected positions are
+        # freed as before.
         scheduled.num_invalid_spec_tokens = {
             req_id: len(tokens) - output.num_real_drafts.get(req_id, 0)
             for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()
@@ -174,7 +174,7 @@ class _Speculating(Scheduler):
         now = time.perf_counter()
         (before, last), self._last = self._last, (now, pace)
         if pace is None or last is None or not (pace.only_decodes and last.only_decodes):
-            return  # prompts cost what they cost, and after them the engine may have waited
+            return  # a step with prompts is no measure, nor is one after it: the engine may have waited
         steady = pace.num_rows == last.num_rows and pace.drafted == pace.drafts == last.drafted == last.drafts
         num_tokens = sum(map(len, output.sampled_token_ids))
         if goodput.observe(pace.num_rows, pace.drafted, now - before, num_tokens, steady=steady):
@@ -189,12 +189,12 @@ class _Speculating(Scheduler):
 
     def _observe_lengths(self, lengths: Lengths, output: SpeculativeOutput) -> None:
         for req_id, num_drafts in output.num_real_drafts.items():
-            # One that has ended may have had a step in flight.
+            # A request that has ended may have had a step in flight.
             if num_drafts and req_id in self.requests:
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
 
-    # --- what the front end is sent ---
+    # --- to the front end ---
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats, news = super().make_stats(*args, **kwargs), self.step_metrics.take()
@@ -211,7 +211,7 @@ class _Speculating(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """A step that verified no draft of a request is none of its drafts: whoever reads them divides by them."""
+        """A step that verified no draft of a request is not counted: the mean acceptance length divides by them."""
         if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
@@ -220,7 +220,7 @@ class _Speculating(Scheduler):
 
 
 class SpecScheduler(_Speculating):
-    """Step by step."""
+    """Without async scheduling."""
 
 
 class SpecAsyncScheduler(_Speculating, AsyncScheduler):

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "without its last byte": (without_its_last_byte, "is damaged or was only half written"),
     "empty": (empty, "is damaged or was only half written"),
     "zeros": (zeros, "is damaged or was only half written"),
-    "without a part": (without_a_part, "model-00002-of-00002.safetensors, which cannot be had"),
+    "without a part": (without_a_part, "model-00002-of-00002.safetensors, which is missing"),
     "without weights": (without_weights, "cannot be loaded"),
     "other shapes": (changed(narrower), "cannot be loaded"),
     "a layer missing": (changed(fewer), "cannot be loaded"),

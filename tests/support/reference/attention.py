@@ -43,10 +43,10 @@ def attend_row(
     soft_cap: float,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """float64 [Q, H, D] of queries from `start` on. `blocks`: place in the row -> block; one missing holds nan."""
+    """float64 [Q, H, D] of queries from `start` on. `blocks`: index in the row -> block; one missing holds nan."""
     missing = torch.full_like(keys_NSKD[0], torch.nan)
     keys, values = (
-        torch.cat([stored[blocks[place]] if place in blocks else missing for place in range(max(blocks) + 1)]).double()
+        torch.cat([stored[blocks[index]] if index in blocks else missing for index in range(max(blocks) + 1)]).double()
         for stored in (keys_NSKD, values_NSKD)
     )
     out = []

@@ -4,7 +4,7 @@ import torch
 
 
 def table(largest: float) -> torch.Tensor:
-    """float64, in the order of their codes: that with an even place has an even mantissa."""
+    """float64, in the order of their codes: that with an even index has an even mantissa."""
     small = [mantissa * 2.0**-9 for mantissa in range(8)]
     normal = [(1 + mantissa / 8) * 2.0 ** (code - 7) for code in range(1, 16) for mantissa in range(8)]
     return torch.tensor([number for number in small + normal if number <= largest], dtype=torch.float64)
@@ -16,5 +16,5 @@ def nearest(x: torch.Tensor, largest: float) -> torch.Tensor:
     distance = (x.double().abs().unsqueeze(-1) - numbers).abs()
     closest = distance == distance.amin(-1, keepdim=True)
     even = torch.arange(len(numbers)) % 2 == 0
-    place = (closest.int() * 2 + (closest & even).int()).argmax(-1)
-    return numbers[place] * torch.where(x < 0, -1.0, 1.0).double()
+    index = (closest.int() * 2 + (closest & even).int()).argmax(-1)
+    return numbers[index] * torch.where(x < 0, -1.0, 1.0).double()

@@ -1,4 +1,4 @@
-"""N-gram drafting, one place and one length at a time."""
+"""N-gram drafting, one position and one length at a time."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def penalize(
 def accept(drafts: list[int], sampled: list[int]) -> list[int]:
     """The strict rule: the target's own tokens, up to and with the first that is no draft."""
     out: list[int] = []
-    for place, token in enumerate(sampled):
+    for index, token in enumerate(sampled):
         out.append(token)
-        if place >= len(drafts) or drafts[place] != token:
+        if index >= len(drafts) or drafts[index] != token:
             break
     return out

@@ -192,8 +192,8 @@ DEVICE, HOST = ("medusa",), ("ngram", "suffix", "custom_class")
 
 @pytest.mark.parametrize("method", [*DEVICE, *HOST])
 def test_upstream_still_refuses_to_overlap_steps(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails for a method that upstream admits. When none is left `leave_overlap_to_the_platform` can go."""
-    monkeypatch.setattr(compat, "leave_overlap_to_the_platform", lambda: None)
+    """Fails for a method that upstream admits. When none is left `leave_async_scheduling_to_the_platform` can go."""
+    monkeypatch.setattr(compat, "leave_async_scheduling_to_the_platform", lambda: None)
     monkeypatch.setattr(upstream_vllm, "NgramGPUTypes", upstream_speculative.NgramGPUTypes)
     with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
         engine_config(tmp_path, here(method, tmp_path), async_scheduling=True)

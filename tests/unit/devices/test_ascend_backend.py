@@ -122,12 +122,12 @@ def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
     refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = "fp8"
     refusals.refuse_unsupported(made, backend_of("cpu"))
-    with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\).* no kernels yet on ascend; use a"):
+    with pytest.raises(UnsupportedConfigError, match=r"quantized weights \(fp8\).* no kernels yet on ascend; use a"):
         refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = None
     drafting = engine_config(tmp_path, here(dict(method="draft_model"), tmp_path))
     drafting.speculative_config.draft_model_config.quantization = "fp8"
-    with pytest.raises(UnsupportedConfigError, match=r"format of its own \(fp8\)"):
+    with pytest.raises(UnsupportedConfigError, match=r"quantized weights \(fp8\)"):
         refusals.refuse_unsupported(drafting, unopened())
     path = tmp_path / "quant.json"
     path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')

@@ -45,23 +45,23 @@ class Play:
         self.scheduler.add_request(Request(name, PROMPT, SamplingParams(**given), None))
 
     def step(self, num_real: dict[str, int] | None = None, **more: Any) -> dict[str, float]:
-        """Returns the reasons that it added. `more`: what the worker says besides."""
+        """Returns the reasons that it added. `more`: what the worker reports besides."""
         return self.on_drafter_status(*self.send(num_real, **more))
 
     def send(self, num_real: dict[str, int] | None = None, **more: Any) -> tuple[Any, Any]:
-        """Schedules a step; returns it with what the worker will say."""
+        """Schedules a step; returns it with the worker's output."""
         scheduled = self.scheduler.schedule()
         names = [*scheduled.num_scheduled_tokens]
         started = (
             *(new.req_id for new in scheduled.scheduled_new_reqs),
             *scheduled.scheduled_cached_reqs.resumed_req_ids,
         )
-        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0) | (num_real or {}))
-        vars(said).update(dict(started=started) | more)
-        return scheduled, said
+        worker_output: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0) | (num_real or {}))
+        vars(worker_output).update(dict(started=started) | more)
+        return scheduled, worker_output
 
-    def on_drafter_status(self, scheduled: Any, said: Any) -> dict[str, float]:
-        for outputs in self.scheduler.update_from_output(scheduled, said).values():
+    def on_drafter_status(self, scheduled: Any, worker_output: Any) -> dict[str, float]:
+        for outputs in self.scheduler.update_from_output(scheduled, worker_output).values():
             if (stats := outputs.scheduler_stats) is None:
                 continue
             for name, figures in stats.gaudi_spec.items():
@@ -126,7 +126,7 @@ def test_a_schedule_by_load(kind: Kind, tmp_path: Path) -> None:
     play.step()
     play.step({"a": 2})
     play.admit("b")
-    play.step({"a": 2})  # behind this one nothing is drafted any more
+    play.step({"a": 2})  # after this one nothing is drafted any more
     assert play.step() == {"load": 2}
     assert play.counted[ROWS_BY_CHOICE] == {"2": 2, "0": 2}
     play.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
@@ -160,7 +160,7 @@ class Chosen:
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: Kind, tmp_path: Path) -> None:
+def test_what_pacing_chose_is_of_the_drafts_after_its_step(kind: Kind, tmp_path: Path) -> None:
     play = Play(kind, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     for name in "ab":
         play.admit(name)
@@ -178,24 +178,24 @@ def test_what_pacing_chose_is_of_the_drafts_behind_its_step(kind: Kind, tmp_path
 
 
 def in_turn(play: Play, script: list[Step]) -> list[dict[str, float]]:
-    told = []
+    reasons_of_steps = []
     for step in script:
         step.happens(play)
-        told.append(play.step(step.real))
-    return told
+        reasons_of_steps.append(play.step(step.real))
+    return reasons_of_steps
 
 
 def ahead(play: Play, script: list[Step]) -> list[dict[str, float]]:
-    """Each step is scheduled before what the one before it says is heard, as where steps overlap."""
-    told, in_flight = [], None
+    """Each step is scheduled before the output of the one before it arrives, as with async scheduling."""
+    reasons_of_steps, in_flight = [], None
     for step in script:
         step.happens(play)
         sent = play.send(step.real)
         if in_flight is not None:
-            told.append(play.on_drafter_status(*in_flight))
+            reasons_of_steps.append(play.on_drafter_status(*in_flight))
         in_flight = sent
     assert in_flight is not None
-    return [*told, play.on_drafter_status(*in_flight)]
+    return [*reasons_of_steps, play.on_drafter_status(*in_flight)]
 
 
 class Step(NamedTuple):
@@ -217,7 +217,7 @@ class Step(NamedTuple):
 
 @pytest.mark.parametrize("go", [in_turn, ahead])
 def test_a_choice_is_counted_where_its_drafts_are_verified(go: Any, tmp_path: Path) -> None:
-    """That is one step later, though the next choice may already be made when the step is heard."""
+    """That is one step later, though the next choice may already be made when the step's output arrives."""
     play = Play(SpecAsyncScheduler, tmp_path, additional_config={"gaudi_spec": dict(goodput=True, adaptive=True)})
     script = [
         Step({}, lengths=dict(a=2, b=0, c=1), admitted="ab"),
@@ -278,9 +278,9 @@ def test_a_fault_waits_for_its_request(tmp_path: Path) -> None:
     scheduled = play.send()[0]
 
     def step_of(*names: str, **more: Any) -> dict[str, float]:
-        said: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0))
-        vars(said).update(more)
-        counts.observe(play.scheduler.requests, scheduled, said)
+        worker_output: Any = answer({name: [9] for name in names}, dict.fromkeys(names, 0))
+        vars(worker_output).update(more)
+        counts.observe(play.scheduler.requests, scheduled, worker_output)
         return counted.take().get(ROWS_WITHOUT_DRAFTS, {})
 
     step_of("a", "b", draft_rounds=failed)
@@ -327,8 +327,8 @@ def test_rows_of_requests_that_are_gone_do_not_count(tmp_path: Path) -> None:
     play.step()
     scheduled = play.scheduler.schedule()
     play.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    said: Any = answer({"a": [9], "b": [9]}, {"a": 2, "b": 1})
-    stats = play.scheduler.update_from_output(scheduled, said)[0].scheduler_stats
+    worker_output: Any = answer({"a": [9], "b": [9]}, {"a": 2, "b": 1})
+    stats = play.scheduler.update_from_output(scheduled, worker_output)[0].scheduler_stats
     assert stats.gaudi_spec == {ROWS: {"1": 1}, ROWS_BY_CHOICE: {str(NUM_DRAFTS): 1}}
     assert stats.spec_decoding_stats.num_drafts == 1
 
@@ -357,17 +357,17 @@ def test_vllms_own_record_of_speculation_is_there_only_where_drafts_were_verifie
     """Whoever reads it divides by them."""
     play = Play(kind, tmp_path)
     play.admit("a")
-    said = []
+    worker_output = []
     for number in (0, 0, 2, 0):
         scheduled = play.scheduler.schedule()
         made: Any = answer({"a": [9]}, {"a": number})
         stats = play.scheduler.update_from_output(scheduled, made)[0].scheduler_stats
         assert stats.gaudi_spec
-        said.append(stats.spec_decoding_stats and stats.spec_decoding_stats.num_draft_tokens)
-    assert said == [None, None, 2, None]
+        worker_output.append(stats.spec_decoding_stats and stats.spec_decoding_stats.num_draft_tokens)
+    assert worker_output == [None, None, 2, None]
 
 
-def test_what_the_worker_says_of_itself(tmp_path: Path) -> None:
+def test_what_the_worker_reports_of_itself(tmp_path: Path) -> None:
     play = Play(SpecScheduler, tmp_path)
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}

@@ -61,7 +61,7 @@ def test_it_ends_where_it_loses() -> None:
 
 @pytest.mark.parametrize("drafted_s", [0.8, 1.0, 1.3, 1.45, 1.55, 1.7, 2.5, 6.0])
 @pytest.mark.parametrize("catch_up_s", [0.0, 5.0])
-def test_never_more_than_three_percent_behind(drafted_s: float, catch_up_s: float) -> None:
+def test_never_more_than_three_percent_slower(drafted_s: float, catch_up_s: float) -> None:
     machine = Machine(Goodput([4]), drafted_s=drafted_s, tokens=1.5, noise=0.3, catch_up_s=catch_up_s)
     plain = Machine(Goodput([4]), drafted_s=1e9, tokens=1.5, noise=0.3)
     plain.goodput._at(4).drafting, plain.goodput._at(4).wait = False, 1e9
@@ -81,7 +81,7 @@ def test_it_comes_back_when_drafts_get_better() -> None:
     assert not machine.ways[-1]
 
 
-def test_sizes_are_judged_apart_and_start_like_their_neighbour() -> None:
+def test_sizes_are_measured_apart_and_start_like_their_neighbour() -> None:
     goodput = Goodput([1, 2, 4, 8, 16])
     small, large = (Machine(goodput, drafted_s=cost, tokens=2.0) for cost in (1.2, 4.0))
     small.run(300, rows=1)

@@ -1,4 +1,4 @@
-"""When a drafter is switched off, when a row is, and how the workers and Prometheus hear of it."""
+"""When a drafter is switched off, when a row is, and how the workers and Prometheus learn of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_three_in_a_row(rounds: list[DraftRound], is_off: bool, caplog: pytest.L
     logging.getLogger("vllm_gaudi_spec").removeHandler(caplog.handler)
 
 
-def test_a_row_that_fails_alone_is_told_apart() -> None:
+def test_a_row_that_fails_alone_is_distinguished() -> None:
     health = DrafterHealth()
     assert health.take_status() is None
     health.observe([GOOD, BAD])
@@ -80,7 +80,7 @@ Kind = type[SpecScheduler | SpecAsyncScheduler]
 
 @pytest.mark.parametrize("goodput", [False, True])
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
-def test_every_scheduler_tells_its_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
+def test_every_scheduler_informs_its_workers(kind: Kind, goodput: bool, tmp_path: Path) -> None:
     compat.apply()
     options = {"additional_config": {"gaudi_spec": {"goodput": True}}} if goodput else {}
     scheduler: Any = scheduler_of(kind, tmp_path, **options)
@@ -92,16 +92,16 @@ def test_every_scheduler_tells_its_workers(kind: Kind, goodput: bool, tmp_path: 
         scheduled = scheduler.schedule()
         assert scheduled.num_spec_tokens_to_schedule == NUM_DRAFTS
         words.append(pickle.loads(pickle.dumps(scheduled)).drafter_status)
-        said: Any = answer({"a": [1], "b": [4]}, {})
-        said.draft_rounds = [BAD]
-        outputs = scheduler.update_from_output(scheduled, said)
+        worker_output: Any = answer({"a": [1], "b": [4]}, {})
+        worker_output.draft_rounds = [BAD]
+        outputs = scheduler.update_from_output(scheduled, worker_output)
         sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
         for name in counted:
             counted[name] += sent.scheduler_stats.gaudi_spec.get(name, {"": 0})[""]
-    assert [word and word.num_faults for word in words] == [None, 1, 2]
-    last, behind = scheduler.schedule(), scheduler.schedule()
+    assert [status and status.num_faults for status in words] == [None, 1, 2]
+    last, after = scheduler.schedule(), scheduler.schedule()
     assert last.drafter_status.is_off
-    assert last.num_spec_tokens_to_schedule == behind.num_spec_tokens_to_schedule == 0
-    assert behind.drafter_status is None
-    assert not behind.scheduled_spec_decode_tokens
+    assert last.num_spec_tokens_to_schedule == after.num_spec_tokens_to_schedule == 0
+    assert after.drafter_status is None
+    assert not after.scheduled_spec_decode_tokens
     assert (counted[DRAFTER_FAULTS], counted[DRAFTER_SWITCHED_OFF]) == (3, 1)

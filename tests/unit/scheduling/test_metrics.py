@@ -56,8 +56,8 @@ def test_every_series_is_shown_from_the_start(tmp_path: Path) -> None:
         if one.is_gauge:
             assert not families[name].samples, "nothing is known yet, which is not 0"
             continue
-        own = {"": [{}]}.get(one.label, [{one.label: value} for value in one.label_values(3)])
-        assert [sample.labels for sample in samples] == [vllms | more for more in own]
+        labels_of_one = {"": [{}]}.get(one.label, [{one.label: value} for value in one.label_values(3)])
+        assert [sample.labels for sample in samples] == [vllms | more for more in labels_of_one]
         assert {sample.value for sample in samples} == {0}
 
 

@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.schedulers import NUM_DRAFTS, PROMPT, answer, scheduler_of
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.scheduling.metrics import SPARED_STEPS
+from vllm_gaudi_spec.scheduling.metrics import SKIPPED_STEPS
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
 Kind = type[SpecScheduler | SpecAsyncScheduler]
@@ -39,26 +39,26 @@ class Never:
         return False
 
 
-def test_where_drafting_loses_no_place_is_kept_for_drafts(tmp_path: Path) -> None:
+def test_where_drafting_loses_no_position_is_kept_for_drafts(tmp_path: Path) -> None:
     scheduler = paced(SpecAsyncScheduler, tmp_path, goodput=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.num_spec_tokens_to_schedule == NUM_DRAFTS
-    assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
+    assert {len(positions) for positions in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
     scheduler._goodput = Never()
     third, fourth = scheduler.schedule(), scheduler.schedule()
     assert third.num_spec_tokens_to_schedule == fourth.num_spec_tokens_to_schedule == 0
-    assert not fourth.scheduled_spec_decode_tokens, "but behind the step in which it was decided"
-    said = [
+    assert not fourth.scheduled_spec_decode_tokens, "but after the step in which it was decided"
+    stats_of_steps = [
         scheduler.update_from_output(step, answer({"a": [1], "b": [4]}, num_real))[0].scheduler_stats
         for step, num_real in ((first, {}), (second, {"a": 2, "b": 2}), (third, {}))
     ]
-    counts = [stats.spec_decoding_stats for stats in said if stats.spec_decoding_stats is not None]
+    counts = [stats.spec_decoding_stats for stats in stats_of_steps if stats.spec_decoding_stats is not None]
     assert sum(count.num_draft_tokens for count in counts) == 4
-    assert sum(stats.gaudi_spec.get(SPARED_STEPS, {"": 0})[""] for stats in said) == 2
+    assert sum(stats.gaudi_spec.get(SKIPPED_STEPS, {"": 0})[""] for stats in stats_of_steps) == 2
 
 
 class Notes:
-    """A rule that writes down what it is told."""
+    """A rule that records its arguments."""
 
     def __init__(self) -> None:
         self.observed: list[int] = []
@@ -82,7 +82,7 @@ def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
     step()
     assert not notes.observed, "of prompts"
     step()
-    assert not notes.observed, "behind prompts"
+    assert not notes.observed, "after prompts"
     step()
     assert notes.observed == [2]
     # One that nobody paced: the time since the last that was is not the next one's.
@@ -95,12 +95,12 @@ def test_only_neighbouring_steps_of_decodes_are_timed(tmp_path: Path) -> None:
     assert notes.observed == [2, 2]
 
 
-def test_spared_steps_reach_another_process(tmp_path: Path) -> None:
+def test_skipped_steps_reach_another_process(tmp_path: Path) -> None:
     scheduler = paced(SpecScheduler, tmp_path, goodput=True)
     scheduler._goodput = Never()
     outputs = scheduler.update_from_output(scheduler.schedule(), answer({"a": [9], "b": [9]}, {}))
     sent = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
-    assert sent.scheduler_stats.gaudi_spec[SPARED_STEPS] == {"": 1}
+    assert sent.scheduler_stats.gaudi_spec[SKIPPED_STEPS] == {"": 1}
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])
@@ -113,8 +113,8 @@ def test_each_request_has_its_own_length(kind: Kind, tmp_path: Path) -> None:
     few = first.max_drafts["b"]
     assert first.max_drafts["a"] == NUM_DRAFTS > few
     if issubclass(kind, AsyncScheduler):
-        places = scheduler.schedule().scheduled_spec_decode_tokens
-        assert {name: len(places.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
+        positions = scheduler.schedule().scheduled_spec_decode_tokens
+        assert {name: len(positions.get(name, ())) for name in "ab"} == {"a": NUM_DRAFTS, "b": few}
 
 
 @pytest.mark.parametrize("kind", [SpecScheduler, SpecAsyncScheduler])

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecSchedul
 def verified(
     kind: type[SpecScheduler | SpecAsyncScheduler], folder: Path, num_real: dict[str, int] | None
 ) -> SimpleNamespace:
-    """Three requests with all places scheduled, of which `a` has one draft accepted and the others none."""
+    """Three requests with all positions scheduled, of which `a` has one draft accepted and the others none."""
     scheduler = scheduler_of(kind, folder)
     requests = {name: Request(name, PROMPT, SamplingParams(max_tokens=20), None) for name in "abc"}
     for request in requests.values():
@@ -32,7 +32,7 @@ def verified(
         scheduler.update_from_output(first, answer({name: [9] for name in requests}, num_real and {}))
         scheduler.update_draft_token_ids(DraftTokenIds([*requests], [[1, 2, 3]] * 3))
         second = scheduler.schedule()
-    assert {len(places) for places in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
+    assert {len(positions) for positions in second.scheduled_spec_decode_tokens.values()} == {NUM_DRAFTS}
     outputs = scheduler.update_from_output(second, answer({"a": [1, 4], "b": [4], "c": [4]}, num_real))
     return SimpleNamespace(
         stats=outputs[0].scheduler_stats.spec_decoding_stats,
@@ -45,16 +45,16 @@ def verified(
 def test_only_real_drafts_are_counted(kind: type[SpecScheduler | SpecAsyncScheduler], tmp_path: Path) -> None:
     """Fails when upstream counts what was verified by itself, or rolls back by another count."""
     compat.apply()
-    places = verified(kind, tmp_path, None)
-    assert (places.stats.num_drafts, places.stats.num_draft_tokens) == (3, 9)
+    positions = verified(kind, tmp_path, None)
+    assert (positions.stats.num_drafts, positions.stats.num_draft_tokens) == (3, 9)
     real = verified(kind, tmp_path, {"a": 2, "b": 1, "c": 0})
     assert (real.stats.num_drafts, real.stats.num_draft_tokens, real.stats.num_accepted_tokens) == (2, 3, 1)
     assert real.stats.num_draft_tokens_per_pos == [2, 1, 0]
     assert real.stats.num_accepted_tokens_per_pos == [1, 0, 0]
     steps = {name: (m.per_step_drafted, m.per_step_accepted, m.histogram) for name, m in real.metrics.items()}
     assert steps == {"a": ([2], [1], [0, 1, 0, 0]), "b": ([1], [0], [1, 0, 0, 0]), "c": ([], [], [0, 0, 0, 0])}
-    # Rejected places are given back by what was scheduled, whatever is counted.
-    assert real.state == places.state
+    # Rejected positions are given back by what was scheduled, whatever is counted.
+    assert real.state == positions.state
     assert real.state[0][0] - real.state[1][0] == 1
 
 

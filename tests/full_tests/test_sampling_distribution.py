@@ -1,4 +1,4 @@
-"""Sampling is exact: over 20k seeds the first two tokens follow the law that transformers' logits give."""
+"""Sampling is exact: over 20k seeds the first two tokens follow the distribution of transformers' logits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from tests.full_tests import tiny_models
 from tests.full_tests.engines import engine, first_tokens, generate
 from tests.full_tests.reference import Reference
-from tests.full_tests.sampling_law import chi_square, pair_law, token_law
+from tests.full_tests.sampling_distribution import chi_square, pair_probs, token_probs
 
 VOCAB, SEEDS = 50, 20_000
 PROMPT = [7, 3, 31, 12, 44]
@@ -32,11 +32,11 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_models.save(model, tmp_path_factory.mktemp("small"))
 
 
-def expected_law(model: str, setting: dict[str, Any]) -> np.ndarray:
+def expected_probs(model: str, setting: dict[str, Any]) -> np.ndarray:
     reference = Reference(model)
-    first = token_law(reference.next_logits(PROMPT).numpy(), **setting)
-    second = [token_law(reference.next_logits([*PROMPT, token]).numpy(), **setting) for token in range(VOCAB)]
-    return pair_law(first, second)
+    first = token_probs(reference.next_logits(PROMPT).numpy(), **setting)
+    second = [token_probs(reference.next_logits([*PROMPT, token]).numpy(), **setting) for token in range(VOCAB)]
+    return pair_probs(first, second)
 
 
 def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
@@ -55,30 +55,30 @@ def count_pairs(model: str, setting: dict[str, Any]) -> np.ndarray:
     ids=str,
 )
 def test_first_two_tokens(setting: dict[str, Any], small_vocabulary: str) -> None:
-    law = expected_law(small_vocabulary, setting)
-    assert (law * SEEDS >= 5).sum() > 30, "too few cells to say much"
+    probs = expected_probs(small_vocabulary, setting)
+    assert (probs * SEEDS >= 5).sum() > 30, "too few cells for a test"
     for name in setting:
         without = {key: value for key, value in setting.items() if key != name}
-        changed = np.abs(expected_law(small_vocabulary, without) - law).sum()
+        changed = np.abs(expected_probs(small_vocabulary, without) - probs).sum()
         assert changed > 0.01 or without == {}, f"{name} makes no difference here"
     counts = count_pairs(small_vocabulary, setting)
-    # Each token's own law as well: the pairs have many cells, which spreads thin what concerns one token.
-    p_values = [chi_square(counts, law), chi_square(counts.sum(axis=1), law.sum(axis=1))]
+    # Each token's own distribution as well: the pairs have many cells, which spreads thin what concerns one token.
+    p_values = [chi_square(counts, probs), chi_square(counts.sum(axis=1), probs.sum(axis=1))]
     assert min(p_values) > ALPHA / len(p_values), p_values
 
 
 @pytest.mark.parametrize("bias", [0.02, 0.05])
 def test_the_test_sees_a_bias(bias: float, small_vocabulary: str) -> None:
     """The negative control: a sampler off by this much in total variation, in the first token, is rejected; and the
-    exact law is not."""
-    law = expected_law(small_vocabulary, SETTINGS[0])
-    first = law.sum(axis=1)
+    exact distribution is not."""
+    probs = expected_probs(small_vocabulary, SETTINGS[0])
+    first = probs.sum(axis=1)
     likeliest, runner_up = np.argsort(-first)[:2]
-    biased = law.copy()
+    biased = probs.copy()
     biased[likeliest] *= 1 - bias / first[likeliest]
     biased[runner_up] *= 1 + bias / first[runner_up]
     rng = np.random.default_rng(0)
-    for sampled, accepted in ((law, True), (biased, False)):
-        counts = rng.multinomial(SEEDS, sampled.ravel()).reshape(law.shape)
-        p_values = [chi_square(counts, law), chi_square(counts.sum(axis=1), first)]
+    for sampled, accepted in ((probs, True), (biased, False)):
+        counts = rng.multinomial(SEEDS, sampled.ravel()).reshape(probs.shape)
+        p_values = [chi_square(counts, probs), chi_square(counts.sum(axis=1), first)]
         assert (min(p_values) > ALPHA / len(p_values)) == accepted, p_values
