@@ -12,7 +12,7 @@ SUPPORTED := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	"$$p" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
-# What `make demo`, `make serve` and `make test` can be told
+# What `make demo`, `make serve` and `make test` take as variables
 MODEL ?=
 TASK ?= compare
 OSL ?= 64
@@ -122,7 +122,7 @@ test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
 
 .PHONY: soak
 soak: export VLLM_LOGGING_LEVEL ?= WARNING
-soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, and what it leaves behind (SECONDS=, ARGS=)
+soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a check for leaks (SECONDS=, ARGS=)
 	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify

@@ -645,10 +645,10 @@ def test_drafts_that_a_request_asks_for(wanted: Any, fine: bool) -> None:
     ("params", "words"),
     [
         (SamplingParams(logit_bias={str(token): 1.0 for token in range(320)}), None),
-        (SamplingParams(logit_bias={str(token): 1.0 for token in range(321)}), "up to 321 rules"),
-        (SamplingParams(min_tokens=3, logit_bias={str(token): 1.0 for token in range(315)}), "up to 323 rules"),
-        (SamplingParams(bad_words=[f"w{number}" for number in range(161)]), "up to 322 rules"),
-        (SamplingParams(min_tokens=3, stop_token_ids=list(range(400))), "up to 408 rules"),
+        (SamplingParams(logit_bias={str(token): 1.0 for token in range(321)}), "up to 321 logit edits"),
+        (SamplingParams(min_tokens=3, logit_bias={str(token): 1.0 for token in range(315)}), "up to 323 logit edits"),
+        (SamplingParams(bad_words=[f"w{number}" for number in range(161)]), "up to 322 logit edits"),
+        (SamplingParams(min_tokens=3, stop_token_ids=list(range(400))), "up to 408 logit edits"),
     ],
 )
 def test_more_logit_rules_than_a_captured_program_has_room_for(params: SamplingParams, words: str | None) -> None:

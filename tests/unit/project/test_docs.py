@@ -136,3 +136,11 @@ def anchors(page: Path) -> set[str]:
     """As code hosts and the site make them of headings."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_pages_about_the_code_name_exist(name: str) -> None:
+    files = [path.as_posix() for folder in ("vllm_gaudi_spec", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / name).read_text()))
+    assert named
+    assert not {one for one in named if not any(path.endswith(f"/{one}") for path in files)}
