@@ -195,5 +195,5 @@ def captures_the_manifest(llm: LLM, before: Counter[str]) -> None:
     """`before`: what this process had captured for other engines."""
     files = (cache_folder() / "manifests").glob("*.json")
     newest = json.loads(max(files, key=lambda file: file.stat().st_mtime_ns).read_text())
-    assert newest["programs"] == sorted(map(str, signatures(llm)))
+    assert newest["graphs"] == sorted(map(str, signatures(llm)))
     programs_are_the_manifest(llm, before)

@@ -143,7 +143,7 @@ def write_manifest(runner: Runner) -> None:
     """Write a JSON file, named by a hash of its content. The server does not need it."""
     model = runner.vllm_config.model_config
     device = {"device": runner.backend.traits.name, "mode": runner.backend.traits.mode, "dtype": str(model.dtype)}
-    text = json.dumps(device | {"programs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
+    text = json.dumps(device | {"graphs": sorted(map(str, runner.recorder.manifest))}, indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
         path = cached_files.own_folder(environment.cache_folder()) / "manifests" / f"{name}.json"

@@ -187,7 +187,7 @@ def test_the_list_of_programs_is_not_written_through_a_link(
     (own / "manifests").unlink()
     warmup.write_manifest(runner)
     (written,) = (own / "manifests").iterdir()
-    assert json.loads(written.read_text())["programs"] == ["a program"]
+    assert json.loads(written.read_text())["graphs"] == ["a program"]
 
 
 def prepared(folder: Path) -> Path:
