@@ -129,7 +129,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
                 split=NOBODY,
                 blocks=NOBODY,
                 head_size=1,
-                longest=1,
+                max_len=1,
             )
         ),
     )

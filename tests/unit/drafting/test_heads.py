@@ -395,13 +395,13 @@ def test_a_whole_head_reads_one_ranks_states(another: bool) -> None:
     loaded: Any = LoadedModel.__new__(LoadedModel)
     loaded.group = SimpleNamespace(device_communicator=SimpleNamespace(broadcast=broadcast))
     last, carried = torch.zeros(2, 3), torch.ones(2, 3)
-    told = loaded._told(Hidden(last, carried if another else last))
+    told = loaded._broadcast(Hidden(last, carried if another else last))
     assert len(sent) == 1
     assert told.carried.tolist() == [[101.0 if another else 100.0] * 3] * 2
     assert (told.last is last) if another else (told.last is told.carried)
     # Medusa reads what logits are made of.
-    assert loaded._told(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
-    assert loaded._told(Hidden(last)).carried is None
+    assert loaded._broadcast(Hidden(last)).last.tolist() == [[100.0] * 3] * 2
+    assert loaded._broadcast(Hidden(last)).carried is None
 
 
 def test_a_head_takes_no_adapters() -> None:

@@ -41,13 +41,13 @@ def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: P
     """Once for each time that it is admitted: the engine checks that it is the row's first token."""
     engine: Any = SmallEngine(Variant(method(overlap), overlap=overlap, v2=v2, num_blocks=ROOMY), tmp_path)
     started: Counter[str] = Counter()
-    hear = engine._hear_tokens
+    observe = engine._observe_tokens
 
     def count(output: Any, members: Any) -> None:
         started.update(getattr(output, "started", ()))
-        hear(output, members)
+        observe(output, members)
 
-    engine._hear_tokens = count
+    engine._observe_tokens = count
     long = list(range(2, 35))  # two chunks; but for one token whole blocks of KV
     engine.add("new", [3, 4, 5], greedy(50))
     engine.add("chunked", long, greedy(30))
