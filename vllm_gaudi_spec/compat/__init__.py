@@ -17,7 +17,7 @@ from vllm_gaudi_spec.compat.loading import (
     make_mla_layers,
     refuse_pickled_weights,
 )
-from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, share_vllm_logging
+from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
 from vllm_gaudi_spec.compat.metrics import carry_metrics
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
@@ -45,6 +45,7 @@ __all__ = [
 def apply() -> None:
     """Applies all patches that every vLLM process needs. Idempotent."""
     share_vllm_logging()
+    quiet_our_scheduler()
     let_engine_finish()
     end_engines_with_their_server()
     describe_drafters()

@@ -29,7 +29,7 @@ def answer_accelerator_calls(device_type: str) -> None:
     """
     import torch
 
-    if device_type == "cuda":  # torch's own
+    if device_type == "cuda" or (device_type == "cpu" and torch.accelerator.is_available()):  # torch's own work
         return
     for name, own_name in _ACCELERATOR_CALLS.items():
         if device_type == "cpu" and name == "get_memory_info":

@@ -22,6 +22,20 @@ def share_vllm_logging() -> None:
     ours.setLevel(theirs.level)
 
 
+def quiet_our_scheduler() -> None:
+    """Leave out vLLM's warning about a custom scheduler class where the class is this platform's.
+
+    Reason: it is logged for every class outside vLLM, with the advice that async scheduling may be off, which ours
+    keeps. A class that the user names is still warned about.
+    Remove when: upstream takes a platform's scheduler class without a warning.
+    """
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_not_of_our_scheduler)
+
+
+def _is_not_of_our_scheduler(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Using custom scheduler class vllm_gaudi_spec.")
+
+
 # Part of an error's text -> what the user can do about it, where upstream's text has no advice.
 _ADVICE = {
     "Address already in use": "Choose another port with --port, or stop the program that listens there.",

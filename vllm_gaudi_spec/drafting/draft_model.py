@@ -324,7 +324,7 @@ class DraftModelKVSync(DrafterKVSync):
     def jobs(self) -> Iterator[Job]:
         nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         yield Job("states", partial(self._upload_reach, nobody_np))
-        for shape in self._shapes.prefills():
+        for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
             yield Job("drafter's reads", partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:

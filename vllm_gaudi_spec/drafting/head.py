@@ -201,7 +201,7 @@ class HeadKVSync(DrafterKVSync):
         return ("head", num_rows, num_queries, context)
 
     def jobs(self) -> Iterator[Job]:
-        for shape in self._shapes.prefills():
+        for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
             run = partial(self._read_padding, shape)
             yield Job("drafter's reads", run, (self._chunk_signature(shape),), shape.tokens)
         for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):

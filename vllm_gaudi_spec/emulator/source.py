@@ -23,7 +23,7 @@ _SKIPPED = (
 # Devices copy, wait and start programs for others: of what they cost, the cause is who called them.
 _PASSING_ON = (*_SKIPPED, os.path.join(os.path.dirname(os.path.dirname(__file__)), "devices") + os.sep)
 _verifications: dict[CodeType, bool] = {}
-_verifications_on_cause: dict[CodeType, bool] = {}
+_is_cause: dict[CodeType, bool] = {}
 
 
 def caller() -> Line:
@@ -70,4 +70,4 @@ def describe(line: Line) -> str:
 
 def here() -> str:
     """Who caused what happens now: the innermost frame outside torch, this package and the devices."""
-    return own_caller(_innermost(_PASSING_ON, _verifications_on_cause))
+    return own_caller(_innermost(_PASSING_ON, _is_cause))

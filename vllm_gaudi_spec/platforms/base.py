@@ -229,7 +229,7 @@ def _choose_scheduler(config: SchedulerConfig) -> None:
         name = theirs if isinstance(theirs, str) else theirs.__qualname__
         raise UnsupportedConfigError(
             f"Scheduler class {name} does not derive from {ours}, which limits and counts drafts; derive it from that, "
-            "or leave out --scheduler-cls."
+            "or leave out --scheduler-cls. Which of the two it is depends on --async-scheduling."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -38,3 +39,15 @@ def test_errors_end_with_their_message(failure: str, expected: str) -> None:
 def test_our_log_lines_reach_vllms_handlers() -> None:
     compat.share_vllm_logging()
     assert logging.getLogger("vllm_gaudi_spec").handlers == logging.getLogger("vllm").handlers
+
+
+def test_vllm_warns_of_schedulers_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails when upstream words it otherwise, or no longer warns: then `quiet_our_scheduler` can go."""
+    from vllm.config import scheduler
+
+    assert '"Using custom scheduler class %s.' in inspect.getsource(scheduler)
+    compat.apply()
+    caplog.set_level(logging.WARNING)
+    for name in ("vllm_gaudi_spec.scheduling.scheduler.SpecScheduler", "my.Scheduler"):
+        scheduler.logger.warning("Using custom scheduler class %s. Beware.", name)
+    assert [record.args for record in caplog.records] == [("my.Scheduler",)]

@@ -388,7 +388,7 @@ class TextDrafting(Drafting):
         shapes, branches = self._shapes, sorted(self._choice.branches(sampling))
         if self._rewriter is not None:
             yield Job("states", self._history.warm_up)
-        for shape in shapes.prefills():
+        for shape in reversed(shapes.prefills()):  # memory is claimed once, by the largest
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
             yield Job("drafter's reads", run, (self._read_signature(*sizes),), shape.tokens)

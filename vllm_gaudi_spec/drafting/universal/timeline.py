@@ -97,7 +97,7 @@ class Timeline:
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends the target's new tokens."""
         same = len(self._closed) + len(self._open.ids)
-        for segment, special in self._segmentes(tokens):
+        for segment, special in self._segments(tokens):
             same = min(same, len(self._closed) + self._write(segment))
             if special is not None:
                 self._close(special)
@@ -109,7 +109,7 @@ class Timeline:
         ahead = self._kv[same:]
         del self._kv[same + num_equal(ahead, self.tokens(same, min(same + len(ahead), len(self)))) :]
 
-    def _segmentes(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
+    def _segments(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, int | None]]:
         """Text, each with the special token after it."""
         pieces: list[bytes] = []
         for token in tokens:

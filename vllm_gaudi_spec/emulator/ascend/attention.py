@@ -117,9 +117,7 @@ class Call:
             _require(query_lengths is not None and kv_lengths is not None, "TND needs both lists of lengths")
             assert query_lengths is not None
             assert kv_lengths is not None
-            _require(
-                len(query_lengths) == len(kv_lengths) <= 4096, "TND: one entry a row in both lists, at max_keys 4096"
-            )
+            _require(len(query_lengths) == len(kv_lengths) <= 4096, "TND: one entry a row in both lists, at most 4096")
             _require(
                 bool(query_lengths) and query_lengths[-1] == self.query.shape[0],
                 "TND: the last entry is the number of queries",
