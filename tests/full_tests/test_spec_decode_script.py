@@ -118,7 +118,7 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     base = reports.pop("baseline")
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
     table = table_in(said)
-    assert table["baseline"] == ["1.00", "-", "1.00", "-", "-"]
+    assert table["baseline"] == ["1.00", "-", "1.00", "1.00", "-", "-"]
     assert "Each prompt was run 2 times, by all tasks in turns" in said
     assert record.read(file)["measurement"] == {"turns": 2, "why_one_by_one": None}
     assert [len(turn) for turn in base["seconds"]] == [1, 1], "both prompts at once, twice"
@@ -130,6 +130,7 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
         assert table[name] == [
             f"{report['speedup']['ratio']:.2f}",
             "{low:.2f} to {high:.2f}".format(**report["speedup"]),
+            f"{record.mean_acceptance_length(report):.2f}",
             f"{report['tokens_per_step']:.2f}",
             f"{report['acc_rate']:.3f}",
             verifications,
@@ -141,7 +142,7 @@ def table_in(said: str) -> dict[str, list[str]]:
     """By task, the columns behind its speed."""
     lines = said.splitlines()
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["task", "tokens/s"])
-    rows = [re.split(r"  +", line, maxsplit=6) for line in lines[header + 1 : lines.index("", header)]]
+    rows = [re.split(r"  +", line, maxsplit=7) for line in lines[header + 1 : lines.index("", header)]]
     return {row[0]: row[2:] for row in rows}
 
 
