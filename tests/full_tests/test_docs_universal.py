@@ -69,17 +69,17 @@ def test_what_the_drafter_reads() -> None:
 def test_what_it_drafts() -> None:
     target, drafter = texts().target.bytes_by_id, texts().drafter.bytes_by_id
     own = of_drafter(GOES_ON)
-    assert row("the drafter would say") == shown(own, drafter)
+    assert row("the drafter would generate") == shown(own, drafter)
     one_by_one = [int(texts().pair.map.draft_to_target[token]) for token in own]
     assert row("drafts with `tli`") == shown(one_by_one, target)
     assert row("drafts with `slem`") == shown(texts().rewriter().rewrite(own, SO_FAR), target)
     said = of_target(SO_FAR + GOES_ON)[len(of_target(SO_FAR)) :]
-    assert row("the target says") == shown(said, target)
+    assert row("the target generates") == shown(said, target)
     assert said != one_by_one[: len(said)]
 
 
 def test_the_figure_has_the_same_tokens() -> None:
-    for name in ("the target wrote", "the drafter reads, `retokenize`", "the drafter would say", "drafts with `slem`"):
+    for name in ("the target wrote", "the drafter reads, `retokenize`", "the drafter would generate", "drafts with `slem`"):
         for token, _ in row(name):
             assert f">{token}</text>" in FIGURE, token
     for number in (TARGET_SIZE, DRAFTER_SIZE, texts().pair.map.num_matched, *(ids[3][1] for ids in map(row, ROWS))):
