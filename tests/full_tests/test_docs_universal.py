@@ -79,7 +79,8 @@ def test_what_it_drafts() -> None:
 
 
 def test_the_figure_has_the_same_tokens() -> None:
-    for name in ("the target wrote", "the drafter reads, `retokenize`", "the drafter would generate", "drafts with `slem`"):
+    reads = "the drafter reads, `retokenize`"
+    for name in ("the target wrote", reads, "the drafter would generate", "drafts with `slem`"):
         for token, _ in row(name):
             assert f">{token}</text>" in FIGURE, token
     for number in (TARGET_SIZE, DRAFTER_SIZE, texts().pair.map.num_matched, *(ids[3][1] for ids in map(row, ROWS))):
