@@ -212,7 +212,7 @@ class Weights:
         return iter(())
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Make anew what was made of weights, after others were copied into their storages. A no-op where nothing
+        """Make again what was made of weights, after others were copied into their storages. A no-op where nothing
         was."""
 
 

@@ -81,7 +81,7 @@ class SuffixProposer:
         return list(draft.token_ids)
 
     def _feed(self, context: Context) -> None:
-        """Give the cache what it has not seen; a text that does not continue the earlier one starts anew."""
+        """Give the cache what it has not seen; a text that does not continue the earlier one replaces it."""
         num_prompt, fed_np = self._fed.get(context.req_id, (context.num_prompt, context.tokens_np[:0]))
         if num_prompt != context.num_prompt or not np.array_equal(context.tokens_np[: fed_np.size], fed_np):
             self.forget([context.req_id])

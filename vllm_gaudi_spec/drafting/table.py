@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,26 @@ class Method:
         return self.reads_hidden_states and self.has_kv
 
 
-_NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
+_HEAD = Method(
+    proposer="head.HeadProposer",
+    about="a head on the model's inner states drafts",
+    on_device=True,
+    has_model=True,
+    has_kv=True,
+    reads_hidden_states=True,
+    in_vllm=True,
+)
+_NGRAM = Method(
+    proposer="ngram.NgramProposer",
+    about="drafts what came after the same words before",
+    on_device=False,
+    options=("prompt_lookup_max", "prompt_lookup_min"),
+    in_vllm=True,
+)
 DRAFT_MODEL, EAGLE3, MEDUSA = "draft_model", "eagle3", "medusa"
 METHODS = {
-    "ngram": Method(
-        proposer="ngram.NgramProposer",
-        about="drafts what came after the same words before",
-        on_device=False,
-        options=_NGRAM_OPTIONS,
-        in_vllm=True,
-    ),
-    "ngram_gpu": Method(
-        proposer="ngram.DeviceNgramProposer",
-        about="drafts what came after the same words before",
-        on_device=True,
-        options=_NGRAM_OPTIONS,
-        in_vllm=True,
-    ),
+    "ngram": _NGRAM,
+    "ngram_gpu": replace(_NGRAM, proposer="ngram.DeviceNgramProposer", on_device=True),
     "suffix": Method(
         proposer="suffix.SuffixProposer",
         about="drafts the likeliest continuation of words seen before",
@@ -80,34 +83,9 @@ METHODS = {
         has_kv=True,
         in_vllm=True,
     ),
-    "eagle": Method(
-        proposer="head.HeadProposer",
-        about="a head on the model's inner states drafts",
-        on_device=True,
-        has_model=True,
-        has_kv=True,
-        reads_hidden_states=True,
-        in_vllm=True,
-    ),
-    EAGLE3: Method(
-        proposer="head.HeadProposer",
-        about="a head on the model's inner states drafts",
-        on_device=True,
-        has_model=True,
-        has_kv=True,
-        reads_hidden_states=True,
-        in_vllm=True,
-    ),
-    "mtp": Method(
-        proposer="head.HeadProposer",
-        about="a layer of the model itself drafts",
-        on_device=True,
-        has_model=True,
-        has_kv=True,
-        reads_hidden_states=True,
-        in_target=True,
-        in_vllm=True,
-    ),
+    "eagle": _HEAD,
+    EAGLE3: _HEAD,
+    "mtp": replace(_HEAD, about="a layer of the model itself drafts", in_target=True),
     MEDUSA: Method(
         proposer="medusa.MedusaProposer",
         about="several heads draft at once",

@@ -1,6 +1,6 @@
 """From the scheduler's output to batches: who decodes, who prefills, in which rectangles of rows and tokens.
 
-A batch is made anew in each step and has no state.
+Each step makes its batches, which have no state.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -20,7 +19,7 @@ from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
-from vllm_gaudi_spec.runner.graphs import StepRecorder, report_signature
+from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, report_signature
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
@@ -49,22 +48,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
 _NOT_OBSERVED = nullcontext()
-
-
-class StepObserver(Protocol):
-    """An observer that measures a runner's steps: called on the host, while the device may still be at work."""
-
-    def step_begins(self) -> None:
-        """`execute_model` was called."""
-        ...
-
-    def step_planned(self, scheduled: SchedulerOutput, batches: Sequence[Planned]) -> None:
-        """The batches of the newest step. Not called for a step that computes nothing."""
-        ...
-
-    def drafting(self) -> AbstractContextManager[None]:
-        """Around each call that makes or prepares drafts; a step has several."""
-        ...
 
 
 class ModelRunner:

@@ -46,5 +46,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        emulator.device().sealed = False  # another engine of this process warms up anew
+        emulator.device().sealed = False  # another engine of this process warms up as well
         super().prepare_model(model)

@@ -1,4 +1,4 @@
-"""From text to tokens and their ends in the text, so that a growing text is not encoded anew each time."""
+"""From text to tokens and their ends in the text, so that a growing text is not encoded from its start each time."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Reader:
 
 
 class Timeline:
-    """Ordinary tokens are text, encoded anew where it ends. Special ones are translated by role, and left
+    """Ordinary tokens are text, encoded again at its end. Special ones are translated by role, and left
     out where the drafter has none of that kind."""
 
     def __init__(self, reader: Reader) -> None:

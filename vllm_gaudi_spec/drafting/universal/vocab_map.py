@@ -86,7 +86,7 @@ def vocab_map(
     try:
         _write(path, key, made)
     except OSError as error:
-        logger.warning("The vocabulary map cannot be kept in %s and is made anew at each start: %s", cache, error)
+        logger.warning("The vocabulary map cannot be kept in %s and is made at each start: %s", cache, error)
     return made
 
 

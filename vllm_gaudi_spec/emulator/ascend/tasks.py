@@ -15,7 +15,7 @@ from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, real
 
 
 class TaskUpdate(Capture):
-    """Open while a group's operations are issued anew: they are noted, and nothing is computed."""
+    """Open while a group's operations are issued again: they are noted, and nothing is computed."""
 
     what = "the update of a task group"
     computes = False

@@ -24,7 +24,7 @@ without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is 
 the emulator's cost model, and one engine a drafter measures acceptance. Nothing here was run on a Gaudi.
 
 Written to --out: choice.json with the arguments for `vllm serve`, choice.svg, and each engine's answers, which are
-kept: the command resumes where it was interrupted, and measures changed tasks anew. ngram is always a candidate.
+kept: the command resumes where it was interrupted, and measures changed tasks again. ngram is always a candidate.
 
 Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for options that
 make no sense.

@@ -67,7 +67,7 @@ class Setup:
             max_num_seqs=self.batch_size,
             enforce_eager=self.enforce_eager,
             speculative_config=config,
-            enable_prefix_caching=False,  # each turn computes the prompts anew
+            enable_prefix_caching=False,  # each turn computes the prompts again
             **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )

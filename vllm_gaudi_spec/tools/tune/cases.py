@@ -41,7 +41,7 @@ def _counts(written: dict[str, Any]) -> Counts:
 
 @dataclass(frozen=True)
 class Cases:
-    """Answers are stored in `folder` under names that depend on the whole task: a changed task is measured anew."""
+    """Answers are stored in `folder` under names that depend on the whole task: a changed task is measured again."""
 
     folder: Path
     log: Callable[[str], None]
