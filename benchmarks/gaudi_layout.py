@@ -142,9 +142,7 @@ def make_attend(backend: DeviceBackend, spec: AttentionLayerSpec, queries: int) 
             block_table_BW=table,
             flat=FlatBlocks(*listed.unbind(0)),
         )
-        out = torch.empty_like(query)
-        backend.attention.attend(query, KVPair(keys, values, spec.block_size), call, spec, out)
-        return out
+        return backend.attention.attend(query, KVPair(keys, values, spec.block_size), call, spec)
 
     program = backend.graphs.graph(attend)
 

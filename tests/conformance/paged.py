@@ -101,9 +101,8 @@ class Layer:
         tokens_BQ = torch.zeros((rows, len(query_THD) // rows), dtype=torch.int32, device=starts_B.device)
         inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks)
         self.ops.write_kv(key_TKD, value_TKD, self.kv_cache, inputs.slots[0], self.spec, self.operations)
-        out_THD = query_THD.new_empty(*query_THD.shape[:-1], self.kind.output_size)
-        self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec, out_THD, self.operations)
-        return out_THD
+        attended: torch.Tensor = self.ops.attend(query_THD, self.kv_cache, inputs.calls[0], self.spec, self.operations)
+        return attended
 
 
 class Texts:

@@ -176,10 +176,9 @@ def test_layers_of_one_call(backend: DeviceBackend) -> None:
         inputs = rectangle(tokens, starts_B, real_B, blocks)
         results = []
         for found in each.values():
-            layer, out = found.layer, torch.empty_like(query)
+            layer = found.layer
             layer.ops.write_kv(key, value, layer.kv_cache, inputs.slots[0], layer.spec)
-            layer.ops.attend(query, layer.kv_cache, inputs.calls[0], layer.spec, out)
-            results.append(out)
+            results.append(layer.ops.attend(query, layer.kv_cache, inputs.calls[0], layer.spec))
         return tuple(results)
 
     together = backend.graphs.graph(step)
@@ -234,9 +233,7 @@ def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, 
         own_value = None if value is None else value[places]
         layer.ops.write_kv(key[places], own_value, layer.kv_cache, inputs.slots[0][places], layer.spec)
         out = torch.zeros(*query.shape[:-1], kind.output_size, dtype=query.dtype)
-        some = out[places]
-        layer.ops.attend(query[places], layer.kv_cache, call, layer.spec, some)
-        out[places] = some
+        out[places] = layer.ops.attend(query[places], layer.kv_cache, call, layer.spec)
         return out
 
     layer.step = step

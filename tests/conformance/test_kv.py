@@ -42,9 +42,8 @@ class Peek:
             block_table_BW=table,
             host_lengths_B=blocks.lengths_B,
         )
-        out = query_THD.new_empty(rows, 1, self.layer.kind.output_size)
-        self.layer.ops.attend(query_THD, self.layer.kv_cache, call, self.layer.spec, out)
-        return out
+        attended: torch.Tensor = self.layer.ops.attend(query_THD, self.layer.kv_cache, call, self.layer.spec)
+        return attended
 
     def write(self, numbers: torch.Tensor, blocks: list[int], offset: int) -> None:
         """A number a block, at each slot of its tokens at `offset`."""

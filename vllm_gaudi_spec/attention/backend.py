@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -162,14 +163,27 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         key: torch.Tensor,
         value: torch.Tensor | None,
         kv_cache: Any,
-        attn_metadata: AttentionCall | None,
-        output: torch.Tensor,
+        attn_metadata: AttentionCall,
+        output: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if attn_metadata is None:
-            return output.zero_()
+        if output is not None:
+            raise RuntimeError("attention returns its output; see compat.return_attention_outputs")
         if self.only_real is not None:
             query = self.only_real(query)
-        self._ops.attend(query, kv_cache, attn_metadata, self.spec, output, self._operations)
-        return output
+        attended: torch.Tensor = self._ops.attend(query, kv_cache, attn_metadata, self.spec, self._operations)
+        return attended
+
+
+def attend_layer(
+    layer: Any, query_THD: torch.Tensor, key_TKD: torch.Tensor | None, value_TKD: torch.Tensor | None
+) -> torch.Tensor:
+    """[T, H, output size] of a layer, whose KV is written before. Without a key: KV that another layer has written."""
+    context = get_forward_context()
+    if key_TKD is not None and layer.impl.kv_sharing_target_layer_name is None:
+        slots_T = context.slot_mapping[layer.layer_name]
+        layer.impl.do_kv_cache_update(layer, key_TKD, value_TKD, layer.kv_cache, slots_T)
+    call = context.attn_metadata[layer.layer_name]
+    attended: torch.Tensor = layer.impl.forward(layer, query_THD, key_TKD, value_TKD, layer.kv_cache, call)
+    return attended

@@ -15,12 +15,12 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
+    by_token,
     group_queries,
     in_reach,
     query_positions,
     score,
     weigh,
-    write_out,
 )
 
 BlockSoftmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -50,11 +50,11 @@ def attend(
     values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    out_THD: torch.Tensor,
     block_softmax: BlockSoftmax | None = None,
     operations: Operations = PLAIN,
-) -> None:
-    """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
+) -> torch.Tensor:
+    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block
+    included.
 
     `values_NSKD`: None where they are a part of the keys. A query that sees no key of the listed blocks comes out zero.
     """
@@ -87,7 +87,7 @@ def attend(
     shape = (call.num_rows, *scores.shape[1:-1])
     # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
     result = total.view(*shape, spec.output_size).float() / sums_BL.clamp(min=1.0).view(*shape, 1)
-    write_out(result, out_THD)
+    return by_token(result, spec)
 
 
 def torch_block_softmax(

@@ -7,19 +7,15 @@ module replaces vLLM's wrapper; `compat.make_mla_layers` does it for the layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl
-
-if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.attention.backend import RectangleAttentionBackend, RectangleAttentionImpl, attend_layer
 
 
 class LatentAttentionBackend(RectangleAttentionBackend):
@@ -80,15 +76,10 @@ class LatentAttention(MLAAttention):
         output_shape: torch.Size | None = None,
         q_dcp_replicated: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        context = get_forward_context()
-        call: AttentionCall = context.attn_metadata[self.layer_name]
         latent_T1D = torch.cat((kv_c_normed.unsqueeze(1), k_pe), dim=-1)
-        self.impl.do_kv_cache_update(self, latent_T1D, None, self.kv_cache, context.slot_mapping[self.layer_name])
         nope_THN, rope_THR = q.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
         query_THD = torch.cat((_by_head(nope_THN, self.W_UK_T), rope_THR), dim=-1)
-        out_THL = query_THD.new_empty((*query_THD.shape[:-1], self.kv_lora_rank))
-        self.impl.forward(self, query_THD, latent_T1D, None, self.kv_cache, call, out_THL)
-        return _by_head(out_THL, self.W_UV).flatten(1)
+        return _by_head(attend_layer(self, query_THD, latent_T1D, None), self.W_UV).flatten(1)
 
 
 def _by_head(x_THI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,10 @@ def attend(
     values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    out_THD: torch.Tensor,
     operations: Operations = PLAIN,
-) -> None:
-    """Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block included.
+) -> torch.Tensor:
+    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block
+    included.
 
     `values_NSKD`: None where they are a part of the keys. A query that sees no key of its table comes out zero.
     """
@@ -41,7 +41,7 @@ def attend(
     if operations is not PLAIN:
         scores = scores.to(spec.dtype)  # replacements of the softmax take and return the model's dtype
     result = weigh(operations.softmax(scores, -1), values, spec, operations.matmul_av)
-    write_out(torch.where(sees_any, result, 0), out_THD)
+    return by_token(torch.where(sees_any, result, 0), spec)
 
 
 def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKVCache = PLAIN.k_cache) -> torch.Tensor:
@@ -119,5 +119,6 @@ def matmul_form(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
-def write_out(result_BKGQD: torch.Tensor, out_THD: torch.Tensor) -> None:
-    out_THD.copy_(result_BKGQD.permute(0, 3, 1, 2, 4).reshape(out_THD.shape))
+def by_token(result_BKGQD: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+    """[T, H, output size], in the layer's dtype."""
+    return result_BKGQD.permute(0, 3, 1, 2, 4).to(spec.dtype).reshape(-1, spec.num_heads, spec.output_size)

@@ -3,6 +3,7 @@
 tests/unit/compat/ fails when upstream changes what one of these patches.
 """
 
+from vllm_gaudi_spec.compat.attention import make_mla_layers, return_attention_outputs
 from vllm_gaudi_spec.compat.configuration import (
     admit_min_p_and_logit_bias,
     admit_suffix_without_arctic,
@@ -14,7 +15,6 @@ from vllm_gaudi_spec.compat.configuration import (
 from vllm_gaudi_spec.compat.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
-    make_mla_layers,
     refuse_pickled_weights,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
@@ -38,6 +38,7 @@ __all__ = [
     "fail_with_the_engine",
     "make_mla_layers",
     "ray_workers",
+    "return_attention_outputs",
     "tensor_parallel_group",
 ]
 

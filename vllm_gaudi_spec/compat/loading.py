@@ -71,23 +71,6 @@ def _take_safetensors(
     return found
 
 
-def make_mla_layers(layer_class: type) -> None:
-    """Let all MLA layers be of `layer_class`, a class derived from vLLM's.
-
-    Reason: vLLM's models and its transformers backend each name the class of the layer, whose forward wants the
-    metadata of upstream's own backends. It cannot be registered out of tree, as the wrapper around it can.
-    Remove when: `MLAAttention` is a layer for which a platform may register its own.
-    """
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
-    def make(original: Callable[..., None], layer: Any, *args: Any, **named: Any) -> None:
-        original(layer, *args, **named)
-        if type(layer) is MLAAttention:
-            layer.__class__ = layer_class
-
-    wrap(MLAAttention, "__init__", make)
-
-
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
     """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
 

@@ -172,10 +172,10 @@ class Attention:
         kv_cache: Any,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
-        """Causal attention of Q queries a row over the row's blocks; each block is read once."""
+    ) -> torch.Tensor:
+        """[T, H, output size]: causal attention of Q queries a row over the row's blocks; each block is read once. A
+        tensor of its own: a captured graph on a Gaudi must not write through a view, nor into a given buffer."""
         raise NotImplementedError
 
 

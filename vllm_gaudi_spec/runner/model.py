@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec,
 
 from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent, packing
-from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
+from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.records import Hidden
 
@@ -81,6 +81,7 @@ class LoadedModel:
         """int64: the target's ids that its logits cover; None where they cover the whole vocabulary."""
         self.set_outputs(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
+        compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         with compat.tensor_parallel_group(self.group):
             with backend.weights.loading(quantization.quant_config) if quantization else nullcontext():

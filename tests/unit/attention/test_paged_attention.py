@@ -40,11 +40,11 @@ def like_the_kernel(
     return exp, unset[0], unset[1]
 
 
-def flat_by_kernel(*arguments: Any) -> None:
-    flat.attend(*arguments, block_softmax=like_the_kernel)
+def flat_by_kernel(*arguments: Any) -> torch.Tensor:
+    return flat.attend(*arguments, block_softmax=like_the_kernel)
 
 
-Form = Callable[..., None]
+Form = Callable[..., torch.Tensor]
 FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat by kernel": flat_by_kernel}
 
 
@@ -67,8 +67,9 @@ class Scene:
     def attend(self, form: Form, call: AttentionCall | None = None) -> torch.Tensor:
         """[B, Q, H, D]."""
         query = self.query_BQHD.flatten(0, 1)
-        out = query.new_full((*query.shape[:-1], self.spec.output_size), torch.nan)
-        form(query, self.keys, self.values, call or self.call, self.spec, out)
+        out = form(query, self.keys, self.values, call or self.call, self.spec)
+        assert out.dtype == query.dtype
+        assert out.shape == (*query.shape[:-1], self.spec.output_size)
         return out.unflatten(0, self.query_BQHD.shape[:2])
 
     def dense(self) -> list[torch.Tensor]:

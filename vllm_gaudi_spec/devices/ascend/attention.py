@@ -65,8 +65,7 @@ def attend(
     kv_cache: KVPair,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    out_THD: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     assert call.host_lengths_B is not None, "the runner knows how long rows may be"
     keys, values = kv_cache.blocks()
     assert values is not None
@@ -86,8 +85,10 @@ def attend(
         sparse_mode=0,
         inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
     )
+    out_THD = query_THD.new_empty(query_THD.shape)
     out = [out_THD.view(rectangle), _no_sums(out_THD)]
     captures.issue(fused, arguments, call.host_lengths_B, num_keys(call, spec), out)
+    return out_THD
 
 
 def num_keys(call: AttentionCall, spec: AttentionLayerSpec) -> int:

@@ -136,11 +136,9 @@ class AscendAttention(PairAttention):
         kv_cache: KVPair,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
+    ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            ascend_attention.attend(self._fused, self._captures, query_THD, kv_cache, call, spec, out_THD)
-        else:
-            padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
+            return ascend_attention.attend(self._fused, self._captures, query_THD, kv_cache, call, spec)
+        return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)

@@ -106,13 +106,11 @@ class PairAttention(Attention):
         kv_cache: KVPair,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
+    ) -> torch.Tensor:
         if call.packed is not None:  # never where graphs are captured
-            torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, out_THD, operations)
-        else:
-            padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD, operations)
+            return torch_ops.attend_packed(self.attend, query_THD, kv_cache, call, spec, operations)
+        return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)
 
 
 def allocate(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, KVPair]:

@@ -55,12 +55,10 @@ def attend(
     kv_cache: torch.Tensor,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    out_THD: torch.Tensor,
     operations: Operations = PLAIN,
-) -> None:
+) -> torch.Tensor:
     if call.packed is not None:
-        attend_packed(attend, query_THD, kv_cache, call, spec, out_THD, operations)
-        return
+        return attend_packed(attend, query_THD, kv_cache, call, spec, operations)
     keys, values = _keys_and_values(kv_cache, spec)
     values = None if values is None else values.transpose(1, 2)
 
@@ -69,7 +67,7 @@ def attend(
         return replace(call, block_table_BW=call.block_table_BW[:, :num_blocks], _plans={})
 
     needed: AttentionCall = call.plan(("as wide as needed", spec.block_size), as_wide_as_needed)
-    attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, out_THD, operations)
+    return attend_padded(query_THD, keys.transpose(1, 2), values, needed, spec, operations)
 
 
 class _Slots:
@@ -84,22 +82,19 @@ class _Slots:
 
 
 def attend_packed(
-    attend: Callable[..., None],
+    attend: Callable[..., torch.Tensor],
     query_THD: torch.Tensor,
     kv_cache: Any,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    out_THD: torch.Tensor,
     operations: Operations,
-) -> None:
+) -> torch.Tensor:
     """For an `attend` that takes rectangles only."""
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
     query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
-    out = query.new_empty(*query.shape[:-1], spec.output_size)
-    attend(query, kv_cache, whole, spec, out, operations)
-    torch.index_select(out, 0, packed.index_T, out=out_THD)
+    return attend(query, kv_cache, whole, spec, operations).index_select(0, packed.index_T)
 
 
 def _keys_and_values(kv_cache: torch.Tensor, spec: AttentionLayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -106,12 +106,12 @@ class CpuAttention(Attention):
         kv_cache: torch.Tensor,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
+    ) -> torch.Tensor:
         keys, values = _kernel_views(kv_cache)
         query_starts, key_ends = call.plan("rows", lambda: _ragged(call))
         schedule = call.plan((spec, "schedule"), lambda: _schedule(query_starts, key_ends, spec))
+        out_THD = query_THD.new_empty(query_THD.shape)
         vllm_ops.cpu_attention_with_kv_cache(
             query=query_THD,
             key_cache=keys,
@@ -128,6 +128,7 @@ class CpuAttention(Attention):
             scheduler_metadata=schedule,
             s_aux=None,
         )
+        return out_THD
 
 
 class CpuWeights(Weights):

@@ -28,9 +28,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)
 
 
-def attend(
-    query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec, out_THD: torch.Tensor
-) -> None:
+def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    out_THD = query_THD.new_empty(query_THD.shape)
     keys, values = kv.tensors()
     group, tile_d = spec.num_heads // spec.num_kv_heads, triton.next_power_of_2(spec.head_size)
     lanes = call.num_queries * group
@@ -87,6 +86,7 @@ def attend(
             TILE_S=triton.next_power_of_2(splits),
             TILE_D=tile_d,
         )
+    return out_THD
 
 
 def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T: torch.Tensor) -> None:

@@ -84,14 +84,13 @@ class CudaAttention(PairAttention):
         kv_cache: KVPair,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
+    ) -> torch.Tensor:
         if kv_cache.values is None or spec.attention_chunk is not None:
             # Latent keys are too long for the kernel's tiles, and it knows no chunks.
-            padded.attend(query_THD, *kv_cache.blocks(), call, spec, out_THD)
-        else:
-            _kernels().attend(query_THD, kv_cache, call, spec, out_THD)
+            return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
+        attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec)
+        return attended
 
 
 def _rules() -> Rules:

@@ -204,17 +204,15 @@ class HpuAttention(PairAttention):
         kv_cache: KVPair,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
         operations: Operations = PLAIN,
-    ) -> None:
+    ) -> torch.Tensor:
         keys, values = kv_cache.blocks()
         if call.flat is not None:
-            flat.attend(query_THD, keys, values, call, spec, out_THD, self._block_softmax, operations)
-        elif self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
+            return flat.attend(query_THD, keys, values, call, spec, self._block_softmax, operations)
+        if self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
             # No size of a latent key is among those that the fused kernel is documented for.
-            padded.attend(query_THD, keys, values, call, spec, out_THD, operations)
-        else:
-            self._attend_fused(query_THD, keys, values, call, spec, out_THD)
+            return padded.attend(query_THD, keys, values, call, spec, operations)
+        return self._attend_fused(query_THD, keys, values, call, spec)
 
     def _attend_fused(
         self,
@@ -223,18 +221,17 @@ class HpuAttention(PairAttention):
         values_NSKD: torch.Tensor,
         call: AttentionCall,
         spec: AttentionLayerSpec,
-        out_THD: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
         """Prompt chunks, over all that is cached of their rows and themselves."""
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
         keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
         mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
         softmax_mode = "fast" if spec.dtype == torch.bfloat16 else "None"
-        attended_BHQD = self._fused_sdpa.apply(
+        attended_BHQD: torch.Tensor = self._fused_sdpa.apply(
             query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"
         )
-        out_THD.copy_(attended_BHQD.transpose(1, 2).flatten(0, 1))
+        return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
 class HpuWeights(Weights):
