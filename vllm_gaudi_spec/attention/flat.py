@@ -53,8 +53,8 @@ def attend(
     block_softmax: BlockSoftmax | None = None,
     operations: Operations = PLAIN,
 ) -> torch.Tensor:
-    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block
-    included.
+    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the
+    pad block included.
 
     `values_NSKD`: None where they are a part of the keys. A query that sees no key of the listed blocks comes out zero.
     """

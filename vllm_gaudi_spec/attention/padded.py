@@ -23,8 +23,8 @@ def attend(
     spec: AttentionLayerSpec,
     operations: Operations = PLAIN,
 ) -> torch.Tensor:
-    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the pad block
-    included.
+    """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the
+    pad block included.
 
     `values_NSKD`: None where they are a part of the keys. A query that sees no key of its table comes out zero.
     """
