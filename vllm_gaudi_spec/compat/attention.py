@@ -1,0 +1,61 @@
+"""vLLM's attention layers around kernels of this platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.compat.patching import wrap
+
+if TYPE_CHECKING:
+    import torch
+
+
+def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch.Tensor]) -> None:
+    """Let attention layers with an implementation of `impl_class` return the tensor that `attend_layer` makes.
+
+    Reason: vLLM's layer allocates the output and has it written through a view. HPU graphs do not support in-place
+    writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces this forward too. And
+    a buffer that nobody has written would be an input that each captured graph keeps.
+    Remove when: upstream's layer takes the output from its implementation.
+    """
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    def forward(
+        original: Callable[..., torch.Tensor],
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if not isinstance(layer.impl, impl_class):
+            return original(layer, query, key, value, output_shape, output_dtype)
+        attended_THD = attend_layer(
+            layer,
+            query.view(-1, layer.num_heads, layer.head_size),
+            None if key is None else key.view(-1, layer.num_kv_heads, layer.head_size),
+            None if value is None else value.view(-1, layer.num_kv_heads, layer.head_size_v),
+        )
+        attended = attended_THD.flatten(1) if output_shape is None else attended_THD.view(-1, output_shape[-1])
+        return attended if output_dtype is None else attended.to(output_dtype)
+
+    wrap(Attention, "forward", forward)
+
+
+def make_mla_layers(layer_class: type) -> None:
+    """Let all MLA layers be of `layer_class`, a class derived from vLLM's.
+
+    Reason: vLLM's models and its transformers backend each name the class of the layer, whose forward wants the
+    metadata of upstream's own backends. It cannot be registered out of tree, as the wrapper around it can.
+    Remove when: `MLAAttention` is a layer for which a platform may register its own.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    def make(original: Callable[..., None], layer: Any, *args: Any, **named: Any) -> None:
+        original(layer, *args, **named)
+        if type(layer) is MLAAttention:
+            layer.__class__ = layer_class
+
+    wrap(MLAAttention, "__init__", make)
