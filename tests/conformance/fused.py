@@ -45,7 +45,7 @@ def of_layer(backend: DeviceBackend, layer: str) -> set[str]:
 def of_attention(backend: DeviceBackend, kind: Kind, *, decode: bool) -> set[str]:
     plain = kind.value_size is None and not kind.soft_cap
     if backend.traits.name == _GAUDI:
-        return {"block_softmax"} if decode else {"sdpa_fwd"} if plain else set()
+        return {"sdpa_fwd"} if plain and not decode else set()
     if backend.traits.name == _ASCEND:
         writes = {"npu_scatter_pa_kv_cache"} if kind.value_size is None else set()
         attends = (

@@ -6,7 +6,6 @@ queries of the row that owns it. A row's entries are then rescaled to their comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,13 +22,6 @@ from vllm_gaudi_spec.attention.padded import (
     weigh,
 )
 
-BlockSoftmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(scores [N, K, G, Q, S], bias [N, 1, 1, Q, S], owners int32 [N]) -> exp(scores - max), max, sums.
-
-Maximum and sums are per query and block, flattened to [N, K * G * Q], and unused lanes may follow. For an entry
-with owner -1 the first result is zero or finite, the others may be anything.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -39,8 +31,6 @@ class _Plan:
     """float32 [N, 1, 1, Q, S]: 0 where a query sees the key, LOWEST where not."""
     readers_N: torch.Tensor
     """The row whose queries read the entry. The last row reads padding, which no row counts."""
-    owners_N: torch.Tensor
-    """int32: the owning row, -1 for padding."""
     owned_N1: torch.Tensor
 
 
@@ -50,7 +40,6 @@ def attend(
     values_NSKD: torch.Tensor | None,
     call: AttentionCall,
     spec: AttentionLayerSpec,
-    block_softmax: BlockSoftmax | None = None,
     operations: Operations = PLAIN,
 ) -> torch.Tensor:
     """[T, H, output size]. Blocks may be views with any strides. What the listed blocks hold must be finite, the
@@ -68,13 +57,12 @@ def attend(
         values = operations.v_cache.fetch_from_cache(values_NSKD, flat.ids_N).transpose(1, 2)
     query = group_queries(query_THD, call, spec).index_select(0, plan.readers_N)
     scores = score(query, keys, call, spec, operations.matmul_qk)
-    softmax = block_softmax or torch_block_softmax
-    exp, max_NL, sums_NL = softmax(scores, plan.bias, plan.owners_N)
+    exp, max_NL, sums_NL = _block_softmax(scores, plan.bias)
 
-    # L = K * G * Q lanes, one a query of a head. A kernel may return more of them, and leaves padding entries unset.
+    # L = K * G * Q lanes, one a query of a head.
     lanes = spec.num_heads * call.num_queries
-    max_NL = torch.where(plan.owned_N1, max_NL.narrow(1, 0, lanes), LOWEST)
-    sums_NL = torch.where(plan.owned_N1, sums_NL.narrow(1, 0, lanes), 0.0)
+    max_NL = torch.where(plan.owned_N1, max_NL, LOWEST)
+    sums_NL = torch.where(plan.owned_N1, sums_NL, 0.0)
     # A row's maximum starts above LOWEST, so that an entry of which a query sees nothing is rescaled to 0, not to 1,
     # even where the query sees nothing in the row's other entries either.
     row_max = torch.full((call.num_rows + 1, lanes), LOWEST / 2, dtype=torch.float32, device=scores.device)
@@ -90,10 +78,12 @@ def attend(
     return by_token(result, spec)
 
 
-def torch_block_softmax(
-    scores: torch.Tensor, bias: torch.Tensor, owners_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`BlockSoftmax` in plain torch."""
+def _block_softmax(scores: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """exp(scores - max), max and sums, of each entry on its own; the last two are [N, L].
+
+    In plain torch. The bridge has an operation `block_softmax`; vllm-gaudi has it off on every card, and nobody has
+    run it with several queries a row or with float32 scores.
+    """
     # Not added: the pad block and the unused end of a block may hold numbers that are too large for a sum.
     scores = torch.where(bias < 0, bias, scores)
     block_max = scores.amax(-1, keepdim=True)
@@ -111,7 +101,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
     seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
     bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)
-    return _Plan(bias[:, None, None], readers_N, torch.where(owned_N, flat.rows_N, -1), owned_N[:, None])
+    return _Plan(bias[:, None, None], readers_N, owned_N[:, None])
 
 
 def _one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:

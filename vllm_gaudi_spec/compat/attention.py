@@ -15,8 +15,8 @@ def return_attention_outputs(impl_class: type, attend_layer: Callable[..., torch
     """Let attention layers with an implementation of `impl_class` return the tensor that `attend_layer` makes.
 
     Reason: vLLM's layer allocates the output and has it written through a view. HPU graphs do not support in-place
-    writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces this forward too. And
-    a buffer that nobody has written would be an input that each captured graph keeps.
+    writes through views (Intel's documentation of HPU Graphs, limitations), so vllm-gaudi replaces this forward too. A
+    buffer that nobody has written would also be an input that each captured graph keeps.
     Remove when: upstream's layer takes the output from its implementation.
     """
     from vllm.model_executor.layers.attention.attention import Attention

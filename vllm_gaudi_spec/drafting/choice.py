@@ -39,15 +39,14 @@ class DraftChoice:
         return {Branch()} if self._mode == "greedy" else {branch.of_drafting() for branch in sampling.branches()}
 
     def _chooser(self, lengths_B: torch.Tensor, inputs: SamplingInputs) -> Choose:
-        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, which it may change, and
-        positions."""
+        """For rows of `lengths_B` tokens: chooses drafts from logits in the target's ids, and positions."""
         branch = self.branch(inputs)
 
         def choose(logits_BV: torch.Tensor, positions_B: torch.Tensor) -> Drafted:
             # One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be drafted.
             sound_B = logits_BV.sum(-1) < torch.inf
             if branch.random:
-                restrict(logits_BV[:, None], inputs, branch)
+                logits_BV = restrict(logits_BV[:, None], inputs, branch).squeeze(1)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
             drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
             return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_probs else None, sound_B=sound_B)

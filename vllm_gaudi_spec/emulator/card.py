@@ -122,6 +122,8 @@ class Device:
         self.graphs_held = 0
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
+        # Refuses what is known to fail on some cards or releases, though perhaps not on all.
+        self.hostile = True
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None

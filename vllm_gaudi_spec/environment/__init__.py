@@ -45,6 +45,9 @@ SKIP_WARMUP = Variable(
 EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
+EMULATOR = Variable(
+    "VGS_EMULATOR", "hostile", "kind lets hpu-emulated take what is only known to fail on some cards or releases"
+)
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
 )
@@ -78,6 +81,7 @@ VARIABLES = (
     DEVICE,
     SKIP_WARMUP,
     EMULATED_GENERATION,
+    EMULATOR,
     TRUST_DRAFT_CODE,
     PLUGINS,
     TARGET_DEVICE,
@@ -233,6 +237,14 @@ def emulated_generation() -> str:
     if generation not in GAUDIS:
         raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
     return generation
+
+
+def emulator_is_hostile() -> bool:
+    """Whether the emulated Gaudi refuses all that is known to fail on one."""
+    mood = EMULATOR.value_or_default
+    if mood not in ("hostile", "kind"):
+        raise UnsupportedConfigError(f"{EMULATOR.name}={mood} is unknown; use hostile or kind.")
+    return mood == "hostile"
 
 
 def quant_config_path() -> str | None:

@@ -1,6 +1,7 @@
 """A request's parameters applied to its logits, at each of the Q positions of a verify step.
 
-B rows, Q positions, V the vocabulary. All functions change `logits_BQV` in place and return it; masked tokens are -inf.
+B rows, Q positions, V the vocabulary. All functions return new logits; masked tokens are -inf. None changes logits in
+place: they are a view of what the output matrix returned, and a captured graph on a Gaudi takes no write through one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.
     token = torch.arange(vocab, device=logits_BQV.device)
     bits = bitmask_BQW.index_select(-1, token // 32)
     allowed = (bits >> (token % 32).int()) & 1
-    return logits_BQV.masked_fill_(allowed == 0, NEG_INF)
+    return logits_BQV.masked_fill(allowed == 0, NEG_INF)
 
 
 def apply_logit_edits(
@@ -37,7 +38,7 @@ def apply_logit_edits(
     active = matches & (num_outputs_BQ[..., None] < until_BN[:, None])
     added = torch.where(active, bias_BN[:, None], 0.0)
     index = token_BN[:, None].expand_as(added).long()
-    return logits_BQV.scatter_add_(-1, index, added)
+    return logits_BQV.scatter_add(-1, index, added)
 
 
 def apply_penalties(
@@ -62,15 +63,17 @@ def apply_penalties(
     counts = _count(token, ~in_prompt & (offsets_M <= positions_BQ[:, :1]), vocab)
     newest_BQ = token.gather(1, positions_BQ.long())
     one = torch.ones_like(counts[:, :1])
+    penalized = []
     for q in range(queries):
         if q:
             counts.scatter_add_(1, newest_BQ[:, q : q + 1], one)
         logits = logits_BQV[:, q]
         repeated = (counts + seen_in_prompt) > 0
         factor = torch.where(repeated, repetition_B[:, None], 1.0)
-        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
-        logits.sub_(frequency_B[:, None] * counts).sub_(presence_B[:, None] * (counts > 0))
-    return logits_BQV
+        logits = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = logits - frequency_B[:, None] * counts - presence_B[:, None] * (counts > 0)
+        penalized.append(logits)
+    return torch.stack(penalized, dim=1)
 
 
 def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -82,13 +85,13 @@ def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.
 def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
     """Rows with temperature 0 are greedy and are not scaled: scaling would not change their argmax."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
-    return logits_BQV.div_(scale[:, None, None])
+    return logits_BQV / scale[:, None, None]
 
 
 def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
     """Forbid tokens less likely than `min_p` times the most likely one; at 0 the filter is off (log 0 is -inf)."""
     floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
-    return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
+    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 
 
 def apply_top_k_top_p(
@@ -108,7 +111,7 @@ def apply_top_k_top_p(
     top_p = top_p_B[:, None, None]
     enough = (reached < top_p).sum(-1, keepdim=True).clamp(max=longest - 1)
     floor = torch.maximum(floor, torch.where(top_p < 1, best.gather(-1, enough), NEG_INF))
-    return logits_BQV.masked_fill_(logits_BQV < floor, NEG_INF)
+    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
 
 
 def search_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
@@ -139,7 +142,7 @@ def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torc
         low = torch.where(reaches, middle, low)
         # At middle == high the interval is decided: high drops to low when the target is missed there.
         high = torch.where(reaches, high, torch.maximum(middle - 1, low))
-    return logits_BQV.masked_fill_(key < low, NEG_INF)
+    return logits_BQV.masked_fill(key < low, NEG_INF)
 
 
 def _ordered_int(values: torch.Tensor) -> torch.Tensor:

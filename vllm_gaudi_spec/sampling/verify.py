@@ -135,9 +135,8 @@ def verify(
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> Verification:
-    """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for.
-    Changes `logits_BQV`."""
-    raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
+    """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for."""
+    logits_BQV, raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
     proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
     verification = rule(logits_BQV, positions_BQ, proposed, inputs)
     branch = inputs.branch
@@ -161,26 +160,27 @@ def _process(
     inputs: SamplingInputs,
     custom: CustomProcessors | None,
     logprobs_mode: str,
-) -> torch.Tensor | None:
-    """Masks, logit edits, penalties, temperature and filters, in place. Returns the raw logits if they are reported."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits after masks, logit edits, penalties, temperature and filters; and the raw ones if they are reported."""
     branch, floats = inputs.branch, inputs.floats
     needs_scores = branch.reported or branch.scored
     if branch.constrained:
         # Before the raw log-probabilities are taken, as those are over what the grammar allows.
         assert inputs.grammar_BQW is not None
-        edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
+        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.grammar_BQW)
+    # A copy: custom processors change logits in place.
     raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:
         assert inputs.allowed_BQW is not None
-        edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
+        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
     if branch.edited:
         assert inputs.logit_edits is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
-        edit.apply_logit_edits(logits_BQV, *inputs.logit_edits, recent, num_outputs)
+        logits_BQV = edit.apply_logit_edits(logits_BQV, *inputs.logit_edits, recent, num_outputs)
     if custom is not None:
         custom.apply(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
-        edit.apply_penalties(
+        logits_BQV = edit.apply_penalties(
             logits_BQV,
             requests.history_RM.index_select(0, rows_B),
             inputs.prompt_len_B,
@@ -190,30 +190,30 @@ def _process(
             floats["repetition_penalty"],
         )
     if branch.random:
-        edit.apply_temperature(logits_BQV, floats["temperature"])
+        logits_BQV = edit.apply_temperature(logits_BQV, floats["temperature"])
         if custom is not None:
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
-        _filter(logits_BQV, inputs, branch)
-    return raw
+        logits_BQV = _filter(logits_BQV, inputs, branch)
+    return logits_BQV, raw
 
 
-def restrict(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> None:
-    """Temperature and filters alone, in place: what a drafter applies."""
-    edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
-    _filter(logits_BQV, inputs, branch)
+def restrict(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
+    """Temperature and filters alone: what a drafter applies."""
+    return _filter(edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
-def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> None:
+def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
     top_p_B = inputs.floats["top_p"]
     if branch.min_p:
-        edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
+        logits_BQV = edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
     if branch.top_k == logits_BQV.shape[-1]:
-        edit.search_top_k(logits_BQV, inputs.top_k_B)
+        logits_BQV = edit.search_top_k(logits_BQV, inputs.top_k_B)
     elif branch.top_k:
         listed_p_B = top_p_B if branch.top_p == LISTED else torch.full_like(top_p_B, torch.inf)
-        edit.apply_top_k_top_p(logits_BQV, inputs.top_k_B, listed_p_B, branch.top_k)
+        logits_BQV = edit.apply_top_k_top_p(logits_BQV, inputs.top_k_B, listed_p_B, branch.top_k)
     if branch.top_p == SEARCHED:
-        edit.search_top_p(logits_BQV, top_p_B)
+        logits_BQV = edit.search_top_p(logits_BQV, top_p_B)
+    return logits_BQV
 
 
 def _scored(scores_NV: torch.Tensor, sampled_BQ: torch.Tensor, inputs: SamplingInputs) -> LogprobsTensors:

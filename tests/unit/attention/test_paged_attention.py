@@ -20,32 +20,8 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 TOLERANCE = {torch.float32: (2e-5, 0.0), torch.bfloat16: (1.5e-2, 1.5e-2)}
 
 
-def like_the_kernel(
-    scores: torch.Tensor, bias: torch.Tensor, owners_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is known of torch.ops.hpu.block_softmax: it adds, pads to whole vectors, and leaves entries of -1 unset."""
-    assert scores.dim() == bias.dim() == 5
-    assert bias.shape == (scores.shape[0], 1, 1, *scores.shape[3:])
-    assert owners_N.dtype == torch.int32
-    vector = {torch.bfloat16: 128, torch.float32: 64}[scores.dtype]
-    scores = scores + bias
-    block_max = scores.amax(-1, keepdim=True)
-    exp = torch.exp(scores - block_max)
-    sums = exp.sum(-1).flatten(1)
-    unowned = owners_N == -1
-    exp[unowned] = 0
-    unset = torch.full((2, scores.shape[0], -(-sums.shape[1] // vector) * vector), torch.nan)
-    unset[0, ~unowned, : sums.shape[1]] = block_max.flatten(1)[~unowned]
-    unset[1, ~unowned, : sums.shape[1]] = sums[~unowned]
-    return exp, unset[0], unset[1]
-
-
-def flat_by_kernel(*arguments: Any) -> torch.Tensor:
-    return flat.attend(*arguments, block_softmax=like_the_kernel)
-
-
 Form = Callable[..., torch.Tensor]
-FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat by kernel": flat_by_kernel}
+FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend}
 
 
 @dataclasses.dataclass
@@ -314,7 +290,7 @@ def test_nobody_sees_anything(form: str) -> None:
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
 
 
-@pytest.mark.parametrize("form", ["flat", "flat by kernel"])
+@pytest.mark.parametrize("form", ["flat"])
 def test_nothing_but_padding(form: str) -> None:
     """A warm-up step."""
     scene = make_scene([10], 2)
@@ -323,21 +299,6 @@ def test_nothing_but_padding(form: str) -> None:
     nobody = FlatBlocks(torch.zeros_like(listed.ids_N), torch.full_like(listed.rows_N, 2), listed.index_N)
     call = dataclasses.replace(scene.call, flat=nobody, _plans={})
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
-
-
-@pytest.mark.parametrize("pad_rows", [0, 2])
-def test_the_kernel_is_told_which_entries_are_padding(pad_rows: int) -> None:
-    scene = make_scene([10, 70], 3, pad_rows=pad_rows, pad_entries=4)
-    owners: list[torch.Tensor] = []
-
-    def kernel(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        owners.append(arguments[2])
-        return like_the_kernel(*arguments)
-
-    scene.attend(lambda *arguments: flat.attend(*arguments, block_softmax=kernel))
-    assert scene.call.flat is not None
-    ids, rows = scene.call.flat.ids_N.tolist(), scene.call.flat.rows_N.tolist()
-    assert owners[0].tolist() == [-1 if block == 0 else row for block, row in zip(ids, rows, strict=True)]
 
 
 # --- what it costs ---

@@ -243,22 +243,19 @@ def test_no_update_through_views(card: Any, run: Callable[..., Any]) -> None:
     run(torch.zeros(2, 2, device="hpu"), state)
 
 
-def test_what_a_graph_makes_it_may_fill_through_views(card: Any) -> None:
+def test_l06_not_even_what_the_graph_made_itself(card: Any) -> None:
+    """vLLM's attention layer fills an output of its own through a view: vllm-gaudi replaced its forward."""
+    kv = torch.zeros(8, device="hpu").view(4, 2)
+    for run in (lambda x: assign_column(x + 1), lambda x: kv.index_fill_(0, x[0, :1].long(), 1.0).sum()):
+        with pytest.raises(RuntimeError, match="changes a view"):
+            graph(run)(hpu(1, 1).view(1, 2))
+
+
+def test_a_kind_card_fills_through_views(card: Any) -> None:
+    card.hostile = False
     run = graph(lambda x: assign_column(x + 1))
     for number in (0.0, 4.0):
         assert run(hpu(number, number).view(1, 2)).tolist() == [[1.0, number + 1]]
-
-
-def test_a_tensor_shaped_before_the_capture_may_be_updated(card: Any) -> None:
-    kv = torch.zeros(8, device="hpu").view(4, 2)
-
-    def forward(slot: torch.Tensor) -> torch.Tensor:
-        return kv.index_fill_(0, slot, 1.0).sum()
-
-    assert graph(forward)(hpu(1).long()).item() == 2.0
-    part = torch.zeros(8, device="hpu")[:4]
-    with pytest.raises(RuntimeError, match="changes a view"):
-        graph(lambda x: part.add_(x))(hpu(1))
 
 
 def test_replays_repeat_the_counted_work(card: Any) -> None:

@@ -235,7 +235,7 @@ def scaled(table: Table, temperature: float) -> Table:
 
 def filtered(table: Table, top_k: int | None = None, top_p: float = torch.inf, min_p: float = 0.0) -> Table:
     values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
-    edit.apply_min_p(values, torch.full((rows,), min_p))
+    values = edit.apply_min_p(values, torch.full((rows,), min_p))
     kept = torch.full((rows,), top_k or table.vocab, dtype=torch.int32)
     return Table(
         edit.apply_top_k_top_p(values, kept, torch.full((rows,), top_p), longest=min(64, table.vocab)).squeeze(1)

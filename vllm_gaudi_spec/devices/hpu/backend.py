@@ -195,8 +195,6 @@ class HpuAttention(PairAttention):
     def __init__(self) -> None:
         kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
         self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
-        # The fused kernel, on builds that have it.
-        self._block_softmax: flat.BlockSoftmax | None = getattr(torch.ops.hpu, "block_softmax", None)
 
     def attend(
         self,
@@ -208,7 +206,7 @@ class HpuAttention(PairAttention):
     ) -> torch.Tensor:
         keys, values = kv_cache.blocks()
         if call.flat is not None:
-            return flat.attend(query_THD, keys, values, call, spec, self._block_softmax, operations)
+            return flat.attend(query_THD, keys, values, call, spec, operations)
         if self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
             # No size of a latent key is among those that the fused kernel is documented for.
             return padded.attend(query_THD, keys, values, call, spec, operations)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.environment import emulated_generation, gaudi_has_lazy_collectives, gaudi_is_lazy
+from vllm_gaudi_spec.environment import (
+    emulated_generation,
+    emulator_is_hostile,
+    gaudi_has_lazy_collectives,
+    gaudi_is_lazy,
+)
 
 if not gaudi_is_lazy():
     raise UnsupportedConfigError(
@@ -17,6 +22,7 @@ if not gaudi_is_lazy():
 # Before the import: the emulator puts a `habana_frameworks` in place.
 emulator.install(generation=emulated_generation(), lazy=True)
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
+emulator.device().hostile = emulator_is_hostile()
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402

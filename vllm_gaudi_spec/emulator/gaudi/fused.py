@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.library import Library
 
 from vllm_gaudi_spec.emulator import kernels
-from vllm_gaudi_spec.emulator.card import DEVICE
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 
 _library: Library | None = None
 
@@ -113,7 +113,13 @@ def block_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """attn [blocks, kv_heads, q_per_kv, tokens, block_size] -> exp(attn - maximum of the block), maxima, sums.
 
-    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero."""
+    Maxima and sums are flat per block and padded to whole vectors; blocks of group -1 come out zero. Only what somebody
+    ran is taken: vllm-gaudi calls it with one query a row, and in bfloat16 (extension/features.py, ops.py)."""
+    if DEVICE.hostile and (attn.dim() != 5 or attn.shape[3] != 1 or attn.dtype != torch.bfloat16):
+        raise DeviceRefusal(
+            f"hpu::block_softmax with {attn.shape[3] if attn.dim() == 5 else attn.dim()} queries in {attn.dtype}: "
+            "nobody has run more than one query a row, nor another dtype than bfloat16"
+        )
     scores = attn.float() + block_bias.float()
     top = scores.amax(-1)
     weights = torch.exp(scores - top.unsqueeze(-1))
