@@ -78,13 +78,14 @@ def _enter(module: ModuleType) -> None:
 
     import torch
 
-    from vllm_gaudi_spec.emulator import collectives, factories, guard, handlers
+    from vllm_gaudi_spec.emulator import collectives, factories, guard, handlers, pinned
     from vllm_gaudi_spec.emulator.card import DEVICE
 
     guard.install_device_guard()
     factories.register()
     handlers.register()
     guard.install_patches()
+    pinned.install()
     torch._register_device_module(DEVICE.where.type, module)
     collectives.register()
     os.register_at_fork(after_in_child=DEVICE.after_fork)

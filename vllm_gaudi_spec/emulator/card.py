@@ -46,7 +46,8 @@ class Model:
     """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
     negative_index: str
     """Why an index below zero is refused."""
-    pins_memory: bool
+    downloads_late: bool
+    """Whether an event does not cover a download into memory that is not pinned."""
     queue: Callable[[Device], Queue]
     """What becomes of operations outside graphs."""
 
@@ -124,6 +125,8 @@ class Device:
         self.lazy_collectives = False
         # Refuses what is known to fail on some cards or releases, though perhaps not on all.
         self.hostile = True
+        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Downloads into memory that is not pinned, and what arrives there once the whole card was waited for."""
         self.strict = False
         self.sealed = False
         self.graph_reserve: int | None = None

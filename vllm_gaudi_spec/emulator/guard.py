@@ -96,16 +96,6 @@ def _patched_new_tensor(original: Any) -> Any:
     return new_tensor
 
 
-def _patched_pin(original: Any) -> Any:
-    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(self, DeviceTensor):
-            return original(self)
-        logger.warning("pin_memory: the device has no pinned memory; ignored")
-        return self
-
-    return pin_memory
-
-
 def _patched_parameter_new(original: Any) -> Any:
     """torch returns the bare wrapper for a subclass of Parameter too, and so its __init__ never runs."""
 
@@ -133,8 +123,6 @@ def _parameter_class(cls: type) -> Any:
 def install_patches() -> None:
     patch(torch.Tensor, "to", _patched_to)
     patch(torch.Tensor, "new_tensor", _patched_new_tensor)
-    if not DEVICE.model.pins_memory:
-        patch(torch.Tensor, "pin_memory", _patched_pin)
     for name in ("tensor", "as_tensor"):
         patch(torch, name, _patched_constructor)
     original = torch.nn.Parameter.__new__

@@ -97,6 +97,9 @@ def synchronize(device: Any = None) -> None:
     DEVICE.counters.step.syncs += 1
     DEVICE.counters.event("sync", name)
     DEVICE.implicit_marker(name)
+    for host, values in DEVICE.late:
+        host.copy_(values)
+    DEVICE.late.clear()
 
 
 def is_available() -> bool:

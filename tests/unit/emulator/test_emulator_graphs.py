@@ -320,6 +320,43 @@ def test_the_backend_is_never_to_blame(card: Any) -> None:
         graph(hpu(1))
 
 
+def fetch(x: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """As an asynchronous download: behind an event."""
+    host.copy_(x, non_blocking=True)
+    done = torch.hpu.Event()
+    done.record()
+    done.synchronize()
+    return host
+
+
+def test_no_event_covers_a_download_into_memory_that_is_not_pinned(card: Any) -> None:
+    """The bridge's copy goes through a staging buffer there."""
+    x = hpu(1, 2)
+    late = fetch(x, torch.empty(2))
+    later = x.to("cpu", non_blocking=True)
+    assert late.isnan().all()
+    assert later.isnan().all()
+    torch.hpu.synchronize()
+    assert late.tolist() == later.tolist() == [1.0, 2.0]
+    assert fetch(x, torch.empty(2, pin_memory=True)).tolist() == [1.0, 2.0]
+    card.hostile = False
+    assert fetch(x, torch.empty(2)).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_downloads_have_arrived_when_they_are_read(card: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    if not pinned:
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    memory = make_backend().memory
+    run = graph(lambda x: x + 1)
+    # Three under way at once, while the graph overwrites its output; then buffers are used a second time.
+    for first in (0, 3):
+        downloads = [memory.start_download(run(hpu(number))) for number in range(first, first + 3)]
+        assert [download().item() for download in downloads] == [first + 1, first + 2, first + 3]
+
+
 def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:
     table = hpu(1, 2)
 

@@ -139,10 +139,37 @@ class HpuGraphs(Graphs):
         return int(_metric("graph_compilation").get("TotalNumber", 0))
 
 
+class PinnedBuffers:
+    """Host memory that the card writes into by itself, kept for the next download of the same shape: allocating it
+    means a call of the driver."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor | None:
+        """None where torch has no such memory."""
+        if free := self._free.get((like.shape, like.dtype)):
+            return free.pop()
+        try:
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            if buffer.is_pinned():
+                return buffer
+            reason = "torch's is not pinned"
+        logger.warning_once("No pinned host memory (%s): each step waits for its results.", reason)
+        return None
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+
 class HpuMemory(PairMemory):
     def __init__(self, bridge: Bridge, graphs: Graphs) -> None:
         super().__init__(TRAITS.torch_device, graphs)
         self._bridge = bridge
+        self._pinned = PinnedBuffers()
 
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         by_layer = super().allocate_kv(kv_cache_config, layout)
@@ -175,17 +202,28 @@ class HpuMemory(PairMemory):
 
     def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_host_syncs += 1
+        host = self._pinned.take(tensor)
+        if host is None:
+            # Into other memory the bridge copies by a callback that no event covers: one would read what was there.
+            arrived = tensor.cpu()
+            return lambda: arrived
         # A captured graph puts its results in the same memory again, maybe before they have left: so they leave from
-        # a copy, on a stream of their own as vllm-gaudi's do. That the event covers the copy's arrival is its practice;
-        # of the published bridge it cannot be read.
+        # a copy, on a stream of their own as vllm-gaudi's do.
         copy = tensor.clone()
         issued = torch.hpu.current_stream()
         with torch.hpu.stream(self._downloads):
             self._downloads.wait_stream(issued)
-            host = copy.to("cpu", non_blocking=True)
+            host.copy_(copy, non_blocking=True)
             done = torch.hpu.Event()
             done.record()
-        return partial(_wait_for, done, host, copy)
+        return partial(self._finish_download, done, host, copy)
+
+    def _finish_download(self, done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`source` lives as long as somebody waits."""
+        done.synchronize()
+        arrived = host.clone()
+        self._pinned.give_back(host)
+        return arrived
 
     def synchronize(self) -> None:
         torch.hpu.synchronize()
@@ -293,9 +331,3 @@ def _metric(name: str) -> dict[str, Any]:
     """What the bridge counts since the process began; nothing on builds that do not count it."""
     metric = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_global(name)
     return {} if metric is None else dict(entry for entry in metric.stats() if len(entry) == 2)
-
-
-def _wait_for(done: Any, host: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`source` lives as long as somebody waits."""
-    done.synchronize()
-    return host

@@ -1,43 +1,11 @@
-"""What stock torch lacks on the host's side of an NPU: pinned memory, and an accelerator that answers."""
+"""What stock torch lacks on the host's side of an NPU: an accelerator that answers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.utils import _device
 
 from vllm_gaudi_spec.emulator import runtime
 from vllm_gaudi_spec.emulator.ascend.streams import STREAMS, synchronize
-from vllm_gaudi_spec.emulator.guard import patch
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor
-
-
-def is_pinned(tensor: torch.Tensor, *args: Any) -> bool:
-    return not isinstance(tensor, DeviceTensor) and getattr(tensor.untyped_storage(), "_pinned", False)
-
-
-def _pin(fresh: torch.Tensor) -> torch.Tensor:
-    """Pinned is the memory, hence every view of it."""
-    fresh.untyped_storage()._pinned = True
-    return fresh
-
-
-def _patched_pin(original: Any) -> Any:
-    def pin_memory(self: torch.Tensor, *args: Any) -> torch.Tensor:
-        if isinstance(self, DeviceTensor):
-            return original(self)
-        return self if is_pinned(self) else _pin(self.clone())
-
-    return pin_memory
-
-
-def _patched_factory(original: Any) -> Any:
-    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = original(*args, **kwargs)
-        return _pin(made) if pin_memory else made
-
-    return make
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -55,12 +23,6 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 def install() -> None:
     torch._C._acc.register_python_privateuseone_hook(_Hooks())
-    patch(torch.Tensor, "pin_memory", _patched_pin)
-    patch(torch.Tensor, "is_pinned", lambda original: is_pinned)
-    # What `with torch.device(...)` acts on is looked up once, and has to be the functions of torch itself.
-    _device._device_constructors()
-    for name in ("empty", "zeros", "tensor", "as_tensor"):
-        patch(torch, name, _patched_factory)
     for name, function in {
         "synchronize": synchronize,
         "empty_cache": runtime.empty_cache,

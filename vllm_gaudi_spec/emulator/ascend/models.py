@@ -35,6 +35,6 @@ ASCEND_910B = Model(
     float64_on_host=True,
     lacks=_lacks,
     negative_index="none is known to count from the end here",
-    pins_memory=True,
+    downloads_late=False,  # what races is refused by its streams
     queue=NpuQueue,
 )

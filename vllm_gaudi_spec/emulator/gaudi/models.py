@@ -36,7 +36,7 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         float64_on_host=False,
         lacks=_lacks,
         negative_index="negative indices are disabled on this device",
-        pins_memory=False,
+        downloads_late=True,
         queue=LazyGraph,
     )
 
