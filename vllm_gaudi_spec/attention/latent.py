@@ -111,3 +111,28 @@ class LatentAttentionWrapper(MultiHeadLatentAttentionWrapper):
         super().__init__(*args, **kwargs)
         if isinstance(self.rotary_emb, RotaryEmbedding):
             self.rotary_emb = _FlatRotary(self.rotary_emb)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """vLLM's writes rotated and scaled queries into views, which a captured graph on a Gaudi does not take."""
+        latent_size = self.kv_lora_rank + self.qk_rope_head_dim
+        if self.q_lora_rank is None:
+            latent = self.kv_a_proj_with_mqa(hidden_states)[0]
+            query = self.q_proj(hidden_states)[0]
+        else:
+            query, latent = self.fused_qkv_a_proj(hidden_states)[0].split((self.q_lora_rank, latent_size), dim=-1)
+            query = self.q_b_proj(self.q_a_layernorm(query))[0]
+        compressed, key = latent.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+        query_THD, key_T1R = query.view(-1, self.num_heads, self.qk_head_dim), key.unsqueeze(1)
+        if self.rotary_emb is not None:
+            nope_THN, rope_THR = query_THD.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+            rope_THR, key_T1R = self.rotary_emb(positions, rope_THR, key_T1R)
+            query_THD = torch.cat((nope_THN, rope_THR), dim=-1)
+        if llama_4_scaling is not None:
+            query_THD = query_THD * llama_4_scaling
+        attended = self.mla_attn(query_THD, self.kv_a_layernorm(compressed), key_T1R)
+        if self.g_proj is not None:
+            attended = attended * self.g_proj(hidden_states)[0].sigmoid()
+        output: torch.Tensor = self.o_proj(attended)[0]
+        return output
