@@ -1,7 +1,7 @@
 """A request's parameters applied to its logits, at each of the Q positions of a verify step.
 
-B rows, Q positions, V the vocabulary. All functions return new logits; masked tokens are -inf. None changes logits in
-place: they are a view of what the output matrix returned, and a captured graph on a Gaudi takes no write through one.
+B rows, Q positions, V the vocabulary. All functions return new logits; masked tokens are -inf. The logits given are a
+view of what the output matrix returned, and a captured graph on a Gaudi takes no write through a view.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def sample_next(
     tokens_V = torch.arange(vocab, dtype=torch.int32, device=logits_BQV.device)
     # One position needs noise, not all Q: the row's stream is chosen before the vocabulary is spanned.
     noise_BV = gumbel(noise_keys_B2, position_B1, stream_B1, tokens_V).squeeze(1)
-    noise_BV.mul_(random_B[:, None])
-    return noise_BV.add_(torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)).argmax(-1).int()
+    chosen_BV = torch.where(from_residual_B[:, None], residual_BV.log(), logits_BV)
+    return (noise_BV * random_B[:, None] + chosen_BV).argmax(-1).int()
 
 
 def verification(
