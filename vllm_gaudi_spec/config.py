@@ -103,6 +103,8 @@ class Options:
     """Requests whose drafts are seldom accepted draft less."""
     goodput: bool = False
     """Batches draft only while that is faster than decoding without drafts."""
+    audit_every: int = 0
+    """One in so many requests is decoded again without drafts in idle steps, and compared; 0: none."""
     cpu_weights: str | None = None
     """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
     for small steps a float16 copy of each matrix that is the same in both."""
@@ -164,6 +166,14 @@ def _positive(name: str, value: Any) -> int:
     return int(value)
 
 
+def _count(name: str, value: Any) -> int:
+    if _integer(name, value) < 0:
+        raise UnsupportedConfigError(
+            f"additional_config.{ADDITIONAL_CONFIG_KEY}.{name} must be 0 or more, got {shown(value)}."
+        )
+    return int(value)
+
+
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedConfigError(
@@ -214,6 +224,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "universal_kv_len": _positive,
     "adaptive": _switch,
     "goodput": _switch,
+    "audit_every": _count,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
     "draft_quant_config": _text,
     "fp8_range": _one_of(*GAUDIS),

@@ -8,7 +8,7 @@ row that was not cleared, or a length that is off by one changes the row's token
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -173,6 +173,7 @@ class Variant:
     num_blocks: int = SCARCE
     backend: type[HostBackend] = HostBackend
     adaptive: bool = False
+    audit_every: int = 0
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
@@ -181,12 +182,13 @@ class Variant:
         )
 
 
-RETOKENIZE = "retokenize"
+RETOKENIZE, STANDARD = "retokenize", "standard"
 # Options of a method besides its name; one that is missing needs none.
 _SPECULATIVE: dict[str | None, dict[str, Any] | None] = {
     None: None,
     "custom_class": dict(model=f"{__name__}.Guesses"),
     "draft_model": dict(draft_sample_method="coupled", rejection_sample_method="strict"),
+    STANDARD: dict(method="draft_model", draft_sample_method="probabilistic", rejection_sample_method="standard"),
     "ngram": dict(prompt_lookup_min=1, prompt_lookup_max=3),
     "ngram_gpu": dict(prompt_lookup_min=1, prompt_lookup_max=3),
     # With tokens of its own, and so of another mind; it has a drafter KV region.
@@ -213,14 +215,14 @@ class SmallEngine:
     def __init__(self, variant: Variant, folder: Path) -> None:
         self.variant = variant
         self.vllm_config, structured = _config(variant, folder)
-        layers = [_TARGET, _DRAFTER] if variant.method == "draft_model" else [_TARGET]
+        layers = [_TARGET, _DRAFTER] if variant.method in ("draft_model", STANDARD) else [_TARGET]
         kv_cache = KVCacheConfig(variant.num_blocks, [], [KVCacheGroupSpec(layers, _SPEC)])
         scheduler_class: Any = self.vllm_config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler_class(self.vllm_config, kv_cache, structured, block_size=BLOCK, log_stats=True)
         self.scheduler.use_v2_model_runner = variant.v2
         self.runner = ModelRunner(self.vllm_config, _small_backend(variant.backend), shows_progress=False)
         self.runner.target = Reads(_TARGET, self.vllm_config)  # type: ignore[assignment]
-        has_model = variant.method in ("draft_model", RETOKENIZE)
+        has_model = variant.method in ("draft_model", RETOKENIZE, STANDARD)
         self.runner.drafter = Reads(_DRAFTER, self.vllm_config) if has_model else None  # type: ignore[assignment]
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv_cache)
@@ -229,6 +231,8 @@ class SmallEngine:
         """The tokens sent to each request's client."""
         self.ended: set[str] = set()
         self.held: dict[str, Held] = {}
+        self.counts = Counter[tuple[str, str]]()
+        """Our metrics, by name and value of the label."""
         self.num_steps = self.num_preempted = self.num_accepted = self.num_verified = 0
         self._in_flight: deque[tuple[SpecSchedulerOutput, Any, dict[str, Held]]] = deque()
         self._depth = 2 if variant.overlap else 1
@@ -268,9 +272,11 @@ class SmallEngine:
         scheduled, result, members = self._in_flight.popleft()
         output = result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
         self._observe_tokens(output, members)
-        for sent in (
-            sent for part in self.scheduler.update_from_output(scheduled, output).values() for sent in part.outputs
-        ):
+        parts = self.scheduler.update_from_output(scheduled, output).values()
+        for part in parts:
+            for name, figures in getattr(part.scheduler_stats, "gaudi_spec", {}).items():
+                self.counts.update({(name, value): number for value, number in figures.items()})
+        for sent in (sent for part in parts for sent in part.outputs):
             self.texts[sent.request_id] += sent.new_token_ids
             if sent.finish_reason is not None:
                 self.ended.add(sent.request_id)
@@ -380,7 +386,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
     speculative, options = _SPECULATIVE.get(variant.method, {}), {}
     if speculative is not None:
         speculative = dict(method=variant.method, num_speculative_tokens=NUM_DRAFTS) | speculative
-        if variant.method == "draft_model":
+        if variant.method in ("draft_model", STANDARD):
             speculative["model"] = str(folder)
         if variant.method == RETOKENIZE:
             speculative["model"] = str(folder / "drafter")
@@ -394,7 +400,7 @@ def _config(variant: Variant, folder: Path) -> tuple[VllmConfig, StructuredOutpu
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=BUDGET,
         async_scheduling=variant.overlap,
-        additional_config={"gaudi_spec": {"adaptive": variant.adaptive, **options}},
+        additional_config={"gaudi_spec": {"adaptive": variant.adaptive, "audit_every": variant.audit_every, **options}},
     )
     assert made.scheduler_config.async_scheduling == variant.overlap
     made.cache_config.num_gpu_blocks = variant.num_blocks

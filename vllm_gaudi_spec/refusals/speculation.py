@@ -15,6 +15,7 @@ from vllm_gaudi_spec.config import (
     UNIVERSAL_DRAFT,
     Options,
     Speculation,
+    ranks_in_step,
     target_of,
 )
 from vllm_gaudi_spec.drafting.table import METHODS
@@ -38,6 +39,7 @@ _NO_EFFECT = {
 def speculation_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     spec_config = vllm_config.speculative_config
     yield from _pacing_refusals(vllm_config)
+    yield from _audit_refusals(vllm_config)
     if spec_config is None:
         yield from _useless_universal_options(vllm_config, "no speculation")
         return
@@ -78,6 +80,17 @@ def _pacing_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     options = f"adaptive and goodput in additional_config.{ADDITIONAL_CONFIG_KEY}"
     if vllm_config.speculative_config is None:
         yield f"{options} have no effect without speculation; leave them out, or give a --speculative-config."
+
+
+def _audit_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    if not Options.from_vllm(vllm_config).audit_every:
+        return
+    option = f"audit_every in additional_config.{ADDITIONAL_CONFIG_KEY}"
+    if vllm_config.speculative_config is None:
+        yield f"{option} has no effect without speculation; leave it out, or give a --speculative-config."
+    elif ranks_in_step(vllm_config) > 1:
+        # One rank's audit would need steps of all ranks, which only a client's request starts.
+        yield f"{option} is not supported with data parallelism of a mixture of experts; leave it out."
 
 
 def _universal_refusals(vllm_config: VllmConfig) -> Iterator[str]:

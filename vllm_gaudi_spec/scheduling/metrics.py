@@ -23,6 +23,24 @@ FAULT = "fault"
 OFF = "off"
 REASONS = (REQUEST, LENGTH, ENDING, LOAD, GOODPUT, ACCEPTANCE, NOTHING, UNVERIFIED, FAULT, OFF)
 
+# Outcomes of audits.
+IDENTICAL = "identical"
+TIE = "tie"
+DIFFERENT = "different"
+SAMPLED = "sampled"
+AUDIT_RESULTS = (IDENTICAL, TIE, DIFFERENT, SAMPLED)
+# Why a chosen request is not audited.
+BUSY = "busy"
+ABORTED = "aborted"
+RESET = "reset"
+LORA = "lora"
+GRAMMAR = "grammar"
+PENALTIES = "penalties"
+SEED = "seed"
+SESSION = "session"
+INPUTS = "inputs"
+AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, SESSION, INPUTS)
+
 NUM_DRAFTS = "num_drafts"
 """A label with the values 0 to k."""
 
@@ -51,6 +69,9 @@ SKIPPED_STEPS = "vllm:gaudi_spec_spared_steps"
 COVERAGE = "vllm:gaudi_spec_vocabulary_coverage"
 DRAFTER_FAULTS = "vllm:gaudi_spec_drafter_faults"
 DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
+AUDITS = "vllm:gaudi_spec_audits"
+AUDITS_SKIPPED = "vllm:gaudi_spec_audits_skipped"
+AUDIT_EVIDENCE = "vllm:gaudi_spec_audit_evidence"
 
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
@@ -101,6 +122,27 @@ SERIES = {
     ),
     DRAFTER_SWITCHED_OFF: Series(
         "1 once the drafter is switched off until the restart, after three such steps in a row."
+    ),
+    AUDITS: Series(
+        "Finished requests that were decoded again without drafts (audit_every), by result. "
+        "identical: the same tokens. tie: the same up to a rounding error. different: neither; should be 0. "
+        "sampled: the rule keeps the distribution only, so the output was weighed: gaudi_spec_audit_evidence.",
+        "result",
+        AUDIT_RESULTS,
+    ),
+    AUDITS_SKIPPED: Series(
+        "Requests that were chosen for an audit and had none, by cause. "
+        "busy: too few idle steps. aborted: it had no output, or its client or an error ended it. "
+        "reset: the engine was paused, or its prefix cache reset. lora: it used an adapter. "
+        "grammar: it had one. penalties: a repetition penalty and another one. seed: it had its own, and its rule "
+        "keeps the distribution only. session: it was one turn of several. inputs: not only token ids.",
+        "cause",
+        AUDIT_REASONS,
+    ),
+    AUDIT_EVIDENCE: Series(
+        "Evidence that outputs with drafts have another distribution than those without, as a power of 10. From 3 on "
+        "it is an alarm, which is false in at most one of 1000 servers.",
+        is_gauge=True,
     ),
 }
 

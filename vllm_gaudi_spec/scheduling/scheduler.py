@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits, is_audit
 from vllm_gaudi_spec.scheduling.counts import DraftCounts
 from vllm_gaudi_spec.scheduling.goodput import Goodput
 from vllm_gaudi_spec.scheduling.health import DrafterHealth
@@ -65,12 +69,18 @@ class _Speculating(Scheduler):
             shapes = Shapes.from_config(self.vllm_config, options, load_backend(), self.num_spec_tokens)
             self._goodput = Goodput(shapes.decode_rows)
         self._lengths = Lengths(self.num_spec_tokens) if options.adaptive else None
+        self._audits: Audits | None = None
+        if options.audit_every and speculation is not None:
+            self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
         self._drafts = False
         """Whether the newest paced step is to draft."""
         self._last: tuple[float, Pace | None] = (0.0, None)
         """The end of the newest step, and its pace."""
 
     def add_request(self, request: Request) -> None:
+        if self._audits is not None and request.client_index != AUDITOR:
+            self._abort_audits(self._audits.interrupt())
+            self._audits.on_added(request)
         super().add_request(request)
         if request.spec_decode_metrics is not None:  # --per-request-spec-decode-metrics
             request.spec_decode_metrics = RequestDrafts.new(self.num_spec_tokens)
@@ -78,8 +88,13 @@ class _Speculating(Scheduler):
     # --- while a step is scheduled ---
 
     def schedule(self, throttle_prefills: bool = False) -> SpecSchedulerOutput:
+        if self._audits is not None and self._may_audit():
+            for request in self._audits.start(self.max_num_running_reqs):
+                self.add_request(request)
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
         self._apply_health(scheduled)
+        if is_audit(scheduled.num_scheduled_tokens):
+            self._skip_drafts(scheduled, metrics.REQUEST)
         self._pace(scheduled)
         return scheduled
 
@@ -140,12 +155,15 @@ class _Speculating(Scheduler):
             self._count_worker(model_runner_output.worked)
         if isinstance(model_runner_output, SpeculativeOutput):
             self._observe(scheduler_output, model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._audits is not None and (ours := outputs.pop(AUDITOR, None)) is not None:
+            self._take_audits(self._audits, ours, outputs)
+        return outputs
 
     def _observe(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
         if self._lengths is not None:
             self._observe_lengths(self._lengths, output)
-        if self._draft_counts is not None:
+        if self._draft_counts is not None and not is_audit(scheduled.num_scheduled_tokens):
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
         # vLLM counts scheduled drafts, which are padding where a drafter proposed fewer, and nothing but padding with
@@ -193,6 +211,60 @@ class _Speculating(Scheduler):
             if num_drafts and req_id in self.requests:
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
+
+    # --- audits ---
+
+    def _may_audit(self) -> bool:
+        """Whether no client has a request, not even one that waits for its next turn."""
+        return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
+
+    def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Takes what no front end is to see; statistics travel with any client's outputs."""
+        for output in ours.outputs:
+            audits.observe(output)
+        if ours.scheduler_stats is not None:
+            outputs.setdefault(0, EngineCoreOutputs()).scheduler_stats = ours.scheduler_stats
+
+    def _abort_audits(self, req_ids: list[str]) -> None:
+        if req_ids:
+            super().finish_requests(req_ids, RequestStatus.FINISHED_ABORTED)
+
+    def _drop_audits(self) -> None:
+        if self._audits is not None:
+            self._abort_audits(self._audits.drop())
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        if self._audits is not None:
+            self._audits.on_ended(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        if request_ids is None:  # the caller informs all their clients
+            self._drop_audits()
+        return super().finish_requests(request_ids, finished_status)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        if pause_state != PauseState.UNPAUSED:
+            self._drop_audits()
+        super().set_pause_state(pause_state)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Called after a change of weights; and blocks of audits would keep it from resetting."""
+        self._drop_audits()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Of clients, for whom audits are not there: there are none while an audit runs."""
+        if self._audits is not None and self._audits.is_running:
+            return 0, 0
+        return super().get_request_counts()
+
+    def has_requests(self) -> bool:
+        if super().has_requests():
+            return True
+        if self._audits is None:
+            return False
+        return self._audits.is_running or (self._audits.is_waiting and self._may_audit())
 
     # --- to the front end ---
 

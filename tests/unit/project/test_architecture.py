@@ -25,7 +25,9 @@ MAY_IMPORT = {
         *("runner.shapes", "versions"),
     },
     "worker": {"devices", "config", "drafting.memory", "environment", "lora.manager", "runner", "scheduling.outputs"},
-    "scheduling": {"devices", "config", "records", "runner.shapes", "scheduling"},
+    "scheduling": {
+        *("devices", "config", "environment", "records", "runner.shapes", "sampling.noise", "scheduling", "versions"),
+    },
     "runner": {
         "drafting",
         "sampling",

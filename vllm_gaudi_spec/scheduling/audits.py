@@ -1,0 +1,281 @@
+"""Re-decodes one in N requests without drafts while the engine has nothing else to do, and compares the outputs.
+
+An audit's requests are requests of the engine with a client of their own, `AUDITOR`, whose outputs the scheduler takes
+out before they leave. They run only while no client has a request; one that comes ends them at once, and they start
+anew later.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_gaudi_spec.config import Speculation
+from vllm_gaudi_spec.sampling.noise import fresh_seed
+from vllm_gaudi_spec.scheduling import metrics
+from vllm_gaudi_spec.scheduling.comparison import (
+    ALARM,
+    TIES,
+    Comparison,
+    Evidence,
+    Finished,
+    Job,
+    Outcome,
+    Result,
+    by_score,
+    by_token,
+)
+from vllm_gaudi_spec.scheduling.difference import write_difference
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutput
+
+    from vllm_gaudi_spec.scheduling.metrics import StepMetrics
+
+logger = init_logger(__name__)
+
+AUDITOR = -1
+"""The `client_index` of an audit's requests: no front end has it."""
+_PREFIX = "gaudi-spec-audit-"
+MAX_WAITING = 64
+"""Finished requests that wait for idle steps; more are not audited."""
+MAX_STARTS = 8
+"""An audit that clients have interrupted so often is given up."""
+_LARGEST_SEED = (1 << 63) - 1
+
+
+def is_audit(req_ids: Iterable[str]) -> bool:
+    """Whether a step is an audit's: it has no request of a client then."""
+    return next(iter(req_ids), "").startswith(_PREFIX)
+
+
+@dataclass(eq=False)
+class _Audit:
+    finished: Finished
+    begin: Callable[[], Comparison]
+    num_starts: int = 0
+    comparison: Comparison | None = None
+    running: dict[str, Request] = field(default_factory=dict)
+    """Requests of the newest jobs, in their order."""
+    results: dict[str, Result] = field(default_factory=dict)
+
+
+class Audits:
+    def __init__(
+        self, every: int, vllm_config: VllmConfig, speculation: Speculation, step_metrics: StepMetrics
+    ) -> None:
+        self._every = every
+        self._vllm_config = vllm_config
+        self._speculation = speculation
+        self._metrics = step_metrics
+        self._tolerance = TIES[vllm_config.model_config.dtype]
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._num_seen = self._num_started = 0
+        self._chosen: set[str] = set()
+        """Requests of clients that are to be audited when they end."""
+        self._waiting: deque[_Audit] = deque()
+        self._running: dict[str, _Audit] = {}
+        """By the id of an audit's request."""
+        self._next: list[Request] = []
+        """Those that are not added yet."""
+        self._evidence = Evidence()
+        self._has_file = self._has_alarm = False
+
+    # --- requests of clients ---
+
+    def on_added(self, request: Request) -> None:
+        self._num_seen += 1
+        if self._num_seen % self._every:
+            return
+        if reason := self._why_not(request):
+            self._metrics.count(metrics.AUDITS_SKIPPED, 1, reason)
+            return
+        self._chosen.add(request.request_id)
+        params = request.sampling_params
+        assert params is not None
+        if self._has_same_tokens(request) and params.temperature > 0 and params.seed is None:
+            # Its noise has to be found again; a worker would draw a seed that only it knows.
+            request.sampling_params = copy.copy(params)
+            seed = fresh_seed(self._vllm_config.model_config.seed, self._num_seen, request.request_id)
+            request.sampling_params.seed = seed & _LARGEST_SEED
+
+    def on_ended(self, request: Request) -> None:
+        """Takes a client's request that has ended, before vLLM forgets it."""
+        if request.request_id not in self._chosen:
+            return
+        self._chosen.remove(request.request_id)
+        params, outputs = request.sampling_params, list(request.output_token_ids)
+        assert params is not None
+        assert request.prompt_token_ids is not None
+        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        by_tokens = self._has_same_tokens(request)
+        # The tokens of an aborted request can be compared; its length is its client's decision.
+        if not outputs or not (whole or (by_tokens and request.status == RequestStatus.FINISHED_ABORTED)):
+            self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.ABORTED)
+        elif len(self._waiting) >= MAX_WAITING:
+            self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.BUSY)
+        else:
+            hasher = request._block_hasher
+            finished = Finished(list(request.prompt_token_ids), outputs, params, request.cache_salt, hasher)
+            begin = partial(by_token, finished, self._tolerance)
+            if not by_tokens:
+                begin = partial(by_score, finished, self._max_model_len)
+            self._waiting.append(_Audit(finished, begin))
+
+    def _has_same_tokens(self, request: Request) -> bool:
+        """Whether drafts leave each token as it was; otherwise they leave its distribution."""
+        assert request.sampling_params is not None
+        return not self._speculation.keeps_probs or request.sampling_params.temperature == 0
+
+    def _why_not(self, request: Request) -> str:
+        params = request.sampling_params
+        if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return metrics.INPUTS
+        if request.mm_features:
+            return metrics.INPUTS
+        if request.resumable:
+            return metrics.SESSION
+        if request.lora_request is not None:
+            return metrics.LORA
+        if params.structured_outputs is not None:
+            return metrics.GRAMMAR
+        if params.repetition_penalty != 1 and (params.presence_penalty or params.frequency_penalty):
+            return metrics.PENALTIES
+        if not self._has_same_tokens(request) and params.seed is not None:
+            # The same output for the same prompt each time: no new evidence.
+            return metrics.SEED
+        return ""
+
+    # --- requests of audits ---
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def start(self, room: int) -> list[Request]:
+        """Requests to add in an idle engine, which has `room` for so many."""
+        room -= len(self._running)
+        while self._waiting and room > 0:
+            audit = self._waiting.popleft()
+            audit.num_starts += 1
+            audit.comparison = audit.begin()
+            room -= self._run(audit, next(audit.comparison))
+        added, self._next = self._next, []
+        return added
+
+    def observe(self, output: EngineCoreOutput) -> None:
+        """Takes an output of one of an audit's requests."""
+        audit = self._running.get(output.request_id)
+        if audit is None or output.finish_reason is None:
+            return
+        if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self._give_up(audit, metrics.ABORTED)
+            return
+        del self._running[output.request_id]
+        scores: dict[int, float] = {}
+        if output.new_logprobs is not None:
+            ids, values = output.new_logprobs.logprob_token_ids[0], output.new_logprobs.logprobs[0]
+            scores = dict(zip(ids.tolist(), values.tolist(), strict=True))
+        prompt = output.new_prompt_logprobs_tensors
+        prompt_scores = [] if prompt is None else prompt.logprobs[:, 0].tolist()
+        tokens = list(audit.running[output.request_id].output_token_ids)
+        audit.results[output.request_id] = Result(tokens, scores, prompt_scores)
+        if len(audit.results) == len(audit.running):
+            self._go_on(audit)
+
+    def interrupt(self) -> list[str]:
+        """A client has a request: ids of the audits' requests to abort. Their audits start anew later."""
+        ids = [*self._running]
+        for audit in reversed(dict.fromkeys(self._running.values())):
+            assert audit.comparison is not None
+            audit.comparison.close()
+            audit.running, audit.results = {}, {}
+            if audit.num_starts < MAX_STARTS:
+                self._waiting.appendleft(audit)
+            else:
+                self._metrics.count(metrics.AUDITS_SKIPPED, 1, metrics.BUSY)
+        self._running.clear()
+        self._next.clear()
+        return ids
+
+    def drop(self) -> list[str]:
+        """What was decoded cannot be decoded again, as the weights may be others soon. Ids to abort, as above."""
+        ids = self.interrupt()
+        if self._waiting:
+            self._metrics.count(metrics.AUDITS_SKIPPED, len(self._waiting), metrics.RESET)
+            self._waiting.clear()
+        return ids
+
+    def _run(self, audit: _Audit, jobs: list[Job]) -> int:
+        audit.running, audit.results = {}, {}
+        for job in jobs:
+            self._num_started += 1
+            request = Request(
+                f"{_PREFIX}{self._num_started}",
+                job.prompt,
+                job.params,
+                None,
+                client_index=AUDITOR,
+                cache_salt=audit.finished.cache_salt,
+                block_hasher=audit.finished.block_hasher,
+            )
+            audit.running[request.request_id] = request
+            self._running[request.request_id] = audit
+            self._next.append(request)
+        return len(jobs)
+
+    def _go_on(self, audit: _Audit) -> None:
+        assert audit.comparison is not None
+        try:
+            jobs = audit.comparison.send([audit.results[req_id] for req_id in audit.running])
+        except StopIteration as end:
+            self._count(end.value)
+        else:
+            self._run(audit, jobs)
+
+    def _give_up(self, audit: _Audit, cause: str) -> None:
+        """Its other requests end by themselves."""
+        self._running = {req_id: one for req_id, one in self._running.items() if one is not audit}
+        self._metrics.count(metrics.AUDITS_SKIPPED, 1, cause)
+
+    # --- results ---
+
+    def _count(self, outcome: Outcome) -> None:
+        self._metrics.count(metrics.AUDITS, 1, outcome.kind)
+        if outcome.kind == metrics.SAMPLED:
+            self._weigh(outcome.score_gap)
+        elif outcome.kind == metrics.DIFFERENT and not self._has_file:
+            assert outcome.difference is not None
+            self._has_file = True
+            path = write_difference(outcome.difference, self._vllm_config, self._speculation, self._tolerance)
+            logger.warning(
+                "Audit: output token %d of a request is another without drafts, and it is no tie. The request is in "
+                "%s; later ones are only counted, in vllm:gaudi_spec_audits_total. docs/audit.md has what to do.",
+                outcome.difference.position,
+                path or "no file, see above",
+            )
+
+    def _weigh(self, gap: float) -> None:
+        self._evidence.add(gap)
+        log10_ratio = self._evidence.log10_ratio
+        self._metrics.put(metrics.AUDIT_EVIDENCE, log10_ratio, "")
+        if log10_ratio >= ALARM and not self._has_alarm:
+            self._has_alarm = True
+            logger.warning(
+                "Audit: outputs with drafts have another distribution than those without (evidence 10**%.1f). "
+                "docs/audit.md has what to do.",
+                log10_ratio,
+            )
