@@ -1,6 +1,7 @@
 """A running server's /metrics: what the dashboard and the page ask for is there, and what ours say is right."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,9 +35,10 @@ def serving(target: str, log: Path, *options: str, **speculative: Any) -> Iterat
 
 @pytest.fixture(scope="module")
 def drafting(looping_llama: str, stranger: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a drafter of another vocabulary and little success, and pacing that notices."""
+    """With a drafter of another vocabulary and little success, pacing that notices, and audits, which no figure of
+    clients may show."""
     log = tmp_path_factory.mktemp("metrics") / "log.txt"
-    pace = ["--additional-config", json.dumps({"gaudi_spec": {"adaptive": True}})]
+    pace = ["--additional-config", json.dumps({"gaudi_spec": {"adaptive": True, "audit_every": 1}})]
     drafter = dict(method="universal_draft", model=stranger, max_model_len=LONGEST)
     with serving(looping_llama, log, *pace, **drafter) as server:
         yield server
@@ -135,6 +137,22 @@ def test_coverage_is_that_of_the_map(drafting: Server, looping_llama: str, stran
     assert 0 < found < VOCAB
     shown = by_label(drafting, COVERAGE.removeprefix("vllm:"), "vocabulary")
     assert shown == {"target": pytest.approx(found / VOCAB), "drafter": pytest.approx(found / DRAFTERS_VOCAB)}
+
+
+def test_idle_steps_audit(drafting: Server) -> None:
+    """A request that comes meanwhile is answered as ever; see `check_sums` for the figures."""
+
+    def audits() -> dict[str, float]:
+        return by_label(drafting, "gaudi_spec_audits_total", "result")
+
+    before = audits()
+    ask_for_much(drafting)
+    limit = time.monotonic() + 60
+    while sum(audits().values()) < sum(before.values()) + 12:
+        assert time.monotonic() < limit, audits()
+        time.sleep(0.2)
+    assert audits()["different"] == 0
+    check_sums(drafting)
 
 
 def test_the_device(drafting: Server) -> None:

@@ -30,7 +30,7 @@ from vllm_gaudi_spec.config import Options, Speculation, UnsupportedConfigError,
 from vllm_gaudi_spec.devices.base import DeviceTraits
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.platforms import base as platform
-from vllm_gaudi_spec.refusals import drafters, unsupported_request
+from vllm_gaudi_spec.refusals import drafters, speculation, unsupported_request
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 
@@ -59,6 +59,8 @@ def test_defaults_and_lists() -> None:
         ([{"goodput": True}], "gaudi_spec must be an object"),
         (0, "gaudi_spec must be an object"),
         ({"goodput": None}, "goodput must be true or false"),
+        ({"audit_every": -1}, "audit_every must be 0 or more, got -1"),
+        ({"audit_every": True}, "audit_every must be an integer, got True"),
         ({"batch_buckets": [[1]]}, "batch_buckets must be a list of positive integers"),
         ({"batch_buckets": [True]}, "batch_buckets must be a list of positive integers"),
         ({"batch_buckets": [1.0]}, "batch_buckets must be a list of positive integers"),
@@ -475,6 +477,20 @@ def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> N
         engine_config(tmp_path, NGRAM, scheduler_cls="somebody.Scheduler", **more)
     with pytest.raises(UnsupportedConfigError, match=f"{option} must be true or false, got 1"):
         engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {option: 1}})
+
+
+def test_audits_that_would_not_work_are_refused(tmp_path: Path) -> None:
+    more = dict(additional_config={"gaudi_spec": {"audit_every": 10}})
+    engine_config(tmp_path, NGRAM, **more)
+    with pytest.raises(UnsupportedConfigError, match="audit_every in .* has no effect without speculation"):
+        engine_config(tmp_path, None, **more)
+
+
+def test_audits_of_ranks_in_step_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = engine_config(tmp_path, NGRAM, additional_config={"gaudi_spec": {"audit_every": 10}})
+    monkeypatch.setattr(speculation, "ranks_in_step", lambda _: 2)
+    (reason,) = speculation._audit_refusals(made)
+    assert reason.endswith("is not supported with data parallelism of a mixture of experts; leave it out.")
 
 
 @pytest.mark.parametrize(

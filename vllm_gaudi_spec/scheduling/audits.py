@@ -88,6 +88,7 @@ class Audits:
         self._next: list[Request] = []
         """Those that are not added yet."""
         self._evidence = Evidence()
+        step_metrics.put(metrics.AUDIT_EVIDENCE, 0.0, "")
         self._has_file = self._has_alarm = False
 
     # --- requests of clients ---
@@ -150,10 +151,13 @@ class Audits:
             return metrics.GRAMMAR
         if params.repetition_penalty != 1 and (params.presence_penalty or params.frequency_penalty):
             return metrics.PENALTIES
-        if not self._has_same_tokens(request) and params.seed is not None:
+        if self._has_same_tokens(request):
+            return ""
+        if params.seed is not None:
             # The same output for the same prompt each time: no new evidence.
             return metrics.SEED
-        return ""
+        # A front end aborts at a stop string, so only outputs without one would be whole.
+        return metrics.STOPS if params.stop else ""
 
     # --- requests of audits ---
 

@@ -179,7 +179,7 @@ class Evidence:
     gaps.
     """
 
-    _SPREAD = 0.01
+    _SPREAD = 0.002
 
     def __init__(self) -> None:
         self._sum = self._squares = 0.0

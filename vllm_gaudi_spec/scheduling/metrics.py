@@ -37,9 +37,10 @@ LORA = "lora"
 GRAMMAR = "grammar"
 PENALTIES = "penalties"
 SEED = "seed"
+STOPS = "stops"
 SESSION = "session"
 INPUTS = "inputs"
-AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, SESSION, INPUTS)
+AUDIT_REASONS = (BUSY, ABORTED, RESET, LORA, GRAMMAR, PENALTIES, SEED, STOPS, SESSION, INPUTS)
 
 NUM_DRAFTS = "num_drafts"
 """A label with the values 0 to k."""
@@ -126,7 +127,7 @@ SERIES = {
     AUDITS: Series(
         "Finished requests that were decoded again without drafts (audit_every), by result. "
         "identical: the same tokens. tie: the same up to a rounding error. different: neither; should be 0. "
-        "sampled: the rule keeps the distribution only, so the output was weighed: gaudi_spec_audit_evidence.",
+        "sampled: only the distribution can be compared; see vllm:gaudi_spec_audit_evidence.",
         "result",
         AUDIT_RESULTS,
     ),
@@ -134,8 +135,9 @@ SERIES = {
         "Requests that were chosen for an audit and had none, by cause. "
         "busy: too few idle steps. aborted: it had no output, or its client or an error ended it. "
         "reset: the engine was paused, or its prefix cache reset. lora: it used an adapter. "
-        "grammar: it had one. penalties: a repetition penalty and another one. seed: it had its own, and its rule "
-        "keeps the distribution only. session: it was one turn of several. inputs: not only token ids.",
+        "grammar: it had one. penalties: a repetition penalty and another one. "
+        "seed: only its distribution can be compared, and it had a seed. stops: the same, and it had stop strings. "
+        "session: it was one turn of several. inputs: not only token ids.",
         "cause",
         AUDIT_REASONS,
     ),

@@ -93,7 +93,7 @@ class _Speculating(Scheduler):
                 self.add_request(request)
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
         self._apply_health(scheduled)
-        if is_audit(scheduled.num_scheduled_tokens):
+        if self._audits is not None and is_audit(scheduled.num_scheduled_tokens):
             self._skip_drafts(scheduled, metrics.REQUEST)
         self._pace(scheduled)
         return scheduled
@@ -163,7 +163,8 @@ class _Speculating(Scheduler):
     def _observe(self, scheduled: SpecSchedulerOutput, output: SpeculativeOutput) -> None:
         if self._lengths is not None:
             self._observe_lengths(self._lengths, output)
-        if self._draft_counts is not None and not is_audit(scheduled.num_scheduled_tokens):
+        is_client = self._audits is None or not is_audit(scheduled.num_scheduled_tokens)
+        if self._draft_counts is not None and is_client:
             self._draft_counts.observe(self.requests, scheduled, output)
         self._observe_rounds(output.draft_rounds)
         # vLLM counts scheduled drafts, which are padding where a drafter proposed fewer, and nothing but padding with

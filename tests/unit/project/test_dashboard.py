@@ -12,7 +12,14 @@ from prometheus_client import Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from tests.promql import DASHBOARD, PAGE, check, panels, queries_of_page, uses
-from vllm_gaudi_spec.scheduling.metrics import REASONS, SERIES
+from vllm_gaudi_spec.scheduling.metrics import (
+    AUDIT_REASONS,
+    AUDIT_RESULTS,
+    AUDITS,
+    AUDITS_SKIPPED,
+    REASONS,
+    SERIES,
+)
 
 
 def rows_of_page() -> list[list[str]]:
@@ -38,6 +45,14 @@ def test_every_reason_is_explained() -> None:
     rows = [cells[0].strip("`") for cells in rows_of_page() if re.fullmatch(r"`[a-z]+`", cells[0]) and cells[1]]
     assert rows == ["reason", *REASONS]
     assert re.findall(r"(\w+): ", SERIES["vllm:gaudi_spec_rows_without_drafts"].help) == list(REASONS)
+
+
+def test_results_and_causes_of_audits_are_explained() -> None:
+    page = (PAGE.parent / "audit.md").read_text()
+    rows = re.findall(r"^\| `([a-z]+)`", page.split("## What is compared")[0], re.M)
+    assert rows == ["result", *AUDIT_RESULTS, "cause", *AUDIT_REASONS]
+    for name, values in ((AUDITS, AUDIT_RESULTS), (AUDITS_SKIPPED, AUDIT_REASONS)):
+        assert re.findall(r"([a-z]+): ", SERIES[name].help) == list(values)
 
 
 def test_the_dashboard_is_one() -> None:

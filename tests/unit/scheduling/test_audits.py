@@ -181,9 +181,11 @@ def test_rules_that_keep_the_distribution_are_weighed(folder: Path) -> None:
     gaps = []
     assert engine.scheduler._audits is not None
     engine.scheduler._audits._evidence.add = gaps.append  # type: ignore[method-assign]
-    ask(engine, 28, kinds=[dict(temperature=0), dict(temperature=1.0), dict(temperature=0.8, seed=1), dict(top_p=0.9)])
+    sampled = [dict(temperature=1.0), dict(top_p=0.9)]
+    left_out = [dict(temperature=0.8, seed=1), dict(stop=["x"], detokenize=True)]
+    ask(engine, 35, kinds=[dict(temperature=0), *sampled, *left_out])
     assert results(engine) == {metrics.IDENTICAL: 7, metrics.SAMPLED: 14}
-    assert skipped(engine) == {metrics.SEED: 7}
+    assert skipped(engine) == {metrics.SEED: 7, metrics.STOPS: 7}
     assert len({*gaps}) == 14
     assert {gap > 0 for gap in gaps} == {True, False}
 
@@ -356,7 +358,7 @@ def test_what_is_skipped_is_counted(
     scheduler = audited(tmp_path)
     request = Request("0", PROMPT, SamplingParams(**params), None, **more)
     scheduler._audits.on_added(request)
-    assert scheduler.step_metrics.take() == {metrics.AUDITS_SKIPPED: {cause: 1}}
+    assert scheduler.step_metrics.take()[metrics.AUDITS_SKIPPED] == {cause: 1}
 
 
 @pytest.mark.parametrize("started", [False, True])
