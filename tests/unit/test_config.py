@@ -482,7 +482,7 @@ def test_pacing_that_would_not_work_is_refused(option: str, tmp_path: Path) -> N
 def test_audits_that_would_not_work_are_refused(tmp_path: Path) -> None:
     more = dict(additional_config={"gaudi_spec": {"audit_every": 10}})
     engine_config(tmp_path, NGRAM, **more)
-    with pytest.raises(UnsupportedConfigError, match="audit_every in .* has no effect without speculation"):
+    with pytest.raises(UnsupportedConfigError, match=r"audit_every in .* has no effect without speculation"):
         engine_config(tmp_path, None, **more)
 
 

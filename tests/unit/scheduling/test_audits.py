@@ -111,6 +111,7 @@ def test_a_correct_rule_is_silent(folder: Path, overlap: bool, backend: Any) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5000)
 def test_a_correct_rule_is_silent_for_20000_requests(folder: Path, cache: Path) -> None:
     engine = engine_of(folder)
     ask(engine, 20_000, max_tokens=8)
