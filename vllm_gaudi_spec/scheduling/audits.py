@@ -2,7 +2,7 @@
 
 An audit's requests are requests of the engine with a client of their own, `AUDITOR`, whose outputs the scheduler takes
 out before they leave. They run only while no client has a request; one that comes ends them at once, and they start
-anew later.
+again later.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Audits:
             self._go_on(audit)
 
     def interrupt(self) -> list[str]:
-        """A client has a request: ids of the audits' requests to abort. Their audits start anew later."""
+        """A client has a request: ids of the audits' requests to abort. Their audits start again later."""
         ids = [*self._running]
         for audit in reversed(dict.fromkeys(self._running.values())):
             assert audit.comparison is not None
