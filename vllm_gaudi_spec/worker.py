@@ -20,10 +20,12 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
-from vllm_gaudi_spec.environment import name_process_group
+from vllm_gaudi_spec.environment import name_process_group, runs_self_test
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.weights import check_overrides
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, SPECULATION
+from vllm_gaudi_spec.self_test.run import of_this_process
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.lora.manager import AdapterLoader
+    from vllm_gaudi_spec.self_test.result import Result
 
 logger = init_logger(__name__)
 
@@ -51,6 +54,8 @@ def _refuse(reason: str) -> Callable[..., NoReturn]:
 
 class Worker(WorkerBase):
     model_runner: ModelRunner
+    self_test: Result | None = None
+    """None on the CPU, where nothing is captured, and where the user skips it."""
 
     # --- start-up, in the order of the calls ---
 
@@ -79,7 +84,23 @@ class Worker(WorkerBase):
         logger.info(
             "Device %s, mode %s, %s.", self.backend.traits.name, self.backend.traits.mode, self.model_config.dtype
         )
+        if self.backend.traits.captures and runs_self_test():
+            self._test_device()
         self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
+
+    def _test_device(self) -> None:
+        """Before minutes are spent on weights and graphs."""
+        group = get_tp_group()
+        self.self_test = found = of_this_process(self.model_config.dtype, group if group.world_size > 1 else None)
+        in_use = {
+            ASYNC_SCHEDULING: self.vllm_config.scheduler_config.async_scheduling,
+            SPECULATION: self.vllm_config.speculative_config is not None,
+            KV_FROM_FREE_MEMORY: self.cache_config.kv_cache_memory_bytes is None,
+        }
+        found.refuse({feature for feature, is_on in in_use.items() if is_on})
+        logger.info("Self-test of the card: %s.", found.summary())
+        for check in found.failed:
+            logger.warning("Self-test of the card: %s (not needed by this configuration).", check)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:

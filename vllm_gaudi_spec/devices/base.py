@@ -129,6 +129,10 @@ class Memory:
     def synchronize(self) -> None:
         """Wait for all issued work. A no-op where work is done when the call returns."""
 
+    def free_bytes(self) -> int | None:
+        """What is free on the card, by its own count; None where the memory is the host's, which others use too."""
+        return None
+
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
         raise NotImplementedError

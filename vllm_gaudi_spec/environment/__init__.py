@@ -42,6 +42,7 @@ DEVICE = Variable(
 SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before: for trying things out only"
 )
+SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of a card before its model is loaded")
 EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
 )
@@ -80,6 +81,7 @@ CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vo
 VARIABLES = (
     DEVICE,
     SKIP_WARMUP,
+    SELF_TEST,
     EMULATED_GENERATION,
     EMULATOR,
     TRUST_DRAFT_CODE,
@@ -115,6 +117,10 @@ def requested_device() -> str | None:
 
 def skip_warmup() -> bool:
     return SKIP_WARMUP.is_on
+
+
+def runs_self_test() -> bool:
+    return SELF_TEST.value_or_default != "0"
 
 
 def trusts_draft_code() -> bool:

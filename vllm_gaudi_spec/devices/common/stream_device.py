@@ -56,6 +56,9 @@ class StreamMemory(PairMemory):
         super().__init__(torch_device, graphs)
         self._runtime = runtime
 
+    def free_bytes(self) -> int:
+        return int(self._runtime.mem_get_info()[0])
+
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A rank has a card of its own.
         free, total = self._runtime.mem_get_info()

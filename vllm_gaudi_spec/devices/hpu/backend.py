@@ -176,6 +176,9 @@ class HpuMemory(PairMemory):
         self._bridge.mark_step()
         return by_layer
 
+    def free_bytes(self) -> int:
+        return int(torch.hpu.mem_get_info()[0])
+
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A rank has a card of its own.
         free, total = torch.hpu.mem_get_info()

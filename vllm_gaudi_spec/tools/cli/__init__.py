@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from vllm_gaudi_spec import __version__
-from vllm_gaudi_spec.tools.cli import completion, demo, doctor, graph_check, output, report, tune
+from vllm_gaudi_spec.tools.cli import completion, demo, doctor, graph_check, output, report, selftest, tune
 
 _COMMANDS = {
     "doctor": doctor,
+    "selftest": selftest,
     "demo": demo,
     "report": report,
     "graph-check": graph_check,

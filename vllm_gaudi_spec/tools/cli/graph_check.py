@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.devices import DEVICES, missing_software
-from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, LAZY_MODE, SKIP_WARMUP
+from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, LAZY_MODE, SELF_TEST, SKIP_WARMUP
 from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
@@ -28,6 +28,8 @@ CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_c
 ENVIRONMENT = {
     LAZY_MODE.name: "1",
     SKIP_WARMUP.name: "0",
+    # Its graphs would be counted as warm-up's that no step uses.
+    SELF_TEST.name: "0",
     # The counters are those of this process.
     ENGINE_PROCESS.name: "0",
     # vLLM logs to stdout, which is for the summary.

@@ -1,0 +1,245 @@
+"""Attention over paged KV, against float64 on the host; and that writing KV of padding changes no row.
+
+Rows are ragged and end before, at and after the ends of blocks. All slots that no row wrote hold numbers so large that
+a query that sees one of them is far off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+)
+
+from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.runner.requests import host_lengths
+from vllm_gaudi_spec.self_test.subject import Failed, Subject, random
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+
+_HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
+_VERIFY_QUERIES = 4
+# In every dtype, and with sums of 128 products in float32.
+_HUGE = 3e4
+# Of results of size 1. The inputs are the same bits; kernels round scores, weights and results to the model's dtype.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def check_decode(subject: Subject) -> str:
+    """One query a row, and prompt chunks."""
+    block, chunk = subject.backend.traits.block_size, subject.backend.traits.smallest_prefill
+    ends = [0, block - 2, block + 3, 2 * block - 1]
+    decodes = _attend(subject, "decodes", ends, [1] * len(ends), 1, decode=True)
+    rows = min(2, max(subject.backend.traits.prefill_rows))
+    starts, real = [block + 3, 5][:rows], [chunk - 5, chunk // 2][:rows]
+    prompts = _attend(subject, "prompt chunks", starts, real, chunk, decode=False)
+    return f"{decodes}, {prompts}"
+
+
+def check_verify(subject: Subject) -> str:
+    """Several queries a row, some of them padding."""
+    block, queries = subject.backend.traits.block_size, _verify_queries(subject.backend)
+    starts = [0, block - 2, block + 3, 2 * block - 1]
+    real = [queries, 1, queries - 1, queries // 2]
+    return _attend(subject, f"verify steps of {queries} positions", starts, real, queries, decode=True)
+
+
+def check_writes(subject: Subject) -> str:
+    """KV of real positions and of padding, in one write; then each position is read back on its own.
+
+    The key of a position is a unit vector that no other position of the row has, so that a query for it gets that
+    position's value and no other: this reads a cache whatever its layout, and misses a key as well as a value.
+    """
+    layer = _Layer(subject, num_blocks=4, num_heads=_KV_HEADS)
+    block, queries = layer.spec.block_size, _verify_queries(subject.backend)
+    length = min(block, _HEAD_SIZE)
+    keys_SKD = torch.zeros(length, _KV_HEADS, _HEAD_SIZE)
+    keys_SKD[torch.arange(length), :, torch.arange(length)] = 30.0
+    keys_RSKD = keys_SKD.expand(3, -1, -1, -1)
+    values_RSKD = random((3, length, _KV_HEADS, _HEAD_SIZE), seed=3).sign()
+    slots_RS = (torch.arange(1, 4) * block)[:, None] + torch.arange(length)
+    layer.write(keys_RSKD.flatten(0, 1), values_RSKD.flatten(0, 1), slots_RS.flatten())
+
+    # A row in the middle, one with nothing but padding, which begins in the slot of the other's, and one at the end of
+    # its block.
+    starts, real = [5, 4 + queries, length - queries], [queries - 1, 0, queries]
+    key, value = (torch.full((3, queries, _KV_HEADS, _HEAD_SIZE), _HUGE) for _ in range(2))
+    for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+        values_RSKD[row, start : start + count] *= -1
+        key[row, :count], value[row, :count] = (
+            stored[row, start : start + count] for stored in (keys_RSKD, values_RSKD)
+        )
+    table = torch.arange(1, 4, dtype=torch.int32)[:, None]
+
+    def self_test_step(starts_B: Any, num_real_B: Any, table_BW: Any, key_TKD: Any, value_TKD: Any) -> None:
+        tokens = torch.zeros((3, queries), dtype=torch.int32, device=starts_B.device)
+        slots_T = rectangle(tokens, starts_B, num_real_B, Blocks((table_BW,), (block,))).slots[0]
+        layer.operations.write_kv(key_TKD, value_TKD, layer.kv_cache, slots_T, layer.spec)
+
+    inputs = torch.tensor(starts, dtype=torch.int32), torch.tensor(real, dtype=torch.int32), table
+    kv = (tensor.flatten(0, 1).to(subject.dtype) for tensor in (key, value))
+    subject.backend.graphs.graph(self_test_step)(*map(subject.backend.memory.upload, (*inputs, *kv)))
+
+    found_RSKD = layer.attend(keys_RSKD.flatten(0, 1), [0] * 3, [length] * 3, length, table).unflatten(0, (3, length))
+    wrong = ((found_RSKD - values_RSKD).abs().flatten(2).amax(-1) > 0.25).nonzero()
+    if len(wrong):
+        row, position = wrong[0].tolist()
+        written = 0 <= position - starts[row] < real[row]
+        what = "just written" if written else "written before, which the step was not to change,"
+        raise Failed(
+            f"{len(wrong)} of {3 * length} positions do not read as they were written; the first is position "
+            f"{position} of row {row}, {what} in a step with padding"
+        )
+    return f"{3 * length} positions after a step with padding"
+
+
+def _verify_queries(backend: DeviceBackend) -> int:
+    return min(_VERIFY_QUERIES, 1 + backend.traits.max_drafts)
+
+
+class _Layer:
+    """A layer's KV cache and the kernels that serve it."""
+
+    def __init__(self, subject: Subject, num_blocks: int, num_heads: int = _HEADS) -> None:
+        backend = self.backend = subject.backend
+        kv_spec = FullAttentionSpec(
+            block_size=backend.traits.block_size,
+            num_kv_heads=_KV_HEADS,
+            head_size=_HEAD_SIZE,
+            dtype=subject.dtype,
+        )
+        size = kv_spec.page_size_bytes * num_blocks
+        name = "self-test"
+        config = KVCacheConfig(
+            num_blocks,
+            [KVCacheTensor(size, [name], size, kv_spec.page_size_bytes)],
+            [KVCacheGroupSpec([name], kv_spec)],
+        )
+        self.kv_cache = backend.memory.allocate_kv(config, KVCacheLayout.LBHNC)[name]
+        self.spec = AttentionLayerSpec(
+            num_heads=num_heads,
+            num_kv_heads=_KV_HEADS,
+            head_size=_HEAD_SIZE,
+            scale=_HEAD_SIZE**-0.5,
+            sliding_window=None,
+            logits_soft_cap=0.0,
+            dtype=subject.dtype,
+            block_size=backend.traits.block_size,
+        )
+        served = backend.attention.supports_attention(self.spec)
+        self.operations: Any = backend.attention if served else torch_ops
+
+    def write(self, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """To slots that are all different."""
+
+        def self_test_write(key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
+            self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec)
+
+        inputs = key_TKD.to(self.spec.dtype), value_TKD.to(self.spec.dtype), slots_T.long()
+        self.backend.graphs.graph(self_test_write)(*map(self.backend.memory.upload, inputs))
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        starts: list[int],
+        real: list[int],
+        queries: int,
+        table_BW: torch.Tensor,
+        flat: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """On the host, in float64."""
+
+        def self_test_attend(
+            starts_B: torch.Tensor,
+            table_BW: torch.Tensor,
+            flat: torch.Tensor | None,
+            lengths_B: torch.Tensor | None,
+            query_THD: torch.Tensor,
+        ) -> torch.Tensor:
+            call = AttentionCall(
+                num_rows=len(starts),
+                num_queries=queries,
+                starts_B=starts_B,
+                block_table_BW=table_BW,
+                flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
+                host_lengths_B=lengths_B,
+            )
+            out_THD = torch.empty_like(query_THD)
+            self.operations.attend(query_THD, self.kv_cache, call, self.spec, out_THD)
+            return out_THD
+
+        memory = self.backend.memory
+        # The host knows of a row how far it may reach at most.
+        ends = [start + queries for start in starts]
+        lengths_B = host_lengths(self.backend, len(starts), ends, table_BW.shape[1] * self.spec.block_size)
+        found = self.backend.graphs.graph(self_test_attend)(
+            memory.upload(torch.tensor(starts, dtype=torch.int32)),
+            memory.upload(table_BW),
+            None if flat is None else memory.upload(flat),
+            lengths_B,
+            memory.upload(query_THD.to(self.spec.dtype)),
+        )
+        return memory.download(found).double()
+
+
+def _attend(subject: Subject, what: str, starts: list[int], real: list[int], queries: int, *, decode: bool) -> str:
+    """These rows, and one of padding after them."""
+    backend = subject.backend
+    block = backend.traits.block_size
+    rows = len(starts) + 1
+    table_BW = torch.zeros(rows, -(-(max(starts) + queries) // block), dtype=torch.int32)
+    entries, num_blocks = [], 1
+    for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+        for index in range(-(-(start + count) // block)):
+            table_BW[row, index] = num_blocks
+            entries.append((num_blocks, row, index))
+            num_blocks += 1
+    layer = _Layer(subject, num_blocks)
+    keys_SKD, values_SKD = (
+        random((num_blocks * block, _KV_HEADS, _HEAD_SIZE), seed, subject.dtype).sign() * _HUGE for seed in (1, 2)
+    )
+    slots = [
+        torch.cat([entry * block + torch.arange(block) for entry in table_BW[row].tolist()])[: start + count]
+        for row, (start, count) in enumerate(zip(starts, real, strict=True))
+    ]
+    for row, slots_L in enumerate(slots):
+        for stored, seed in ((keys_SKD, 10), (values_SKD, 20)):
+            stored[slots_L] = random((len(slots_L), _KV_HEADS, _HEAD_SIZE), seed + row, subject.dtype)
+    layer.write(keys_SKD, values_SKD, torch.arange(num_blocks * block))
+
+    query_BQHD = random((rows, queries, _HEADS, _HEAD_SIZE), 30, subject.dtype)
+    flat = None
+    if decode and backend.traits.flat_decode:
+        # In no order, with padding at the end.
+        flat = torch.tensor(entries[::-1] + [(0, rows, 0)] * 3, dtype=torch.int32).T.contiguous()
+    ends = [*starts, 0]
+    found = layer.attend(query_BQHD.flatten(0, 1), ends, [*real, 0], queries, table_BW, flat)
+    found_BQHD = found.unflatten(0, (rows, queries))
+    for row, (start, count) in enumerate(zip(starts, real, strict=True)):
+        expected_QHD = _exact(query_BQHD[row, :count], keys_SKD[slots[row]], values_SKD[slots[row]], start)
+        off = (found_BQHD[row, :count] - expected_QHD).abs().nan_to_num(nan=torch.inf).amax().item()
+        if off > _TOLERANCE[subject.dtype]:
+            raise Failed(
+                f"{what} are up to {off:.3g} from float64 in the row with {start} tokens before it "
+                f"({_TOLERANCE[subject.dtype]:g} is allowed)"
+            )
+    return f"{what} over {'lists' if flat is not None else 'tables'} of blocks"
+
+
+def _exact(query_QHD: torch.Tensor, keys_LKD: torch.Tensor, values_LKD: torch.Tensor, start: int) -> torch.Tensor:
+    """float64 [Q, H, D]. L keys of the row; those after a query's own position it does not see."""
+    group = _HEADS // _KV_HEADS
+    keys_LHD, values_LHD = (tensor.double().repeat_interleave(group, 1) for tensor in (keys_LKD, values_LKD))
+    scores = torch.einsum("qhd,lhd->hql", query_QHD.double(), keys_LHD) * _HEAD_SIZE**-0.5
+    positions_Q1 = start + torch.arange(len(query_QHD))[:, None]
+    scores.masked_fill_(torch.arange(len(keys_LKD)) > positions_Q1, -torch.inf)
+    return torch.einsum("hql,lhd->qhd", scores.softmax(-1), values_LHD)

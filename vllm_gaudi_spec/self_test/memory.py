@@ -1,0 +1,32 @@
+"""The free memory that a device reports, which the size of the KV cache is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
+
+_SIZE = 128 << 20
+# Allocators round up, and other work of the card moves it a little.
+_LEAST, _MOST = 0.5, 2.0
+
+
+def check_memory(subject: Subject) -> str:
+    backend = subject.backend
+    before = backend.memory.free_bytes()
+    if before is None:
+        raise NotChecked("the device reports none of its own")
+    if before < 2 * _SIZE:
+        raise Failed(f"{_mib(before)} are reported as free before anything was loaded")
+    tensor = torch.zeros(_SIZE, dtype=torch.uint8, device=backend.traits.torch_device)
+    backend.graphs.step_done()
+    backend.memory.synchronize()
+    taken = before - (backend.memory.free_bytes() or 0)
+    del tensor
+    if not _LEAST * _SIZE <= taken <= _MOST * _SIZE:
+        raise Failed(f"free memory fell by {_mib(taken)} when {_mib(_SIZE)} were taken")
+    return f"{before / 2**30:.1f} GiB free"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,107 @@
+"""The noise of sampling: the same bits on every device, and logarithms that are right where they decide."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_spec.sampling import noise
+from vllm_gaudi_spec.sampling.noise import Stream
+from vllm_gaudi_spec.self_test.subject import Failed, Subject
+
+_SEEDS = (0, 1, -5, 2**63 - 1)
+_POSITIONS = (0, 77, 4095, 131_071)
+_VOCAB = 512
+_ULPS = 2.0
+"""How far a logarithm may be off, in units of its last bit."""
+
+
+def check_hash(subject: Subject) -> str:
+    """All uses of the hash, with every amount by which it shifts but that of `exponential`."""
+    inputs = _hash_inputs()
+    found, expected = subject.compute(self_test_hash, *inputs), self_test_hash(*inputs)
+    names = "noise of tokens", "uniform noise", "keys of a block"
+    for name, theirs, ours in zip(names, found, expected, strict=True):
+        wrong = (theirs != ours).flatten().nonzero().flatten()
+        if len(wrong):
+            first = int(wrong[0])
+            raise Failed(
+                f"{len(wrong)} of {ours.numel()} hashes ({name}) are not those of the CPU, the first "
+                f"{theirs.flatten()[first].item()} instead of {ours.flatten()[first].item()}"
+            )
+    return f"{sum(part.numel() for part in expected):,} hashes have the CPU's bits"
+
+
+def _hash_inputs() -> tuple[torch.Tensor, ...]:
+    keys_B2 = torch.tensor([noise.fold_seed(seed) for seed in _SEEDS], dtype=torch.int32)
+    positions_BQ = torch.tensor(_POSITIONS, dtype=torch.int32) + torch.arange(len(_SEEDS), dtype=torch.int32)[:, None]
+    streams_BQ = torch.tensor(list(Stream), dtype=torch.int32).expand(len(_SEEDS), -1).contiguous()
+    return keys_B2, positions_BQ, streams_BQ, torch.arange(_VOCAB, dtype=torch.int32)
+
+
+def self_test_hash(
+    keys_B2: torch.Tensor, positions_BQ: torch.Tensor, streams_BQ: torch.Tensor, tokens_V: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return (
+        noise.bits(keys_B2, positions_BQ, streams_BQ, tokens_V),
+        noise.uniform(keys_B2, positions_BQ, Stream.ACCEPT),
+        noise.keys_of_block(keys_B2, positions_BQ.select(1, 0)),
+    )
+
+
+def check_noise(subject: Subject) -> str:
+    """Against float64. Large vocabularies are decided by the smallest of many variates, so those count above all."""
+    hashed = _hashes()
+    keys_B2, positions_BQ, _, tokens_V = _hash_inputs()
+    # The Gumbel noise of the bits that the device itself found: whether those are right is another check's.
+    found, bits, gumbel = subject.compute(self_test_noise, hashed, keys_B2, positions_BQ, tokens_V)
+    ulps = _ulps(found, _exponential(hashed))
+    worst = int(ulps.argmax())
+    if not ulps[worst] <= _ULPS:
+        raise Failed(
+            f"exponential noise of hash {hashed[worst].item()} is {found[worst].item():.9g}, "
+            f"{ulps[worst].item():.3g} ulp from float64's {_exponential(hashed)[worst].item():.9g} ({_ULPS:g} are "
+            f"allowed), as of {int((ulps > _ULPS).sum() + ulps.isnan().sum())} of {len(ulps)} hashes"
+        )
+    exact = -_exponential(bits).log()
+    # What the variates may be off by moves their logarithm by as much, whatever its own size.
+    off = (gumbel.double() - exact).abs() / (_ULPS * (torch.finfo(torch.float32).eps + _last_bit(exact)))
+    worst = int(off.argmax())
+    if not off.flatten()[worst] <= 1:
+        raise Failed(
+            f"Gumbel noise of hash {bits.flatten()[worst].item()} is {gumbel.flatten()[worst].item():.9g}, float64's "
+            f"{exact.flatten()[worst].item():.9g}"
+        )
+    return f"{len(hashed) + bits.numel():,} variates, at most {ulps.max().item():.2f} ulp off"
+
+
+def _hashes() -> torch.Tensor:
+    """int32: from the smallest variate to the largest, around each power of two, and everywhere between."""
+    powers = 2 ** torch.arange(32, dtype=torch.int64)
+    edges = (powers[:, None] + torch.arange(-4, 5)).flatten().clamp_(0, 2**32 - 1)
+    smallest, largest = torch.arange(2048), 2**32 - 1 - torch.arange(2048)
+    between = torch.arange(0, 2**32, 2**32 // 4096 + 1)
+    found = torch.cat((smallest, largest, edges, between))
+    return torch.where(found < 2**31, found, found - 2**32).int()
+
+
+def self_test_noise(
+    hashed: torch.Tensor, keys_B2: torch.Tensor, positions_BQ: torch.Tensor, tokens_V: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    inputs = keys_B2, positions_BQ, Stream.TARGET, tokens_V
+    return noise.exponential(hashed), noise.bits(*inputs), noise.gumbel(*inputs)
+
+
+def _exponential(hashed: torch.Tensor) -> torch.Tensor:
+    """float64, of the same uniform float32 as in `noise.exponential`."""
+    unit = ((hashed >> 1) & (2**31 - 1)).float().add(0.5).mul(2.0**-31).clamp(max=1.0 - 2.0**-24)
+    return -torch.log1p(-unit.double())
+
+
+def _ulps(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num((found.double() - exact).abs() / _last_bit(exact), nan=torch.inf)
+
+
+def _last_bit(exact: torch.Tensor) -> torch.Tensor:
+    """float64: how much the last bit of a float32 counts there."""
+    near = exact.abs().float()
+    return torch.nextafter(near, torch.tensor(torch.inf)).double() - near.double()

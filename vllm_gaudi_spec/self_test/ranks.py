@@ -1,0 +1,44 @@
+"""Collectives between the ranks of a model, each alone and in a captured graph. All ranks run this together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
+
+# Even in both: some releases take nothing else of small dtypes.
+_SHAPE = (4, 64)
+
+
+def check_collectives(subject: Subject) -> str:
+    group = subject.group
+    if group is None or group.world_size == 1:
+        raise NotChecked("there is one rank")
+    size, own = group.world_size, _numbers(group.rank_in_group).to(subject.dtype)
+    every = [_numbers(rank) for rank in range(size)]
+
+    def self_test_all_reduce(x: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(x.clone())  # in place on some devices
+
+    def self_test_all_gather(x: torch.Tensor) -> torch.Tensor:
+        return group.all_gather(x, dim=-1)
+
+    collectives: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = {
+        "all_reduce": (self_test_all_reduce, torch.stack(every).sum(0)),
+        "all_gather": (self_test_all_gather, torch.cat(every, dim=-1)),
+    }
+    memory = subject.backend.memory
+    for name, (run, expected) in collectives.items():
+        # Uncaptured first: what sets up a connection may not be captured.
+        for how, function in (("", run), (" in a captured graph", subject.backend.graphs.graph(run))):
+            found = memory.download(function(memory.upload(own))).float()
+            if found.shape != expected.shape or not torch.equal(found, expected):
+                raise Failed(f"{name} of {size} ranks{how} gave other numbers than the ranks sent")
+    return f"{' and '.join(collectives)} of {size} ranks"
+
+
+def _numbers(rank: int) -> torch.Tensor:
+    """float32, different on neighbouring ranks. Their sums over 100 ranks are exact in bfloat16."""
+    return (torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % 2 + rank % 2).float()

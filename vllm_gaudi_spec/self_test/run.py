@@ -1,0 +1,115 @@
+"""All checks, in the order in which they build on each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_gaudi_spec.config import in_one_line
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.self_test import attention, copies, graphs, memory, noise, ranks
+from vllm_gaudi_spec.self_test.result import (
+    ASYNC_SCHEDULING,
+    FAILED,
+    KV_FROM_FREE_MEMORY,
+    NOT_CHECKED,
+    PASSED,
+    SPECULATION,
+    CheckResult,
+    Result,
+)
+from vllm_gaudi_spec.self_test.subject import Failed, Group, NotChecked, Subject
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+
+_DOWNLOAD_SECONDS = 4.0
+"""Of the ten that a start may take."""
+
+
+class Check(NamedTuple):
+    name: str
+    run: Callable[[Subject], str]
+    """Returns what was measured; raises `Failed` or `NotChecked`."""
+    advice: str
+    """What to switch off, or do, where it fails."""
+    needed_by: str = ""
+    """As in `CheckResult`."""
+
+
+_NOTHING_TO_SWITCH_OFF = (
+    "texts would be wrong whatever is switched off: use another release of the card's software, or VGS_DEVICE=cpu"
+)
+_GREEDY_ONLY = "sampling would not be right: with VGS_SELF_TEST=0 serve requests with temperature 0 only"
+
+COPIES = "copies"
+HASH = "hash"
+NOISE = "noise"
+KV_WRITES = "KV writes"
+ATTENTION = "attention"
+VERIFY_ATTENTION = "verify attention"
+CAPTURED_STEP = "captured step"
+SECOND_CALL = "second call"
+DOWNLOADS = "async downloads"
+COLLECTIVES = "collectives"
+MEMORY = "memory"
+
+CHECKS = (
+    Check(COPIES, copies.check_copies, _NOTHING_TO_SWITCH_OFF),
+    Check(HASH, noise.check_hash, _GREEDY_ONLY),
+    Check(NOISE, noise.check_noise, _GREEDY_ONLY),
+    Check(KV_WRITES, attention.check_writes, _NOTHING_TO_SWITCH_OFF),
+    Check(ATTENTION, attention.check_decode, _NOTHING_TO_SWITCH_OFF),
+    Check(VERIFY_ATTENTION, attention.check_verify, "leave out --speculative-config", SPECULATION),
+    Check(CAPTURED_STEP, graphs.check_captured, _NOTHING_TO_SWITCH_OFF),
+    Check(
+        SECOND_CALL,
+        graphs.check_second_call,
+        "requests would wait for the compiler: with VGS_SELF_TEST=0 texts are right, and slow at first",
+    ),
+    Check(DOWNLOADS, copies.check_downloads, "set --no-async-scheduling", ASYNC_SCHEDULING),
+    Check(COLLECTIVES, ranks.check_collectives, "leave out --tensor-parallel-size"),
+    Check(MEMORY, memory.check_memory, "set --kv-cache-memory-bytes", KV_FROM_FREE_MEMORY),
+)
+
+
+def self_test(
+    backend: DeviceBackend, dtype: torch.dtype, group: Group | None = None, seconds: float = _DOWNLOAD_SECONDS
+) -> Result:
+    """`dtype`: the model's. `group`: the ranks that share a model, all of which call this. `seconds`: for downloads;
+    what else is done takes as long as it takes, which is little."""
+    with torch.inference_mode():
+        found = tuple(_run(check, backend, dtype, group, seconds) for check in CHECKS)
+    traits = backend.traits
+    return Result(device=traits.name, mode=traits.mode, dtype=str(dtype).removeprefix("torch."), checks=found)
+
+
+def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group | None, seconds: float) -> CheckResult:
+    started = time.perf_counter()
+    try:
+        subject = Subject(backend=backend, dtype=dtype, group=group, seconds=seconds)
+        status, detail = PASSED, check.run(subject)
+    except Failed as error:
+        status, detail = FAILED, str(error)
+    except NotChecked as error:
+        status, detail = NOT_CHECKED, str(error)
+    except Exception as error:  # a device may refuse in any way, and the checks after this one still count
+        status, detail = FAILED, f"{type(error).__name__}: {in_one_line(error)}"
+    return CheckResult(
+        name=check.name,
+        status=status,
+        detail=detail,
+        advice=check.advice if status == FAILED else "",
+        needed_by=check.needed_by,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@cache
+def of_this_process(dtype: torch.dtype, group: Group | None) -> Result:
+    """A process has one card: the next engine of it does not test again."""
+    return self_test(load_backend(), dtype, group)

@@ -1,0 +1,45 @@
+"""`gaudi-spec selftest`: its options, and the environment that the checks need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_gaudi_spec import versions
+from vllm_gaudi_spec.tools.cli.output import become, fail, python
+from vllm_gaudi_spec.tools.io import output_files
+
+DESCRIPTION = """\
+Run the self-test of this machine's card, or of another device that VGS_DEVICE names: bits and logarithms of the noise,
+attention over ragged rows with padding, KV writes, copies to and from the card, captured graphs, memory. An engine
+runs the same checks when it starts on a card, and those of collectives, which need several ranks. No model is loaded.
+It opens the card: end a server that uses it first.
+
+Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for options that make no sense.
+"""
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "selftest",
+        help="does the card compute, copy and capture as the engine needs it?",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--dtype", default=_DTYPES[0], choices=_DTYPES, help=f"the model's, for attention (default: {_DTYPES[0]})")
+    output_files.add_json(add, "the result of each check")
+    add("--verbose", action="store_true", help="show what vLLM logs, and the traceback of an error")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if mistake := output_files.mistake("--json", options.json) or versions.vllm_mistake():
+        return fail("selftest", mistake)
+    values = {
+        # vLLM logs to stdout, which is for the table.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": "INFO" if options.verbose else "WARNING",
+    }
+    return become(python("vllm_gaudi_spec.tools.cli.check_device", values, [*arguments]))
