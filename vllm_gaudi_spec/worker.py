@@ -84,12 +84,14 @@ class Worker(WorkerBase):
         logger.info(
             "Device %s, mode %s, %s.", self.backend.traits.name, self.backend.traits.mode, self.model_config.dtype
         )
-        if self.backend.traits.captures and runs_self_test():
-            self._test_device()
+        self._test_device()
         self.model_runner = ModelRunner(self.vllm_config, self.backend, shows_progress=self.is_driver_worker)
 
     def _test_device(self) -> None:
-        """Before minutes are spent on weights and graphs."""
+        """Before minutes are spent on weights and graphs. A no-op where nothing is captured, and where the user skips
+        it."""
+        if not (self.backend.traits.captures and runs_self_test()):
+            return
         group = get_tp_group()
         self.self_test = found = of_this_process(self.model_config.dtype, group if group.world_size > 1 else None)
         in_use = {

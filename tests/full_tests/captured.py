@@ -69,11 +69,14 @@ def signatures(llm: LLM) -> list[Any]:
 
 
 def captured() -> Counter[str]:
-    """Programs of this process so far, by the function that each was made of."""
+    """Programs of this process so far, by the function that each was made of. Not those of the self-test, which a
+    process runs once, before its first engine loads a model."""
     counts = load_backend().graphs.counts()
     if "captured" in counts:
-        return Counter(counts["captured"])
-    return Counter(graph["name"] for graph in counts["emulator"]["graphs"])
+        found = Counter(counts["captured"])
+    else:
+        found = Counter(graph["name"] for graph in counts["emulator"]["graphs"])
+    return Counter({name: number for name, number in found.items() if "self_test_" not in name})
 
 
 def programs_are_the_manifest(llm: LLM, before: Counter[str]) -> None:

@@ -121,6 +121,7 @@ def test_a_head_that_is_never_wrong(tmp_path: Path) -> None:
     options = never_wrong.SIZES | dict(additional_config=dict(gaudi_spec=buckets))
     with speculating(model, config | never_wrong.LIMIT, **options) as llm:
         captures_the_manifest(llm, before)
+        passed_its_self_test(llm)
         for _ in range(2):
             never_wrong.ask(llm)
         reads_once(llm)
@@ -189,6 +190,13 @@ def reads(llm: LLM, most: int) -> None:
     assert steps["host_syncs_per_step"] <= most
     total = steps["device"]["emulator"]["total"]
     assert (total["dynamic_ops"], total["fallbacks"]) == (0, 0)
+
+
+def passed_its_self_test(llm: LLM) -> None:
+    """What the worker ran before it loaded its model."""
+    (found,) = llm.collective_rpc(lambda worker: worker.self_test.as_json())
+    assert found["passed"], found
+    assert [check["name"] for check in found["checks"] if check["status"] != "passed"] == ["collectives"]
 
 
 def captures_the_manifest(llm: LLM, before: Counter[str]) -> None:

@@ -26,6 +26,7 @@ from tests.full_tests.test_distributed import (
     setup_of,
 )
 from tests.full_tests.tiny_models import VOCAB
+from vllm_gaudi_spec.self_test.run import COLLECTIVES
 
 __all__ = ["deepseek", "even", "looping", "said", "setup_of"]  # fixtures
 
@@ -43,6 +44,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def self_test_of_collectives(worker: Any) -> bool:
+    return bool(worker.self_test.passed(COLLECTIVES))
+
+
 @pytest.mark.parametrize("method", ["draft_model", "universal_draft, slem", "eagle", "medusa"])
 def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Setup], said: Said) -> None:
     given = setup_of(method)._replace(work=FEW)
@@ -50,6 +55,7 @@ def test_a_whole_drafter_on_each_card(method: str, setup_of: Callable[[str], Set
     with speculating(given.target, drafter, tensor_parallel_size=2, **SIZES, **given.options) as llm:
         outputs = generate(llm, *FEW)
         ranks_agree(llm, 2)
+        assert llm.collective_rpc(self_test_of_collectives) == [True] * 2
         for rank in llm.collective_rpc("step_report"):
             assert rank["device"]["emulator"]["total"]["collectives"] > 0
     check(given, outputs, said, f"2 cards, {method}, drafter on each", least_accepted=1)

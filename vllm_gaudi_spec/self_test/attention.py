@@ -173,9 +173,8 @@ class _Layer:
                 flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
                 host_lengths_B=lengths_B,
             )
-            out_THD = torch.empty_like(query_THD)
-            self.operations.attend(query_THD, self.kv_cache, call, self.spec, out_THD)
-            return out_THD
+            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
+            return attended
 
         memory = self.backend.memory
         # The host knows of a row how far it may reach at most.

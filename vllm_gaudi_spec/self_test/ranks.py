@@ -16,7 +16,7 @@ def check_collectives(subject: Subject) -> str:
     group = subject.group
     if group is None or group.world_size == 1:
         raise NotChecked("there is one rank")
-    size, own = group.world_size, _numbers(group.rank_in_group).to(subject.dtype)
+    size, sent = group.world_size, _numbers(group.rank_in_group).to(subject.dtype)
     every = [_numbers(rank) for rank in range(size)]
 
     def self_test_all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def check_collectives(subject: Subject) -> str:
     for name, (run, expected) in collectives.items():
         # Uncaptured first: what sets up a connection may not be captured.
         for how, function in (("", run), (" in a captured graph", subject.backend.graphs.graph(run))):
-            found = memory.download(function(memory.upload(own))).float()
+            found = memory.download(function(memory.upload(sent))).float()
             if found.shape != expected.shape or not torch.equal(found, expected):
                 raise Failed(f"{name} of {size} ranks{how} gave other numbers than the ranks sent")
     return f"{' and '.join(collectives)} of {size} ranks"

@@ -33,7 +33,7 @@ WORDS = tuple(range(3, 200))
 HEAVY = ("vllm", "torch", "numpy", "transformers", "rich", "jinja2", "tqdm")
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "demo", "report", "graph-check", "tune", "completion"])
+@pytest.mark.parametrize("command", ["", "doctor", "selftest", "demo", "report", "graph-check", "tune", "completion"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         f"import sys\nfrom vllm_gaudi_spec.tools import cli\ntry: cli.main([*{command.split()}, '--help'])\n"
@@ -113,7 +113,7 @@ def test_the_engine_starts_in_the_environment_it_needs(monkeypatch: pytest.Monke
     assert command[0] == "env"
     assert settings["VGS_DEVICE"] == "hpu-emulated"
     assert settings["PT_HPU_LAZY_MODE"] == "1"
-    assert settings["VGS_SKIP_WARMUP"] == "0"
+    assert settings["VGS_SKIP_WARMUP"] == settings["VGS_SELF_TEST"] == "0"
     assert settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.tools.cli.check_engine", *arguments]
 
@@ -217,7 +217,9 @@ def test_demo_where_its_folder_can_not_be_made(
     assert cli.main(["demo", "--json", "run.json", "--report", "page.html"]) == 0
 
 
-@pytest.mark.parametrize("command", [["demo"], ["graph-check"], ["tune", "some/model"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["selftest"], ["graph-check"], ["tune", "some/model"]], ids=lambda words: words[0]
+)
 @pytest.mark.parametrize(
     ("release", "words"),
     [
@@ -330,7 +332,7 @@ def completed(*words: str) -> list[str]:
 
 
 def test_bash_completes(tmp_path: Path) -> None:
-    assert completed("gaudi-spec", "") == ["doctor", "demo", "report", "graph-check", "tune", "completion"]
+    assert completed("gaudi-spec", "") == ["doctor", "selftest", "demo", "report", "graph-check", "tune", "completion"]
     assert completed("gaudi-spec", "do") == ["doctor"]
     assert completed("gaudi-spec", "doctor", "--m") == ["--model", "--method", "--max-model-len", "--max-num-seqs"]
     assert completed("gaudi-spec", "graph-check", "--device", "h") == ["hpu-emulated", "hpu"]

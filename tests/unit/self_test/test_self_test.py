@@ -1,0 +1,343 @@
+"""A card that is right passes every check; one that is wrong in one thing fails the check of that thing alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.support.cards import CardAttention, CardGraphs, CardMemory, Ranks, ThreadGroup, make_card
+from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.self_test import run
+from vllm_gaudi_spec.self_test.result import FAILED, NOT_CHECKED, PASSED, Result, SelfTestError
+from vllm_gaudi_spec.self_test.run import CHECKS, self_test
+
+NEEDS_RANKS = {run.COLLECTIVES}
+EVERY_FEATURE = {check.needed_by for check in CHECKS}
+
+
+def statuses(result: Result, status: str) -> set[str]:
+    return {check.name for check in result.checks if check.status == status}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
+    result = self_test(make_card(), dtype)
+    assert not result.failed, result.failed
+    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS
+    result.refuse(EVERY_FEATURE)
+    assert result.summary().startswith("10 checks passed in ")
+    assert result.summary().endswith("; collectives not checked: there is one rank")
+    assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS) for check in CHECKS)
+
+
+def test_the_cpu_passes() -> None:
+    """Where it has a kernel of vLLM's, with that. It captures and counts nothing."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    for dtype in (torch.float32, torch.bfloat16):
+        result = self_test(load_backend("cpu"), dtype)
+        assert not result.failed, result.failed
+        assert statuses(result, NOT_CHECKED) == {run.SECOND_CALL, run.COLLECTIVES, run.MEMORY}
+
+
+def on_each_rank(test: Callable[[ThreadGroup], Result], size: int = 2) -> list[Result]:
+    ranks = Ranks(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(test, [ranks.group(rank) for rank in range(size)]))
+
+
+class SharedMemory(CardMemory):
+    """Of threads, which cannot count what is theirs."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+def on_card_of(group: ThreadGroup) -> Result:
+    card = make_card(memory=SharedMemory(torch.device("cpu"), CardGraphs()))
+    return self_test(card, torch.bfloat16, group, seconds=0.2)
+
+
+def test_ranks_pass_together() -> None:
+    for result in on_each_rank(on_card_of, size=3):
+        assert statuses(result, PASSED) == {check.name for check in CHECKS} - {run.MEMORY}
+
+
+def test_downloads_end_in_time() -> None:
+    """A slow device downloads fewer, and reports how many."""
+    result = self_test(make_card(), torch.float32, seconds=0.0)
+    assert {check.name: check.detail for check in result.checks}[run.DOWNLOADS] == "50 downloads, 8 at a time"
+    result = self_test(make_card(), torch.float32, seconds=60.0)
+    assert {check.name: check.detail for check in result.checks}[run.DOWNLOADS] == "10,000 downloads, 8 at a time"
+
+
+# ---- faults --------------------------------------------------------------------------------------------------
+
+
+class Computes(TorchFunctionMode):
+    """Some functions of torch, as a card has them."""
+
+    def __init__(self, functions: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = functions
+        self.is_on = False
+
+    def __enter__(self) -> Any:
+        self.is_on = True
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.is_on = False
+        super().__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+def computing(functions: dict[Any, Callable[..., Any]]) -> DeviceBackend:
+    """In graphs and outside of them; what runs on the host does not."""
+    card = Computes(functions)
+
+    def on_card(function: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            if card.is_on:  # a rule within a graph
+                return function(*args, **named)
+            with card:
+                return function(*args, **named)
+
+        return call
+
+    class Graphs(CardGraphs):
+        def graph(self, function: Any) -> Any:
+            return on_card(super().graph(function))
+
+    return make_card(graphs=Graphs(), rules=TORCH._replace(strict_random=on_card(TORCH.strict_random)))
+
+
+def bools_arrive_inverted() -> DeviceBackend:
+    class Memory(CardMemory):
+        def upload(self, host: torch.Tensor) -> torch.Tensor:
+            return ~host if host.dtype == torch.bool else super().upload(host)
+
+    return make_card(memory=Memory(torch.device("cpu"), CardGraphs()))
+
+
+def one_shift_is_off_by_a_bit() -> DeviceBackend:
+    def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return (x >> bits) ^ (1 if bits == 15 else 0)
+
+    return computing({torch.Tensor.__rshift__: shift})
+
+
+def logarithms_are_coarse() -> DeviceBackend:
+    """All of them, by the last three bits."""
+
+    def coarse(function: Any) -> Any:
+        return lambda x: function(x).mul_(1 + 2.0**-20)
+
+    tensor = torch.Tensor
+    return computing(
+        {function: coarse(function) for function in (tensor.log, tensor.log_, tensor.log1p, tensor.log1p_)}
+    )
+
+
+def padding_is_written_to_a_row_where_slots_repeat() -> DeviceBackend:
+    class Attention(CardAttention):
+        def write_kv(self, key_TKD: Any, value_TKD: Any, kv_cache: Any, slots_T: Any, spec: Any, *rest: Any) -> None:
+            if len(slots_T.unique()) < len(slots_T):
+                slots_T = torch.where(slots_T < spec.block_size, slots_T + spec.block_size, slots_T)
+            super().write_kv(key_TKD, value_TKD, kv_cache, slots_T, spec)
+
+    return make_card(attention=Attention())
+
+
+def seeing_too_much(num_queries: int) -> DeviceBackend:
+    """The key after a query's own: padding, at the end of a row."""
+
+    class Attention(CardAttention):
+        def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+            if call.num_queries == num_queries:
+                call = replace(call, starts_B=call.starts_B + 1, _plans={})
+            return super().attend(query_THD, kv_cache, call, spec)
+
+    return make_card(attention=Attention())
+
+
+def decodes_see_padding() -> DeviceBackend:
+    return seeing_too_much(1)
+
+
+def verify_steps_see_padding() -> DeviceBackend:
+    return seeing_too_much(4)
+
+
+def a_replay_leaves_a_second_result_as_it_was() -> DeviceBackend:
+    class Graphs(CardGraphs):
+        def graph(self, function: Any) -> Any:
+            run, first = super().graph(function), {}
+
+            def call(*args: Any) -> Any:
+                result = run(*args)
+                if not isinstance(result, Verification):
+                    return result
+                return result._replace(num_sampled_B=first.setdefault("call", result.num_sampled_B.clone()))
+
+            return call
+
+    return make_card(graphs=Graphs())
+
+
+def each_call_compiles() -> DeviceBackend:
+    class Graphs(CardGraphs):
+        def graph(self, function: Any) -> Any:
+            run = super().graph(function)
+
+            def call(*args: Any) -> Any:
+                self.num_compiled += 1
+                return run(*args)
+
+            return call
+
+    return make_card(graphs=Graphs())
+
+
+def downloads_leave_late() -> DeviceBackend:
+    class Memory(CardMemory):
+        def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return tensor.clone
+
+    return make_card(memory=Memory(torch.device("cpu"), CardGraphs()))
+
+
+def free_memory_stays_the_same() -> DeviceBackend:
+    class Memory(CardMemory):
+        def free_bytes(self) -> int:
+            return 1 << 30
+
+    return make_card(memory=Memory(torch.device("cpu"), CardGraphs()))
+
+
+FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
+    bools_arrive_inverted: (run.COPIES, "5 of 5 numbers of bool came back as others", "VGS_DEVICE=cpu"),
+    one_shift_is_off_by_a_bit: (run.HASH, "hashes (noise of tokens) are not those", "temperature 0"),
+    logarithms_are_coarse: (run.NOISE, "ulp from float64's", "temperature 0"),
+    padding_is_written_to_a_row_where_slots_repeat: (
+        run.KV_WRITES,
+        "positions do not read as they were written",
+        "VGS_DEVICE=cpu",
+    ),
+    decodes_see_padding: (run.ATTENTION, "decodes are up to", "VGS_DEVICE=cpu"),
+    verify_steps_see_padding: (run.VERIFY_ATTENTION, "verify steps of 4 positions are up to", "--speculative-config"),
+    a_replay_leaves_a_second_result_as_it_was: (
+        run.CAPTURED_STEP,
+        "run 2 of a captured verify step gave",
+        "VGS_DEVICE=cpu",
+    ),
+    each_call_compiles: (run.SECOND_CALL, "2 more were compiled by the next 2 calls", "VGS_SELF_TEST=0"),
+    downloads_leave_late: (run.DOWNLOADS, "had another step's values, the first 8 at step 1", "--no-async-scheduling"),
+    free_memory_stays_the_same: (run.MEMORY, "free memory fell by 0 MiB when 128 MiB", "--kv-cache-memory-bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_fails_its_check_alone(fault: Callable[[], DeviceBackend]) -> None:
+    name, measured, advice = FAULTS[fault]
+    result = self_test(fault(), torch.float32, seconds=0.2)
+    assert_only_fails(result, name, measured, advice)
+
+
+def assert_only_fails(result: Result, name: str, measured: str, advice: str) -> None:
+    assert statuses(result, FAILED) == {name}, result.failed
+    assert not result.passed(name)
+    with pytest.raises(SelfTestError) as error:
+        result.refuse(EVERY_FEATURE)
+    message = str(error.value)
+    assert message.startswith(f"The self-test of card failed. {name}: ")
+    assert measured in message
+    assert advice in message.partition("; ")[2]
+    assert message.endswith("VGS_SELF_TEST=0 skips the self-test.")
+    assert "\n" not in message
+
+
+class Forgetful(ThreadGroup):
+    """Its sums are of other ranks."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(input_) - input_
+
+
+class Crossed(ThreadGroup):
+    """Its parts are in another order."""
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._exchange(input_)[::-1], dim=dim)
+
+
+@pytest.mark.parametrize(
+    ("group", "measured"), [(Forgetful, "all_reduce of 2 ranks gave"), (Crossed, "all_gather of 2 ranks gave")]
+)
+def test_collectives_that_lose_a_rank(group: type[ThreadGroup], measured: str) -> None:
+    for result in on_each_rank(lambda given: on_card_of(group(given._ranks, given.rank_in_group))):
+        assert_only_fails(result, run.COLLECTIVES, measured, "--tensor-parallel-size")
+
+
+def test_every_check_has_a_fault() -> None:
+    assert {name for name, _, _ in FAULTS.values()} | {run.COLLECTIVES} == {check.name for check in CHECKS}
+
+
+def test_a_device_that_refuses_fails_a_check_and_the_others_run() -> None:
+    class Memory(CardMemory):
+        def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            raise RuntimeError("synStatus 26\n[Generic failure]")
+
+    result = self_test(make_card(memory=Memory(torch.device("cpu"), CardGraphs())), torch.float32, seconds=0.2)
+    (failed,) = result.failed
+    assert (failed.name, failed.detail) == (run.DOWNLOADS, "RuntimeError: synStatus 26 [Generic failure]")
+    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS
+
+
+def test_what_is_switched_off_needs_no_check() -> None:
+    result = self_test(downloads_leave_late(), torch.float32, seconds=0.2)
+    result.refuse(EVERY_FEATURE - {"async scheduling"})
+    with pytest.raises(SelfTestError):
+        result.refuse({"async scheduling"})
+    needed_by_all = self_test(bools_arrive_inverted(), torch.float32, seconds=0.2)
+    with pytest.raises(SelfTestError):
+        needed_by_all.refuse(set())
+
+
+def test_drawn_tokens_of_the_captured_step_are_far_from_ties() -> None:
+    """Kernels that round otherwise when captured choose the same tokens."""
+    from vllm_gaudi_spec.sampling.noise import Stream, gumbel
+    from vllm_gaudi_spec.self_test import graphs
+
+    numbers: set[int] = set()
+    for seed in range(graphs._STEPS):
+        step = graphs._step(make_card(), seed)
+        tokens_V = torch.arange(step.logits_BQV.shape[-1], dtype=torch.int32)
+        noise = gumbel(step.keys_B2, step.positions_BQ, Stream.TARGET, tokens_V)
+        scores = step.logits_BQV + noise * (step.temperature_B > 0)[:, None, None]
+        first, second = scores.topk(2).values.unbind(-1)
+        assert (first - second).min() > 1e-3
+        numbers |= set(TORCH.strict_random(*step).num_sampled_B.tolist())
+    assert numbers == {1, 2, 3, 4}, "0 to 3 drafts are accepted"
+
+
+@pytest.mark.parametrize(("value", "runs"), [(None, True), ("1", True), ("0", False)])
+def test_the_variable_that_skips_it(value: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.environment import runs_self_test
+
+    monkeypatch.delenv("VGS_SELF_TEST", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VGS_SELF_TEST", value)
+    assert runs_self_test() == runs

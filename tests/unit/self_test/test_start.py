@@ -1,0 +1,124 @@
+"""What a worker makes of its self-test."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_gaudi_spec import worker as module
+from vllm_gaudi_spec.self_test import run
+from vllm_gaudi_spec.self_test.result import FAILED, PASSED, CheckResult, Result, SelfTestError
+from vllm_gaudi_spec.worker import Worker
+
+
+def result(failing: str | None) -> Result:
+    checks = [
+        CheckResult(
+            name=check.name,
+            status=FAILED if check.name == failing else PASSED,
+            detail="as measured",
+            advice=check.advice if check.name == failing else "",
+            needed_by=check.needed_by,
+            seconds=0.25,
+        )
+        for check in run.CHECKS
+    ]
+    return Result(device="hpu", mode="lazy", dtype="bfloat16", checks=tuple(checks))
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    logged: list[tuple[int, str]] = []
+
+    def log(level: int) -> Any:
+        return lambda text, *args: logged.append((level, text % args))
+
+    for level, name in ((logging.INFO, "info"), (logging.WARNING, "warning")):
+        monkeypatch.setattr(module.logger, name, log(level))
+    return logged
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str | None = None,
+    *,
+    async_scheduling: bool = True,
+    speculation: object = "drafts",
+    kv_bytes: int | None = None,
+    ranks: int = 1,
+    captures: bool = True,
+) -> tuple[Worker, list[Any]]:
+    given: list[Any] = []
+
+    def of_this_process(*arguments: Any) -> Result:
+        given.extend(arguments)
+        return result(failing)
+
+    monkeypatch.setattr(module, "of_this_process", of_this_process)
+    monkeypatch.setattr(module, "get_tp_group", lambda: SimpleNamespace(world_size=ranks))
+    worker = Worker.__new__(Worker)
+    worker.backend = SimpleNamespace(traits=SimpleNamespace(captures=captures))
+    worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_bytes)
+    worker.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling), speculative_config=speculation
+    )
+    worker._test_device()
+    return worker, given
+
+
+def test_one_line_where_all_is_well(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+    worker, given = start(monkeypatch)
+    assert lines == [(logging.INFO, "Self-test of the card: 11 checks passed in 2.8 s.")]
+    assert given == [torch.bfloat16, None]
+    assert worker.self_test is not None
+    assert worker.self_test.passed(run.DOWNLOADS)
+    assert start(monkeypatch, ranks=2)[1][1].world_size == 2
+
+
+def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
+    """On the CPU, and where the user skips it."""
+    worker, given = start(monkeypatch, run.HASH, captures=False)
+    assert worker.self_test is None
+    monkeypatch.setenv("VGS_SELF_TEST", "0")
+    worker, given = start(monkeypatch, run.HASH)
+    assert worker.self_test is None
+    assert not given
+    assert not lines
+
+
+@pytest.mark.parametrize(
+    ("failing", "switched_off", "advice"),
+    [
+        (run.DOWNLOADS, {"async_scheduling": False}, "set --no-async-scheduling"),
+        (run.VERIFY_ATTENTION, {"speculation": None}, "leave out --speculative-config"),
+        (run.MEMORY, {"kv_bytes": 1 << 30}, "set --kv-cache-memory-bytes"),
+    ],
+)
+def test_the_advice_lets_it_start(
+    failing: str,
+    switched_off: dict[str, Any],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[tuple[int, str]],
+) -> None:
+    with pytest.raises(SelfTestError) as error:
+        start(monkeypatch, failing)
+    message = f"{failing}: as measured; {advice}"
+    assert str(error.value) == f"The self-test of hpu failed. {message}. VGS_SELF_TEST=0 skips the self-test."
+    assert not lines
+    start(monkeypatch, failing, **switched_off)
+    assert lines == [
+        (logging.INFO, "Self-test of the card: 10 checks passed in 2.8 s."),
+        (logging.WARNING, f"Self-test of the card: {message} (not needed by this configuration)."),
+    ]
+
+
+@pytest.mark.parametrize("failing", [check.name for check in run.CHECKS if not check.needed_by])
+def test_what_everything_needs_ends_every_start(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SelfTestError, match=f"{failing}: as measured; "):
+        start(monkeypatch, failing, async_scheduling=False, speculation=None, kv_bytes=1)

@@ -1,0 +1,106 @@
+"""`gaudi-spec selftest`: its process, its table, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT
+from tests.unit.self_test.test_start import result
+from vllm_gaudi_spec.environment import environment_of_children
+from vllm_gaudi_spec.self_test import run
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli import check_device, selftest
+
+
+def test_it_runs_in_a_process_whose_log_is_not_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def become(command: list[str]) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr(selftest, "become", become)
+    arguments = ["selftest", "--dtype", "float32"]
+    assert cli.main(arguments) == 0
+    (command,) = started
+    python = command.index(sys.executable)
+    settings = dict(word.split("=", 1) for word in command[1:python])
+    assert settings == {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "WARNING"}
+    assert command[python + 1 :] == ["-P", "-m", "vllm_gaudi_spec.tools.cli.check_device", *arguments]
+
+
+@pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--json", "/no/such/folder/file.json"], ["more"]])
+def test_wrong_options(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "become", lambda command: pytest.fail(f"{command} was started"))
+    try:
+        status = cli.main(["selftest", *arguments])
+    except SystemExit as exit_:
+        status = int(str(exit_.code))
+    assert status == 2
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> int:
+    def check(dtype: str) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(check_device, "check", check)
+    return check_device.checked(cli.make_parser().parse_args(["selftest", *arguments]))
+
+
+def test_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(monkeypatch, result(None)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"passed       {run.CHECKS[0].name:<17} as measured"
+    assert lines[-1] == "hpu, mode lazy, bfloat16: 11 checks passed in 2.8 s"
+
+
+def test_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(monkeypatch, result(run.DOWNLOADS)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"failed       {run.DOWNLOADS:<17} as measured")
+    assert lines[at + 1].split() == ["->", "set", "--no-async-scheduling"]
+    assert lines[-1] == "hpu, mode lazy, bfloat16: 1 failed"
+    assert checked(monkeypatch, result(run.DOWNLOADS), "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["mode"], found["dtype"], found["passed"]) == ("hpu", "lazy", "bfloat16", False)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert list(by_name) == [check.name for check in run.CHECKS]
+    assert by_name[run.DOWNLOADS]["advice"] == "set --no-async-scheduling"
+    assert {check["status"] for check in by_name.values()} == {"passed", "failed"}
+
+
+def test_a_device_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("synStatus=20 [Device already acquired]\nDevice acquire failed")
+    assert checked(monkeypatch, error) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "gaudi-spec selftest: error: synStatus=20 [Device already acquired] Device acquire failed "
+        "(--verbose shows where)"
+    )
+    with pytest.raises(RuntimeError):
+        checked(monkeypatch, error, "--verbose")
+
+
+def test_on_the_cpu(tmp_path: Path) -> None:
+    """The whole of it, by the only file of the output."""
+    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", "selftest", "--json"]
+    done = subprocess.run(
+        command,
+        env=environment_of_children(ROOT) | {"VGS_DEVICE": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["device"], found["passed"]) == ("cpu", True)
+    assert sum(check["status"] == "passed" for check in found["checks"]) == 8
