@@ -79,8 +79,27 @@ def bits(
 def exponential(hashed: torch.Tensor) -> torch.Tensor:
     """Unit exponential variates from hash bits, finite and positive, fine-grained near zero, where argmax decides."""
     # 31 bits as a float keep 24 significant ones: small values are exact multiples of 2**-31.
-    unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31)
-    return unit.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
+    unit = _shift_right(hashed, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    if unit.device.type in _ACCURATE_LOG1P:
+        return unit.neg_().log1p_().neg_()
+    return minus_log1p_of_minus(unit)
+
+
+_ACCURATE_LOG1P = ("cpu", "cuda")
+"""Device types. For the kernels of Gaudi and Ascend no error is published; if theirs is log(1 + x), the noise of one in
+2**25 tokens is infinite (lesson O23)."""
+_SERIES_BELOW = 2.0**-6
+
+
+def minus_log1p_of_minus(unit: torch.Tensor) -> torch.Tensor:
+    """-log1p(-unit) in (0, 1), from logarithms of numbers that are not near one."""
+    # Four terms: the fifth is smaller than half of the last bit.
+    series = unit * (unit * (unit * (unit * (1 / 4) + 1 / 3) + 1 / 2) + 1)
+    far = unit.clamp(min=_SERIES_BELOW)
+    left = 1 - far
+    # The first part is what was rounded away in `left`.
+    logarithm = (far - (1 - left)) / left - left.log()
+    return torch.where(unit < _SERIES_BELOW, series, logarithm)
 
 
 def uniform(keys_B2: torch.Tensor, positions_BQ: torch.Tensor, stream: Stream) -> torch.Tensor:

@@ -260,6 +260,13 @@ def test_e4m3_saturates(card: Any, monkeypatch: pytest.MonkeyPatch, generation: 
     assert torch.hpu.get_device_name() == generation.upper()
 
 
+@pytest.mark.parametrize("log1p", [torch.log1p, torch.Tensor.log1p_])
+def test_o23_log1p_is_wrong_near_zero(card: Any, log1p: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert log1p(hpu(1e-9, 1.0)).cpu().tolist() == [0.0, pytest.approx(0.6931472)]
+    card.hostile = False
+    assert log1p(hpu(1e-9)).item() == pytest.approx(1e-9)
+
+
 def test_fallbacks_are_counted_and_can_be_forbidden(card: Any) -> None:
     hpu(1, 1).mode()
     assert card.counters.fallbacks == 1

@@ -9,7 +9,15 @@ import pytest
 import torch
 from scipy import stats
 
-from vllm_gaudi_spec.sampling.noise import Stream, bits, exponential, fold_seed, fresh_seed, gumbel
+from vllm_gaudi_spec.sampling.noise import (
+    Stream,
+    bits,
+    exponential,
+    fold_seed,
+    fresh_seed,
+    gumbel,
+    minus_log1p_of_minus,
+)
 
 
 def keys(*seeds: int) -> torch.Tensor:
@@ -100,3 +108,14 @@ def test_seeds_fold_and_fresh_seeds_differ() -> None:
     assert len({fold_seed(seed) for seed in range(10_000)}) == 10_000
     assert fresh_seed(0, 1, "a") == fresh_seed(0, 1, "a")
     assert len({fresh_seed(0, count, "a") for count in range(1000)}) == 1000
+
+
+def test_o23_without_log1p_noise_is_as_good() -> None:
+    """On every scale, from the smallest variate to the largest, and where the series ends."""
+    edges = 2.0 ** -torch.arange(1, 33) * torch.linspace(0.5, 1.5, 1001)[:, None]
+    unit = torch.cat((edges.flatten(), torch.linspace(2.0**-32, 1 - 2.0**-24, 100_001)))
+    unit = unit.clamp(2.0**-32, 1 - 2.0**-24)
+    exact = -torch.log1p(-unit.double())
+    last_bit = torch.nextafter(exact.float(), torch.tensor(torch.inf)).double() - exact.float().double()
+    assert ((minus_log1p_of_minus(unit).double() - exact).abs() / last_bit).max() < 2
+    assert ((-(1 - unit).log()).double() - exact).abs().div(last_bit).max() > 1e6, "what a naive kernel makes of it"
