@@ -119,3 +119,22 @@ def test_local_experts() -> None:
     assert _local_experts(torch.tensor([-1, -1, 0, 1, -1])) == (2, 2)
     with pytest.raises(UnsupportedConfigError, match="--expert-placement-strategy linear"):
         _local_experts(torch.tensor([0, -1, 1, -1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shares", [True, False])
+def test_l06_outputs_are_scaled_as_vllm_does_but_not_in_place(dtype: torch.dtype, shares: bool) -> None:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from vllm_gaudi_spec.devices.common.dense_experts import VisibleRunner
+
+    outputs = torch.ones(3, dtype=dtype) if shares else None, torch.ones(3, dtype=dtype)
+    runner: Any = SimpleNamespace(routed_scaling_factor=2.5)
+    ours = VisibleRunner._maybe_apply_routed_scale_to_output(runner, *outputs)
+    assert all(output is None or torch.equal(output, torch.ones(3, dtype=dtype)) for output in outputs)
+    theirs = MoERunner._maybe_apply_routed_scale_to_output(runner, *outputs)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+    runner.routed_scaling_factor = 1.0
+    assert VisibleRunner._maybe_apply_routed_scale_to_output(runner, *outputs) == outputs

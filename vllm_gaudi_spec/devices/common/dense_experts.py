@@ -42,6 +42,18 @@ class VisibleRunner(MoERunner):
     ) -> Any:
         return self._forward_impl(hidden, router_logits, shared_input, input_ids)
 
+    def _maybe_apply_routed_scale_to_output(
+        self, shared_output: torch.Tensor | None, fused_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As vLLM's, but not in place: several ranks' outputs are views, through which a captured graph on a Gaudi must
+        not write (lesson L06)."""
+        factor = self.routed_scaling_factor
+        if factor == 1.0:
+            return shared_output, fused_output
+        if shared_output is not None and fused_output.dtype == torch.float16:
+            return shared_output * (1.0 / factor), fused_output
+        return shared_output, fused_output * factor
+
 
 @UnquantizedFusedMoEMethod.register_oot
 class DenseExperts(UnquantizedFusedMoEMethod):
