@@ -136,6 +136,13 @@ verify-models: $(VENV)/.stamp-dev  ## tiny checkpoints of every architecture and
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
 verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$python" -m tests.verify_device $(1) $(ARGS)
 
+# No set-up: torch 2.11 with the rest is an environment of the user's.
+.PHONY: verify-torch211
+verify-torch211:  ## the emulated Gaudi on torch 2.11, as in Gaudi's images (PYTHON=, of an environment that has it)
+	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
+	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
+	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)
+
 .PHONY: verify-gaudi
 verify-gaudi:  ## on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
 	@$(call verify_device,gaudi)
