@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 
 from tests.conformance.graphs import compiled
@@ -83,6 +85,55 @@ def test_a_result_goes_into_the_next_graph(backend: DeviceBackend) -> None:
     for _ in range(3):
         found = double(found)
     assert backend.memory.download(add(found, backend.memory.upload(numbers(1, 1)))).tolist() == [17, 33]
+
+
+def test_l01_l33_arguments_that_a_hash_takes_for_one(backend: DeviceBackend) -> None:
+    """Python's hash does of -1 and -2, of 1, 1.0 and True; the bridge's, of tensors that differ in their dtype."""
+    graph = backend.graphs.graph(lambda x, by: x * by)
+    for _ in range(2):
+        for by in (-1, -2, 1, True, 1.0, 2):
+            for dtype in (torch.int32, torch.float32):
+                found = backend.memory.download(graph(backend.memory.upload(numbers(3, 5, dtype=dtype)), by))
+                assert found.tolist() == [3 * by, 5 * by]
+                assert found.dtype == (torch.float32 if isinstance(by, float) else dtype)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, given, alone: (x + 1, given),
+        lambda x, given, alone: (given * 2, x + 1, alone.view(-1))[1],
+        lambda x, given, alone: x.clone().add_(1),
+    ],
+)
+def test_l04_l32_arguments_that_are_not_read(backend: DeviceBackend, function: Callable[..., Any]) -> None:
+    """They are not written over by a later call's, and no call but the first makes a graph."""
+    graph = backend.graphs.graph(function)
+    kept, made = backend.memory.upload(numbers(7, 8)), 0
+    for number in range(3):
+        given = kept if number == 0 else backend.memory.upload(numbers(number, number))
+        alone = backend.memory.upload(numbers(9, number, 9))
+        found = graph(backend.memory.upload(numbers(number)), given, alone)
+        if isinstance(found, tuple):
+            found, same = found
+            assert backend.memory.download(same).tolist() == ([7, 8] if number == 0 else [number, number])
+        assert backend.memory.download(found).tolist() == [number + 1]
+        backend.graphs.step_done()
+        made = made or compiled(backend)
+    assert backend.memory.download(kept).tolist() == [7, 8]
+    assert compiled(backend) == made
+
+
+def test_l30_an_error_in_a_new_graph_is_not_the_end(backend: DeviceBackend) -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        x + 1
+        raise ValueError("as a drafter may")
+
+    failing, graph = backend.graphs.graph(fail), backend.graphs.graph(lambda x: x + 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="as a drafter may"):
+            failing(backend.memory.upload(numbers(1)))
+        assert backend.memory.download(graph(backend.memory.upload(numbers(1)))).tolist() == [2]
 
 
 class Counter:

@@ -32,7 +32,7 @@ def test_there_and_back(backend: DeviceBackend) -> None:
     assert backend.memory.num_host_syncs - before == len(tensors), "uploads are not reads"
 
 
-def test_results_are_on_their_way_before_the_next_step_overwrites_them(backend: DeviceBackend) -> None:
+def test_l05_h02_results_are_on_their_way_before_the_next_step_overwrites_them(backend: DeviceBackend) -> None:
     """Several at a time; each is counted once."""
     graph = backend.graphs.graph(lambda x: x + 1)
     before = backend.memory.num_host_syncs
@@ -45,7 +45,7 @@ def test_results_are_on_their_way_before_the_next_step_overwrites_them(backend: 
     assert backend.memory.num_host_syncs - before == 4
 
 
-def test_memory(backend: DeviceBackend) -> None:
+def test_s14_memory(backend: DeviceBackend) -> None:
     most = backend.memory.available_memory(0.9, 1)
     assert type(most) is int
     assert most > 0
@@ -82,7 +82,7 @@ def test_a_model_comes_to_the_device(backend: DeviceBackend) -> None:
     backend.memory.synchronize()
 
 
-def test_no_front_end_opens_the_card(front_end: FrontEnd) -> None:
+def test_s28_no_front_end_opens_the_card(front_end: FrontEnd) -> None:
     """What vLLM asks before it starts its engine process: an open card would not be free for that."""
     from vllm.platforms import current_platform
 

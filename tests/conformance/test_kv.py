@@ -77,7 +77,7 @@ either_kind = pytest.mark.parametrize("kinds", EACH, ids=["keys and values", "la
 
 
 @either_kind
-def test_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
+def test_r11_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
     caches, layers = peeks(backend, kinds)
     every, last = list(range(BLOCKS)), backend.traits.block_size - 1
     assert {backend.attention.kv_shape(cache).block_size for cache in caches.values()} == {backend.traits.block_size}
@@ -89,7 +89,7 @@ def test_it_is_zero_and_layers_have_their_own(backend: DeviceBackend, kinds: dic
 
 
 @either_kind
-def test_blocks_are_copied_in_all_layers(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
+def test_o14_blocks_are_copied_in_all_layers(backend: DeviceBackend, kinds: dict[str, Kind]) -> None:
     """Few and many at a time, by what was made once."""
     caches, layers = peeks(backend, kinds)
     every, last = list(range(BLOCKS)), backend.traits.block_size - 1

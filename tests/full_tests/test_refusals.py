@@ -86,7 +86,7 @@ MODELS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
-def test_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+def test_a03_a23_a24_v01_v05_v13_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
     made.save_pretrained(tmp_path)

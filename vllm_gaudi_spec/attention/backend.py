@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -107,6 +108,9 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.dtype = torch.get_default_dtype()
         """The model's dtype, which is the default dtype while vLLM makes layers."""
+        config = get_current_vllm_config_or_none()
+        has_model = config is not None and config.model_config is not None
+        self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
         self.has_written = False
         """Whether the layer's KV was ever written; checked after warm-up."""
 
@@ -141,6 +145,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             value_size=self.value_size,
             attention_chunk=getattr(layer, "attention_chunk_size", None),
             layer_operations=self.layer_operations,
+            model_type=self.model_type,
         )
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
 

@@ -65,8 +65,10 @@ def attend(
     sums_NL = torch.where(plan.owned_N1, sums_NL, 0.0)
     # A row's maximum starts above LOWEST, so that an entry of which a query sees nothing is rescaled to 0, not to 1,
     # even where the query sees nothing in the row's other entries either.
-    row_max = torch.full((call.num_rows + 1, lanes), LOWEST / 2, dtype=torch.float32, device=scores.device)
-    row_max = row_max.index_reduce_(0, flat.rows_N, max_NL, "amax")
+    # A Gaudi reduces no last dimension of 1.
+    by_lane = (lanes,) if lanes > 1 else ()
+    row_max = torch.full((call.num_rows + 1, *by_lane), LOWEST / 2, dtype=torch.float32, device=scores.device)
+    row_max = row_max.index_reduce_(0, flat.rows_N, max_NL.view(-1, *by_lane), "amax").view(-1, lanes)
     rescale_NL = torch.exp(max_NL - row_max.index_select(0, flat.rows_N))
 
     parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, operations.matmul_av).flatten(1)

@@ -45,6 +45,8 @@ class AttentionLayerSpec:
     """Queries see keys of their own chunk only: chunks have so many positions."""
     layer_operations: bool = False
     """Its matmuls, softmax and caches are modules of the layer, which no fused kernel would call."""
+    model_type: str = ""
+    """As transformers names it: a kernel's precision may do for some models only."""
 
     @property
     def output_size(self) -> int:

@@ -23,7 +23,7 @@ __all__ = ["device", "install", "install_npu", "tag_kv"]
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
-    from vllm_gaudi_spec.emulator.gaudi import accelerator, fused, habana, hpu
+    from vllm_gaudi_spec.emulator.gaudi import accelerator, fused, habana, hpu, kernels
     from vllm_gaudi_spec.emulator.gaudi.models import MODELS
 
     if generation not in MODELS:
@@ -31,6 +31,7 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     if not _configured(MODELS[generation], lazy):
         return
     fused.register()
+    kernels.register()
     module = hpu.make_module()
     habana.enter_modules(module)
     _enter(module)

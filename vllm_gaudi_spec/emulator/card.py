@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -42,10 +42,13 @@ class Model:
     """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
     float64_on_host: bool
     """Whether float64 is computed elsewhere, and slowly; else it is computed on the card, as float32."""
+    lacks_dtypes: frozenset[torch.dtype]
     lacks: Callable[[str, str], bool]
     """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
     negative_index: str
     """Why an index below zero is refused."""
+    dies_without_memory: bool
+    """Whether a process is of no use once memory ended."""
     downloads_late: bool
     """Whether an event does not cover a download into memory that is not pinned."""
     queue: Callable[[Device], Queue]
@@ -102,6 +105,8 @@ class Device:
         self.pid = 0
         self.in_use = 0
         self.peak = 0
+        self.acquire: Callable[[], None] | None = None
+        """Makes the card this process's own, or raises."""
 
     def configure(self, model: Model, lazy: bool) -> None:
         self.model = model
@@ -125,6 +130,10 @@ class Device:
         self.lazy_collectives = False
         # Refuses what is known to fail on some cards or releases, though perhaps not on all.
         self.hostile = True
+        # As with ENABLE_CONSOLE: the runtime writes its log where others look for answers.
+        self.console = False
+        self.communicators: set[str] = set()
+        """Process groups that had a collective outside of graphs."""
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Downloads into memory that is not pinned, and what arrives there once the whole card was waited for."""
         self.strict = False
@@ -167,6 +176,8 @@ class Device:
     def opened(self) -> None:
         """First use: from here on a fork is fatal."""
         if not self.pid:
+            if self.acquire is not None and self.hostile:
+                self.acquire()
             self.pid = os.getpid()
 
     # -- memory --
@@ -181,21 +192,28 @@ class Device:
 
     def allocate(self, nbytes: int) -> None:
         self.in_use += nbytes
-        if self.in_use > self.peak:
-            self.peak = self.in_use
-            if self.in_use + self.graph_bytes > self.memory_limit:
-                raise torch.OutOfMemoryError(
-                    f"emulated {self.generation}: {nbytes} bytes asked, {self.in_use - nbytes} of "
-                    f"{self.memory_limit} in use, {self.graph_bytes} held by graphs"
-                )
+        if self.in_use + self.graph_bytes > self.memory_limit:
+            self.out_of_memory(
+                f"{nbytes} bytes asked, {self.in_use - nbytes} of {self.memory_limit} in use, {self.graph_bytes} held "
+                "by graphs"
+            )
+        self.peak = max(self.peak, self.in_use)
 
     def charge_graph(self, nbytes: int) -> None:
         if self.graph_reserve is not None and self.graph_bytes + nbytes > self.graph_reserve:
-            raise torch.OutOfMemoryError(
-                f"emulated {self.generation}: the graph reserve of {self.graph_reserve} bytes is used up: "
-                f"{self.graph_bytes} held, {nbytes} more needed"
+            # The words are those of a card (vllm-fork, issue 257).
+            self.out_of_memory(
+                f"FATAL ERROR :: MODULE:PT_SYNHELPER workspace Allocation of size ::{nbytes} failed! The graph reserve "
+                f"of {self.graph_reserve} bytes is used up: {self.graph_bytes} held"
             )
         self.graph_bytes += nbytes
+
+    def out_of_memory(self, what: str) -> NoReturn:
+        """No process goes on after it on a Gaudi: vllm-gaudi merged and reverted a warm-up that tried (pull requests
+        993 and 1078)."""
+        if self.hostile and self.model.dies_without_memory:
+            self.blocked = f"this process ran out of memory before: {what}"
+        raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
 
     def mem_get_info(self) -> tuple[int, int]:
         """(free, total) as the allocator sees it."""

@@ -17,6 +17,7 @@ from vllm_gaudi_spec.emulator.tensor import (
     check_range,
     download,
     execute,
+    garbage,
     handle,
     info_of,
     real,
@@ -40,6 +41,8 @@ def _upload(target: DeviceTensor, host: torch.Tensor) -> None:
         return
     if target.dtype is torch.float8_e4m3fn and host.dtype is not torch.float8_e4m3fn:
         host = kernels.to_e4m3(host.float(), device.e4m3_max)
+    elif host.dtype is torch.float8_e4m3fn:
+        host = kernels.as_read(host, device.e4m3_max)
     real(target).copy_(host)
     if target.dtype is torch.float64:
         wide(target, "upload")
@@ -51,7 +54,7 @@ def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, DeviceTensor):
         DEVICE.host_read("copy to the host", source.inner.nbytes, waits=len(args) < 3 or not args[2])
         if DEVICE.compile_only:
-            return target.zero_()
+            return garbage(target)
         if len(args) > 2 and args[2] and not target.is_pinned():
             return _arrives_late(target, real(source))
         return target.copy_(real(source))

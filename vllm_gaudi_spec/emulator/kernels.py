@@ -101,6 +101,14 @@ def to_e4m3(tensor: torch.Tensor, limit: float) -> torch.Tensor:
     return tensor.clamp(-limit, limit).to(torch.float8_e4m3fn)
 
 
+def as_read(e4m3: torch.Tensor, limit: float) -> torch.Tensor:
+    """Bytes that stand for a number past the device's limit are none there."""
+    if not DEVICE.hostile or limit == torch.finfo(torch.float8_e4m3fn).max:
+        return e4m3
+    past = e4m3.float().abs() > limit
+    return e4m3.view(torch.uint8).masked_fill(past, 0x7F).view(torch.float8_e4m3fn)
+
+
 def through_float32(tensor: torch.Tensor) -> torch.Tensor:
     """The precision of a float64 result on the device; its declared type stays."""
     return tensor.copy_(tensor.float())

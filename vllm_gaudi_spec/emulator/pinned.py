@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _device
 
+from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.guard import patch
 from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
@@ -16,6 +17,9 @@ def is_pinned(tensor: torch.Tensor, *args: Any) -> bool:
 
 
 def _pin(fresh: torch.Tensor) -> torch.Tensor:
+    if DEVICE.where.type == "hpu" and DEVICE.hostile and not DEVICE.pid:
+        # Bridge 1.19, PinnedMemoryAllocator.cpp: the driver allocates it.
+        raise DeviceRefusal("pinned memory is allocated before the device was opened")
     fresh.untyped_storage()._pinned = True
     return fresh
 

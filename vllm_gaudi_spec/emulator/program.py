@@ -172,6 +172,16 @@ class Capture:
         """Whether this memory was made while recording."""
         return id(memory) in self._own_memory
 
+    def read_inputs(self, outputs: set[int]) -> set[int]:
+        """Slots of inputs on which an output depends, or a change of memory: a lazy graph has nothing else. An input
+        that is returned as it is is not read."""
+        needed = {slot for slot in outputs if slot >= self.num_inputs}
+        for call in reversed(self.program.calls):
+            outs = {call.outs} if isinstance(call.outs, int) else set(call.outs)
+            if -1 in outs or outs & needed:
+                needed.update(slot for _, _, slot in call.holes)
+        return {slot for slot in needed if slot < self.num_inputs}
+
     def finish(self, kept_slots: set[int]) -> tuple[Program, int]:
         """Note where each slot is read last, except `kept_slots`; and the largest sum of bytes alive at once."""
         last: dict[int, int] = {}

@@ -47,6 +47,8 @@ class DeviceTensor(torch.Tensor):
             tensor.part = True
         if inner.is_meta:
             tensor.ghost = True
+        if inner.dtype in DEVICE.model.lacks_dtypes and DEVICE.hostile:
+            raise DeviceRefusal(f"{inner.dtype} does not exist on the device, at {here()}")
         tensor.memory = memory or Allocation(inner.nbytes)
         return tensor
 
@@ -135,14 +137,24 @@ def _from_host(host: torch.Tensor) -> DeviceTensor:
 
 
 def real(tensor: DeviceTensor) -> torch.Tensor:
-    """Its values. Those that compile-only mode never computed become zeros: garbage, but in range."""
+    """Its values. Those that compile-only mode never computed are garbage."""
     if tensor.ghost:
         DEVICE.counters.step.garbage_reads += 1
         DEVICE.counters.event("garbage read", "a tensor of compile-only mode")
         meta = tensor.inner
-        tensor.inner = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).zero_()
+        tensor.inner = garbage(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
         tensor.ghost = False
     return tensor.inner
+
+
+def garbage(values: torch.Tensor) -> torch.Tensor:
+    """Numbers that are no index and no token, and far from those of a model; zeros on a kind card."""
+    if not DEVICE.hostile:
+        return values.zero_()
+    if values.dtype is torch.bool:
+        return values.fill_(True)
+    by_byte = values.view(torch.uint8) if values.element_size() == 1 else values
+    return by_byte.fill_(0x5A if by_byte.element_size() == 1 else 0x5A5A if by_byte.element_size() == 2 else 0x5A5A5A5A)
 
 
 def _shape_only(tensor: DeviceTensor) -> torch.Tensor:
@@ -403,7 +415,7 @@ def _account(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], call: Op
 def download(what: str, tensor: DeviceTensor, waits: bool = True) -> torch.Tensor:
     DEVICE.host_read(what, tensor.inner.nbytes, waits)
     if DEVICE.compile_only:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return garbage(torch.empty(tensor.shape, dtype=tensor.dtype))
     return real(tensor).clone()
 
 

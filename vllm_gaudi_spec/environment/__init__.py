@@ -66,6 +66,7 @@ LAZY_COLLECTIVES = Variable(
 GRAPH_MEMORY = Variable(
     "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is kept for graphs"
 )
+VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
@@ -92,7 +93,7 @@ VARIABLES = (
     LAZY_COLLECTIVES,
     GRAPH_MEMORY,
     Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
-    Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module"),
+    VISIBLE_MODULES,
     Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
     Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
     QUANT_CONFIG,
@@ -243,6 +244,12 @@ def emulated_generation() -> str:
     if generation not in GAUDIS:
         raise UnsupportedConfigError(f"{EMULATED_GENERATION.name}={generation} is unknown; use {' or '.join(GAUDIS)}.")
     return generation
+
+
+def emulated_modules() -> tuple[int, ...]:
+    """The Gaudis that this process may open; none where it may open any."""
+    names = VISIBLE_MODULES.value_or_default
+    return () if names in ("", "all") else tuple(map(int, names.split(",")))
 
 
 def emulator_is_hostile() -> bool:

@@ -61,7 +61,7 @@ def apply_penalties(
     token = history_BM.long()
     seen_in_prompt = _count(token, in_prompt, vocab)
     counts = _count(token, ~in_prompt & (offsets_M <= positions_BQ[:, :1]), vocab)
-    newest_BQ = token.gather(1, positions_BQ.long())
+    newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # there is no gather of int64 on a Gaudi
     one = torch.ones_like(counts[:, :1])
     penalized = []
     for q in range(queries):

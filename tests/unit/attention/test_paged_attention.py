@@ -274,7 +274,7 @@ def test_rows_and_entries_of_padding(pad_rows: int, pad_entries: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "flat"])
-def test_the_pad_block_does_not_matter(form: str) -> None:
+def test_r11_the_pad_block_does_not_matter(form: str) -> None:
     """Anything finite, even what is too large for a score."""
     outs = [make_scene([10, 70], 3, pad_rows=0, pad_size=size).attend(FORMS[form]) for size in (0.0, 1.0, 3e38)]
     assert torch.isfinite(outs[0]).all()
@@ -283,7 +283,7 @@ def test_the_pad_block_does_not_matter(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nobody_sees_anything(form: str) -> None:
+def test_o32_nobody_sees_anything(form: str) -> None:
     """Rows whose keys lie behind the window altogether."""
     scene = make_scene([10, 20], 2, window=4)
     call = dataclasses.replace(scene.call, starts_B=torch.tensor([1000, 2000, 3000], dtype=torch.int32), _plans={})

@@ -97,7 +97,7 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
     if routes_itself:
         weights = torch.where(logits >= logits.topk(2).values[:, 1:], logits.sigmoid(), 0.0) * 1.5
-    here: Any = SimpleNamespace(local_experts=own)
+    here: Any = SimpleNamespace(local_experts=own, moe=SimpleNamespace(num_experts=experts))
     mine = range(experts) if own is None else range(own[0], sum(own))
     all_w13, all_w2 = layer.w13_weight, layer.w2_weight
     layer.w13_weight, layer.w2_weight = all_w13[list(mine)], all_w2[list(mine)]
@@ -110,6 +110,16 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
             result = all_w2[expert] @ (torch.nn.functional.silu(gate) * up)
             expected += result if weighted_inputs else weight * result
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_m12_only_logits_of_the_experts_route() -> None:
+    """Where vLLM routes in its runner, hidden states come in their place."""
+    from vllm_gaudi_spec.devices.common.dense_experts import DenseExperts
+
+    here: Any = SimpleNamespace(local_experts=None, moe=SimpleNamespace(num_experts=6))
+    hidden = torch.zeros(7, 8)
+    with pytest.raises(ValueError, match="6 experts are routed by 8 logits"):
+        DenseExperts.apply_monolithic(here, SimpleNamespace(), hidden, hidden)
 
 
 def test_local_experts() -> None:

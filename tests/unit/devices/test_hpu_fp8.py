@@ -81,7 +81,7 @@ def load_context(*apart: nn.Module) -> LoadContext:
     return LoadContext(model="", rank=0, world=1, fp8_range=None, apart=apart)
 
 
-def test_measuring(log: list[Any], tmp_path: Path) -> None:
+def test_q15_q21_q24_measuring(log: list[Any], tmp_path: Path) -> None:
     config = given(tmp_path, "MEASURE")
     with hpu_fp8.loading():
         model = Model(log)

@@ -52,7 +52,7 @@ def test_factories(card: Any, make: Callable[[str], torch.Tensor]) -> None:
     torch.testing.assert_close(made.cpu(), make("cpu"))
 
 
-def test_random_factories_have_their_own_generator(card: Any) -> None:
+def test_o21_random_factories_have_their_own_generator(card: Any) -> None:
     torch.hpu.manual_seed(3)
     first = torch.randn(4, device="hpu").cpu()
     host = torch.get_rng_state()
@@ -96,7 +96,7 @@ def test_views_share_memory_and_slices_assign(card: Any) -> None:
     assert x.tolist() == [1.0, 6.0, 5.0, 0.0]
 
 
-def test_devices_do_not_mix(card: Any) -> None:
+def test_s16_devices_do_not_mix(card: Any) -> None:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         hpu(1, 2) + torch.ones(2)
     assert (hpu(1, 2) + torch.tensor(1.0)).tolist() == [2.0, 3.0]
@@ -139,7 +139,7 @@ def test_a_read_cuts_the_pending_graph(card: Any) -> None:
     assert card.counters.implicit_markers == 1
 
 
-def test_upload_onto_a_pending_tensor_is_a_marker(card: Any) -> None:
+def test_l20_upload_onto_a_pending_tensor_is_a_marker(card: Any) -> None:
     x = hpu(1, 2)
     y = x + 1
     y.copy_(torch.zeros(2))
@@ -154,7 +154,7 @@ def test_synchronize_is_a_counted_wait(card: Any) -> None:
     assert (card.counters.syncs, card.counters.implicit_markers) == (1, 1)
 
 
-def test_traffic_is_counted(card: Any) -> None:
+def test_l21_traffic_is_counted(card: Any) -> None:
     x = torch.zeros(8).to("hpu")
     x.cpu()
     assert (card.counters.uploads, card.counters.upload_bytes, card.counters.download_bytes) == (1, 32, 32)
@@ -177,7 +177,7 @@ def test_traffic_is_counted(card: Any) -> None:
         lambda x: F.one_hot(x.long()),
     ],
 )
-def test_dynamic_shapes_are_counted(card: Any, run: Callable[[torch.Tensor], Any]) -> None:
+def test_o17_dynamic_shapes_are_counted(card: Any, run: Callable[[torch.Tensor], Any]) -> None:
     run(hpu(1, 2))
     assert card.counters.dynamic_ops >= 1
     assert THIS_FILE in card.counters.lines("dynamic op")[0]
@@ -220,7 +220,7 @@ def test_repeats_of_known_total_are_static(card: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("index", [-1, 2])
-def test_indices_are_checked(card: Any, run: Callable[..., Any], index: int) -> None:
+def test_o11_indices_are_checked(card: Any, run: Callable[..., Any], index: int) -> None:
     with pytest.raises(IndexError, match=f"index {index} is out of range for a dimension of size 2"):
         run(hpu(1, 2), ids(index))
 
@@ -230,12 +230,12 @@ def test_indices_on_the_host_fall_back(card: Any) -> None:
     assert card.counters.fallbacks == 1
 
 
-def test_one_hot_of_minus_one_is_zero(card: Any) -> None:
+def test_o10_one_hot_of_minus_one_is_zero(card: Any) -> None:
     assert F.one_hot(ids(-1, 1), 3).tolist() == [[0, 0, 0], [0, 1, 0]]
     assert card.counters.dynamic_ops == 0
 
 
-def test_int64_has_32_bits(card: Any) -> None:
+def test_o01_int64_has_32_bits(card: Any) -> None:
     with pytest.raises(RuntimeError, match="32 bits"):
         ids(1 << 31)
     with pytest.raises(RuntimeError, match="32 bits"):
@@ -243,7 +243,7 @@ def test_int64_has_32_bits(card: Any) -> None:
     assert (hpu(2**31 - 1, dtype=torch.int32) + 1).tolist() == [-(2**31)]
 
 
-def test_float64_has_the_precision_of_float32(card: Any) -> None:
+def test_o02_float64_has_the_precision_of_float32(card: Any) -> None:
     third = hpu(1, dtype=torch.float64) / 3
     assert third.dtype is torch.float64
     assert third.item() == (torch.ones(()) / 3).double().item()
@@ -251,7 +251,7 @@ def test_float64_has_the_precision_of_float32(card: Any) -> None:
 
 
 @pytest.mark.parametrize(("generation", "largest"), [("gaudi2", 240.0), ("gaudi3", 448.0)])
-def test_e4m3_saturates(card: Any, monkeypatch: pytest.MonkeyPatch, generation: str, largest: float) -> None:
+def test_q01_e4m3_saturates(card: Any, monkeypatch: pytest.MonkeyPatch, generation: str, largest: float) -> None:
     monkeypatch.setattr(card, "model", MODELS[generation])
     x = hpu(1000, -1000, 1)
     expected = [largest, -largest, 1.0]
@@ -267,7 +267,7 @@ def test_o23_log1p_is_wrong_near_zero(card: Any, log1p: Callable[[torch.Tensor],
     assert log1p(hpu(1e-9)).item() == pytest.approx(1e-9)
 
 
-def test_fallbacks_are_counted_and_can_be_forbidden(card: Any) -> None:
+def test_l07_h14_fallbacks_are_counted_and_can_be_forbidden(card: Any) -> None:
     hpu(1, 1).mode()
     assert card.counters.fallbacks == 1
     card.allow_fallbacks = False
@@ -347,7 +347,7 @@ def test_eager_mode_compiles_each_op_and_ignores_markers(card: Any, monkeypatch:
     assert card.counters.mark_steps == 0
 
 
-def test_compiles_after_warm_up(card: Any) -> None:
+def test_c32_compiles_after_warm_up(card: Any) -> None:
     x = hpu(1, 2)
     x + 1
     card.seal()
@@ -400,7 +400,7 @@ def test_what_the_device_lacks(card: Any) -> None:
         torch.accelerator.get_memory_info()
 
 
-def test_a_forked_process_may_not_use_it(card: Any) -> None:
+def test_s10_a_forked_process_may_not_use_it(card: Any) -> None:
     x = hpu(1)
     child = os.fork()
     if child == 0:

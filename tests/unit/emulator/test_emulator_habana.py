@@ -46,7 +46,7 @@ def test_attention(card: Any, kv_heads: int, form: str) -> None:
     elif form == "padded":
         lengths = torch.tensor([5, 3], dtype=torch.int32)
         hidden = hidden | (torch.arange(5) >= lengths.view(2, 1, 1, 1))
-        args = (*args, "fast", True, lengths.to("hpu"), "right")
+        args = (*args, "fp32", True, lengths.to("hpu"), "right")
     ours = [part.to("hpu") for part in (q, k, v)]
     before = card.counters.ops
     out = FusedSDPA.apply(*ours, *args)
@@ -55,7 +55,7 @@ def test_attention(card: Any, kv_heads: int, form: str) -> None:
     torch.testing.assert_close(out.cpu(), dense(q, k, v, 0.3, hidden))
 
 
-def test_attention_refuses_what_the_kernel_does(card: Any) -> None:
+def test_a04_attention_refuses_what_the_kernel_does(card: Any) -> None:
     from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
     q = torch.zeros(1, 1, 2, 8, device="hpu")
@@ -117,7 +117,7 @@ def test_a01_block_softmax_takes_what_was_run_on_cards(card: Any, queries: int, 
     torch.ops.hpu.block_softmax(*arguments)
 
 
-def test_fp8_round_trip_and_product(card: Any) -> None:
+def test_q05_fp8_round_trip_and_product(card: Any) -> None:
     x, w = torch.randn(3, 16), torch.randn(5, 16)
     scale = x.abs().max() / 240
     packed, amax = torch.ops.hpu.cast_to_fp8_v2(x.to("hpu"), (1 / scale).to("hpu"), False, True, torch.float8_e4m3fn)
@@ -163,7 +163,7 @@ def test_streams_events_and_memory(card: Any) -> None:
     assert kept.numel()
 
 
-def test_metrics_and_names(card: Any) -> None:
+def test_h13_metrics_and_names(card: Any) -> None:
     import habana_frameworks.torch as htorch
     import habana_frameworks.torch.core as htcore
     import habana_frameworks.torch.utils.experimental as htexp
@@ -188,7 +188,7 @@ def test_its_torch_is_torch(card: Any) -> None:
     assert theirs is torch
 
 
-def test_estimates(card: Any) -> None:
+def test_p02_estimates(card: Any) -> None:
     from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
     from vllm_gaudi_spec.emulator import cost
 
@@ -202,7 +202,7 @@ def test_estimates(card: Any) -> None:
         cost.step_seconds(step, "gaudi1")
 
 
-def test_installation() -> None:
+def test_s05_installation() -> None:
     """In a process of its own: nothing happens on import, and one process has one device."""
     code = (
         "import sys\n"

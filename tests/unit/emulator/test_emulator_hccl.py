@@ -24,6 +24,9 @@ def work(rank: int, world: int, path: str, device: str) -> None:
     dist.init_process_group("hccl", rank=rank, world_size=world, init_method=f"file://{path}")
     try:
         with torch.inference_mode():
+            if device == "hpu":
+                what_a_gaudi_refuses(card, world)
+                through_our_communicator(rank, world)
             collectives(rank, world, device)
             inside_an_hpu_graph(card, world) if device == "hpu" else inside_an_npu_graph(world)
     finally:
@@ -58,6 +61,58 @@ def collectives(rank: int, world: int, device: str) -> None:
             assert got[0].item() == 1.0
 
 
+def what_a_gaudi_refuses(card: Any, world: int) -> None:
+    import habana_frameworks.torch as htorch
+
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x)
+            return x * 2
+
+    # N01: in a capture, the first collective of a group.
+    card.lazy_collectives = True
+    run = htorch.hpu.wrap_in_hpu_graph(Sum(), disable_tensor_cache=True)
+    with pytest.raises(RuntimeError, match="makes a communicator in a capture"):
+        run(torch.zeros(2, device="hpu"))
+    card.blocked, card.lazy_collectives = None, False
+    # N04: integers are added as float32.
+    large = torch.tensor([2**24 + 1, 3], dtype=torch.int32).to("hpu")
+    dist.all_reduce(large)
+    assert large.tolist() == [2**24 * world, 3 * world]
+    # N05: bytes move by twos.
+    flags = torch.zeros(3, dtype=torch.bool, device="hpu")
+    with pytest.raises(RuntimeError, match="count is not even"):
+        dist.broadcast(flags, 0)
+    card.hostile = False
+    dist.broadcast(flags, 0)
+    large = torch.tensor([2**24 + 1, 3], dtype=torch.int32).to("hpu")
+    dist.all_reduce(large)
+    assert large.tolist() == [(2**24 + 1) * world, 3 * world]
+    card.hostile = True
+
+
+def through_our_communicator(rank: int, world: int) -> None:
+    from vllm_gaudi_spec.devices.hpu.communicator import HpuCommunicator
+
+    card = emulator.device()
+    card.communicators.clear()
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    ours = HpuCommunicator(cpu_group=everybody, device=torch.device("hpu"), device_group=everybody)
+    assert card.communicators, "N01: it had a real collective, whose sum was looked at"
+    if world > 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda tensor, group: None)
+            with pytest.raises(RuntimeError, match="an all_reduce of 2 Gaudis gave"):
+                HpuCommunicator(cpu_group=everybody, device=torch.device("hpu"), device_group=everybody)
+    x = torch.full((2, 3), float(rank)).to("hpu")
+    before = card.counters.implicit_markers
+    gathered = ours.all_gather(x + 0, dim=0)  # N03: rank after rank
+    assert ours.all_reduce(x + 1).tolist() == [[world * (world + 1) / 2] * 3] * 2
+    assert card.counters.implicit_markers == before, "N02: the pending graph ends before a collective does it"
+    assert gathered[:, 0].tolist() == [float(other) for other in range(world) for _ in range(2)]
+
+
 def inside_an_hpu_graph(card: Any, world: int) -> None:
     import habana_frameworks.torch as htorch
 
@@ -71,6 +126,7 @@ def inside_an_hpu_graph(card: Any, world: int) -> None:
     run = htorch.hpu.wrap_in_hpu_graph(Sum(), disable_tensor_cache=True)
     with pytest.raises(RuntimeError, match="LAZY_COLLECTIVES"):
         run(x)
+    card.blocked = None
     card.lazy_collectives = True
     assert [run(x).item(), run(x + 1).item()] == [2.0 * world, 4.0 * world]
     run.clear_cache()  # a captured collective keeps its process group, whose threads must end before the process
@@ -95,6 +151,11 @@ def inside_an_npu_graph(world: int) -> None:
     graph.reset()  # as above
 
 
-@pytest.mark.parametrize(("device", "world"), [("hpu", 1), ("hpu", 2), ("npu", 2)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_l11_n01_n02_n03_n04_n05_n07_collectives_of_gaudis(tmp_path: Path, world: int) -> None:
+    mp.spawn(work, (world, str(tmp_path / "store"), "hpu"), nprocs=world)
+
+
+@pytest.mark.parametrize(("device", "world"), [("npu", 2)])
 def test_collectives(tmp_path: Path, device: str, world: int) -> None:
     mp.spawn(work, (world, str(tmp_path / "store"), device), nprocs=world)

@@ -171,7 +171,7 @@ def test_many_random_schedules(variant: Variant, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_schedules_consist_of(variant: Variant, folder: Path) -> None:
+def test_h10_h11_what_schedules_consist_of(variant: Variant, folder: Path) -> None:
     """A schedule that is known to preempt and to verify drafts: what the random ones are made of does happen."""
     engine = SmallEngine(variant, folder)
     for place in range(NUM_ASKED):

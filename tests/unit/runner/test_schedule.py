@@ -121,7 +121,7 @@ def test_decodes_start_where_the_device_stands(requests: Requests, small: Shapes
     assert inputs.slots[0].tolist() == [5 * 16 + 7]
 
 
-def test_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) -> None:
+def test_a25_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes) -> None:
     wide = shapes(max_num_seqs=4, max_tokens=64, max_len=96, batch_buckets=(4,))
     scheduled = step({"a": 1}, new=[new_request("a", [1], [5])])
     requests.apply(scheduled)

@@ -107,7 +107,7 @@ def test_a_device_may_verify_fewer_drafts() -> None:
 @pytest.mark.parametrize("strategy", ["exponential", "linear"])
 @pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("max_len", [16, 100, 1024])
-def test_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: str) -> None:
+def test_r07_every_flat_decode_is_listed(max_len: int, drafts: int, strategy: str) -> None:
     """Whatever lengths rows have together: all of one block, all as long as can be, anything between."""
     chosen = shapes(17, 300, max_len, exact=False, drafts=drafts, flat=True, bucket_strategy=strategy)
     listed, rng = set(chosen.all()), random.Random(0)
@@ -150,7 +150,7 @@ def test_drafts_double_the_flat_decode_shapes_whatever_their_number() -> None:
     assert count(1) == count(3) == count(5) == 2 * count(0)
 
 
-def test_block_buckets_end_at_what_the_memory_holds() -> None:
+def test_r05_block_buckets_end_at_what_the_memory_holds() -> None:
     """256 sequences of 128k tokens would list 262,144 blocks, 86 GB of keys and values a layer, of 1,000 that exist."""
     chosen = shapes(max_num_seqs=256, max_len=16 * 1024, exact=False, flat=True, num_blocks=1000)
     assert chosen.entries[-1] == 3 * 1000
@@ -158,7 +158,9 @@ def test_block_buckets_end_at_what_the_memory_holds() -> None:
     assert everything.entries[-1] == 4 * 10, "and at what the configuration can reach"
 
 
-def test_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_r06_a_decode_of_more_blocks_than_are_listed_is_made_late_and_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     chosen = shapes(max_num_seqs=8, max_len=1024, exact=False, flat=True, block_buckets=(10, 100))
     assert chosen.entries == (10, 100), "a list may be shorter than what the configuration can reach"
     assert chosen.decode(1, [16] * 8).context == 10

@@ -19,7 +19,14 @@ class _Tuple(NamedTuple):
     items: tuple[Hashable, ...]
 
 
-_PLAIN = frozenset({int, bool, str, float, type(None)})
+class _Number(NamedTuple):
+    """One that equals an int, and is none."""
+
+    kind: type
+    value: Hashable
+
+
+_PLAIN = frozenset({int, str, type(None)})
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
@@ -32,6 +39,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
         if isinstance(part, torch.Tensor):
             tensors.append(part)
             return _Tensor(len(tensors) - 1)
+        if isinstance(part, (bool, float)):
+            return _Number(type(part), part)
         if isinstance(part, tuple):
             return _Tuple(type(part), tuple(walk(item) for item in part))
         hash(part)  # what has none would make a graph at every call
@@ -43,6 +52,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Hashable]:
 def rebuild(tensors: list[torch.Tensor], rest: Any) -> Any:
     if isinstance(rest, _Tensor):
         return tensors[rest.tensor_index]
+    if isinstance(rest, _Number):
+        return rest.value
     if isinstance(rest, _Tuple):
         items = [rebuild(tensors, item) for item in rest.items]
         return rest.make(*items) if hasattr(rest.make, "_fields") else tuple(items)

@@ -73,6 +73,9 @@ class DenseExperts(UnquantizedFusedMoEMethod):
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
+        num_experts = self.moe.num_experts
+        if router_logits.shape[-1] != num_experts:  # hidden states, where vLLM routes elsewhere: no error would follow
+            raise ValueError(f"{num_experts} experts are routed by {router_logits.shape[-1]} logits")
         weights_TE = _weights(layer, x, router_logits)
         if self.local_experts is not None:
             weights_TE = weights_TE.narrow(1, *self.local_experts)

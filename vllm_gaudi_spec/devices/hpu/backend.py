@@ -7,8 +7,8 @@ The compiled mode is written from the documentation and has not been run anywher
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,11 +20,12 @@ from vllm.logger import init_logger
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
-from vllm_gaudi_spec.config import GAUDIS, UnsupportedConfigError
+from vllm_gaudi_spec.config import GAUDI2, GAUDI3, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
-from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.devices.common.arguments import flatten
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
+from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction, key_of
 from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
 
@@ -92,27 +93,43 @@ class HpuGraphs(Graphs):
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
         self._compiled_in_warmup = 0
+        self._compiling_only = False
 
     def graph(self, function: Function) -> Function:
         if not self._bridge.is_lazy:
             # Stray sizes would otherwise be traced as symbols and end in graphs of dynamic shape.
             return cast("Function", torch.compile(function, backend="hpu_backend", dynamic=False))
-        module = _Module(function)
-        wrapped = self._bridge.habana.hpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
+        graphs: dict[Hashable, Any] = {}
 
         def run(*args: Any) -> Any:
             tensors, rest = flatten(args)
+            key = key_of(tensors, rest)
             # What was issued outside belongs to a graph of its own, whatever comes next.
             self._bridge.mark_step()
-            return wrapped(tensors, rest)
+            if graph := graphs.get(key):
+                return graph.result_of(tensors, graph(tensors))
+            made = CapturedFunction(function, rest)
+            graph = self._bridge.habana.hpu.wrap_in_hpu_graph(made, disable_tensor_cache=True)
+            result = graph.result_of(tensors, graph(tensors))
+            graphs[key] = graph
+            if self._compiling_only:
+                graph(tensors)  # the second call may compile what the first did not need
+            return result
 
         return cast("Function", run)
 
-    def compiling_only(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def compiling_only(self) -> Iterator[None]:
         if not self._bridge.is_lazy:
-            return nullcontext()
+            yield
+            return
         bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
-        return cast("AbstractContextManager[None]", bridge.env_setting("PT_COMPILE_ONLY_MODE", True))
+        self._compiling_only = True
+        try:
+            with bridge.env_setting("PT_COMPILE_ONLY_MODE", True):
+                yield
+        finally:
+            self._compiling_only = False
 
     def describe_warm_up(self, num_graphs: int) -> str:
         cold, cached = (warmup_seconds(num_graphs, recipe_cache=cache) / 60 for cache in (False, True))
@@ -232,6 +249,10 @@ class HpuMemory(PairMemory):
         torch.hpu.synchronize()
 
 
+# The fast softmax is too coarse for these: vllm-gaudi, extension/features.py (fp32_softmax), and its pull request 831.
+_SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32")
+
+
 class HpuAttention(PairAttention):
     def __init__(self) -> None:
         kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
@@ -266,7 +287,7 @@ class HpuAttention(PairAttention):
         keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
         mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
-        softmax_mode = "fast" if spec.dtype == torch.bfloat16 else "None"
+        softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
         attended_BHQD: torch.Tensor = self._fused_sdpa.apply(
             query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"
         )
@@ -281,8 +302,13 @@ class HpuWeights(Weights):
 
     @property
     def fp8_range(self) -> str | None:
-        name = str(self._bridge.habana.hpu.get_device_name()).lower()
-        return name if name in GAUDIS else None
+        # Not by the name, which comes with lines of the runtime's log where it has a console.
+        experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+        kind = experimental._get_device_type()
+        return {
+            experimental.synDeviceType.synDeviceGaudi2: GAUDI2,
+            experimental.synDeviceType.synDeviceGaudi3: GAUDI3,
+        }.get(kind)
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()
@@ -305,19 +331,6 @@ def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """[B, 1, Q, keys], to be added to scores."""
     hidden = torch.finfo(spec.dtype).min
     return torch.where(padded.visible(call, spec)[:, None], 0.0, hidden).to(spec.dtype)
-
-
-class _Module(nn.Module):
-    """A function as the module that HPU graphs are made of. The key of a graph is the shapes of tensors and the
-    hash of the rest."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-        self.graph_name = name_of(function)
-
-    def forward(self, tensors: list[torch.Tensor], rest: Any) -> Any:
-        return self._function(*rebuild(tensors, rest))
 
 
 def _import_bridge() -> Any:

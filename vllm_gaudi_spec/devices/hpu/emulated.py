@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.emulator.gaudi.ownership import acquire
 from vllm_gaudi_spec.environment import (
+    cache_folder,
+    cached_files,
     emulated_generation,
+    emulated_modules,
     emulator_is_hostile,
     gaudi_has_lazy_collectives,
     gaudi_is_lazy,
@@ -23,6 +28,8 @@ if not gaudi_is_lazy():
 emulator.install(generation=emulated_generation(), lazy=True)
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 emulator.device().hostile = emulator_is_hostile()
+if modules := emulated_modules():
+    emulator.device().acquire = partial(acquire, cached_files.own_folder(cache_folder()) / "emulated_gaudis", modules)
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402

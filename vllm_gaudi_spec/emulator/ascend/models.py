@@ -33,8 +33,10 @@ ASCEND_910B = Model(
     memory=int(60.97 * GIB),
     e4m3_max=448.0,
     float64_on_host=True,
+    lacks_dtypes=frozenset(),
     lacks=_lacks,
     negative_index="none is known to count from the end here",
+    dies_without_memory=False,
     downloads_late=False,  # what races is refused by its streams
     queue=NpuQueue,
 )

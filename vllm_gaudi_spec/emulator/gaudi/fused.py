@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.library import Library
 
 from vllm_gaudi_spec.emulator import kernels
-from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.card import DEVICE, GIB, DeviceRefusal
 
 _library: Library | None = None
 
@@ -80,6 +80,8 @@ def sdpa_fwd(
     """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
     is aligned to the first key, and left out padding is only possible without a mask."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
+    if DEVICE.hostile:
+        _check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
         row = torch.arange(num_queries, device=q.device)[:, None]
@@ -100,7 +102,50 @@ def sdpa_fwd(
         if mask is not None:
             bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
     grouped = q.shape[-3] != k.shape[-3]
+    if softmax_mode == "fast" and DEVICE.hostile:
+        return _fast_attention(q, k, v, bias, scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
+
+
+def _fast_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """With exponentials in bfloat16: some models write other text by it (vllm-gaudi, features.py, fp32_softmax)."""
+    k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.exp((scores - scores.amax(-1, keepdim=True)).bfloat16()).float()
+    return (weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
+# vllm-gaudi, ops.py and utils.py; the bridge's FusedSDPA.py.
+_SOFTMAX_MODES = ("None", "fast", "fp32")
+_PADDING_SIDES = ("left", "right")
+_MOST_QUERIES = 65536
+_LARGEST_MASK = 4 * GIB
+
+
+def _check_sdpa(
+    q: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    softmax_mode: str,
+    valid_seq_len: torch.Tensor | None,
+    seq_padding_type: str,
+) -> None:
+    if is_causal and mask is not None:
+        raise DeviceRefusal("hpu::sdpa_fwd takes a mask or is_causal, not both")
+    if valid_seq_len is not None and not is_causal:
+        raise DeviceRefusal("hpu::sdpa_fwd takes valid_seq_len with is_causal only")
+    if softmax_mode not in _SOFTMAX_MODES or seq_padding_type not in _PADDING_SIDES:
+        raise DeviceRefusal(f"hpu::sdpa_fwd knows no softmax {softmax_mode!r} with padding {seq_padding_type!r}")
+    if not is_causal and q.shape[-2] > _MOST_QUERIES:
+        raise DeviceRefusal(f"hpu::sdpa_fwd of {q.shape[-2]} queries that is not causal; it takes {_MOST_QUERIES}")
+    if mask is not None and mask.nbytes > _LARGEST_MASK:
+        raise DeviceRefusal(
+            f"a mask of {mask.nbytes / GIB:.0f} GiB ran out of memory on cards; use window or is_causal"
+        )
 
 
 def _lanes(dtype: torch.dtype) -> int:
@@ -167,6 +212,9 @@ def cast_to_fp8_v2(
     scale_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x * scale in fp8, largest magnitude of x or an empty tensor)"""
+    _check_fp8(scale)
+    if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
+        raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it takes float32, bfloat16 and FP8")
     amax = x.abs().amax().float() if is_amax else x.new_empty(0, dtype=torch.float32)
     scaled = x if scale is None else x.float() * _shaped(scale, scale_shape)
     if dtype is torch.float8_e5m2:
@@ -178,6 +226,9 @@ def cast_to_fp8_v2(
 def cast_from_fp8(
     x: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype, scale_shape: Sequence[int] | None = None
 ) -> torch.Tensor:
+    _check_fp8(scale)
+    if DEVICE.hostile and out_dtype not in (torch.float32, torch.bfloat16):
+        raise DeviceRefusal(f"hpu::cast_from_fp8 to {out_dtype}; it gives float32 and bfloat16")
     wide = x.float()
     return (wide if scale is None else wide * _shaped(scale, scale_shape)).to(out_dtype)
 
@@ -197,6 +248,7 @@ def fp8_gemm_v2(
 ) -> torch.Tensor:
     """The scales multiply the product. In float64, whose sums of such products are exact in any order: a row comes out
     the same however many rows there are."""
+    _check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
     out = left @ right
@@ -211,6 +263,16 @@ def fp8_gemm_v2(
     if accumulate and D is not None:
         out = out + D.double()
     return out.to(out_dtype)
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_fp8(*scales: torch.Tensor | None) -> None:
+    """vllm-gaudi, pull request 978: what is made under vLLM's loader has the model's dtype unless it asks for one."""
+    for scale in scales:
+        if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
+            raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
 
 
 def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:

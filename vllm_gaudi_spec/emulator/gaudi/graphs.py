@@ -38,12 +38,15 @@ class GraphCapture(Capture):
 
 
 class Inputs:
-    """One walk over arguments: the key they select a graph by, and the device tensors in order."""
+    """Arguments: the number that selects a graph, what a recorded graph depends on besides, and the device tensors."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.tensors: list[DeviceTensor] = []
         self._seen: dict[int, int] = {}
-        self.key = (self._walk(args), self._walk(kwargs))
+        self.wiring = (self._walk(args), self._walk(kwargs))
+        # The bridge compares nothing: a hash of shapes, views and Python values, without dtypes (1.19, graphs.py,
+        # input_hash). A kind card knows its arguments.
+        self.key = _hash((args, kwargs)) if DEVICE.hostile else self.wiring
 
     def _walk(self, value: Any) -> Any:
         if isinstance(value, DeviceTensor):
@@ -59,13 +62,33 @@ class Inputs:
             return (kind, *[(key, self._walk(item)) for key, item in value.items()])
         if isinstance(value, torch.Tensor):
             return (value.shape, value.stride(), value.dtype, "host")
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if _is_record(value) and not DEVICE.hostile:
             return (kind, *[self._walk(getattr(value, name)) for name in _field_names(kind)])
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TypeError(f"an HPU graph is found by the hash of its arguments, and {kind} has none") from error
+        _plain_hash(value)
         return (kind, value)
+
+
+def _hash(value: Any) -> int:
+    """Tensors inside of other objects are no inputs: such an object counts by its own hash, often its identity."""
+    if isinstance(value, dict):
+        return _hash(tuple(value.items()))
+    if isinstance(value, (list, tuple)):
+        return hash(tuple(_hash(item) for item in value))
+    if isinstance(value, torch.Tensor):
+        inner = value.inner if isinstance(value, DeviceTensor) else value
+        return hash((inner.shape, inner.stride(), inner.storage_offset()))
+    return _plain_hash(value)
+
+
+def _plain_hash(value: Any) -> int:
+    try:
+        return hash(value)
+    except TypeError as error:
+        raise TypeError(f"an HPU graph is found by the hash of its arguments, and {type(value)} has none") from error
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 _fields: dict[type, tuple[str, ...]] = {}
@@ -89,7 +112,7 @@ def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
         return [_map(item, convert) for item in value]
     if isinstance(value, dict):
         return {key: _map(item, convert) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         changes = {name: _map(getattr(value, name), convert) for name in _field_names(type(value))}
         return dataclasses.replace(value, **changes)
     return value
@@ -104,9 +127,15 @@ def _tensors(value: Any) -> list[DeviceTensor]:
 class CapturedGraph:
     """A recorded graph with its output tensors: the same objects at every replay, overwritten by the next one."""
 
-    def __init__(self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture) -> None:
+    def __init__(
+        self, record: GraphRecord, program: Program, work: Tally, outputs: Any, capture: Capture, wiring: Any
+    ) -> None:
         self.record = record
         self.outputs = outputs
+        self.wiring = wiring
+        self.unread: list[tuple[int, DeviceTensor]] = []
+        """Inputs that the capture did not read, with their indices: later calls copy theirs into these."""
+        self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
         self._program = program
         self._work = work
         shared = {id(tensor.memory) for tensor in capture.externals.values()}
@@ -133,6 +162,13 @@ class CapturedGraph:
             return _map(self.outputs, lambda tensor: self._current(tensor, inputs))
         return self.outputs
 
+    def copy_unread(self, inputs: Sequence[DeviceTensor]) -> None:
+        """What the bridge does before each replay (1.19, graphs.py, copy_to): a graph of its own outside of this one,
+        compiled at the second call, that writes into the tensors given at the first."""
+        for index, first in self.unread:
+            DEVICE.counters.event("copy of an unread input", f"{index} of {self.record.name}")
+            first.copy_(inputs[index])
+
     def release(self) -> None:
         DEVICE.graph_bytes -= self.record.nbytes
         DEVICE.graphs_held -= 1
@@ -144,7 +180,7 @@ class CapturedGraph:
 
 
 def capture_call(
-    name: str, key: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
+    name: str, wiring: Any, forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[DeviceTensor]
 ) -> CapturedGraph:
     """Run `forward` once while recording it. Its effects happen, except in compile-only mode."""
     device = DEVICE
@@ -158,30 +194,51 @@ def capture_call(
     where = here()
     try:
         outputs = forward(*args, **kwargs)
+    except BaseException:
+        if device.hostile:
+            # The bridge's wrapper has no other way to end a capture than to come to its end (1.19, graphs.py).
+            device.blocked = f"the capture of {name} was left by an exception, and its stream is still in it"
+        raise
     finally:
         device.capture = None
         work, counters.step = counters.step, outside
-    return _finish(capture, work, outputs, key, where)
+    return _finish(capture, work, outputs, wiring, where)
 
 
-def _finish(capture: Capture, work: Tally, outputs: Any, key: Any, where: str) -> CapturedGraph:
+def _finish(capture: Capture, work: Tally, outputs: Any, wiring: Any, where: str) -> CapturedGraph:
     device = DEVICE
+    if device.hostile:
+        _check_outputs(outputs)
     output_slots = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
     program, nbytes = capture.finish(output_slots)
     device.charge_graph(nbytes)
     device.graphs_held += 1
-    record = GraphRecord(capture.name, _describe_key(key), where, len(program.calls), nbytes)
+    record = GraphRecord(capture.name, _describe(wiring), where, len(program.calls), nbytes)
     device.graphs.append(record)
     if not device.compile_only:
         device.counters.step.add(work)
         device.counters.step.launches += 1
-    graph = CapturedGraph(record, program, work, outputs, capture)
+    graph = CapturedGraph(record, program, work, outputs, capture, wiring)
     device.compiled("graph capture", f"{capture.name} {record.key}", where)
     return graph
 
 
-def _describe_key(key: Any) -> str:
-    """The shapes in a key, in order; enough to distinguish two graphs of a module."""
+def _check_outputs(outputs: Any) -> None:
+    """The bridge finds the tensors of an output in lists, tuples, dicts and `__dict__` (1.19, extract_tensors)."""
+    if isinstance(outputs, dict):
+        outputs = tuple(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        for item in outputs:
+            _check_outputs(item)
+    elif _is_record(outputs) and not hasattr(outputs, "__dict__") and _tensors(outputs):
+        raise DeviceRefusal(
+            f"a captured forward returns a {type(outputs).__name__}, whose tensors the bridge does not find: it has "
+            "slots and no __dict__"
+        )
+
+
+def _describe(wiring: Any) -> str:
+    """The shapes of the arguments, in order; enough to distinguish two graphs of a module."""
     shapes: list[str] = []
 
     def walk(part: Any) -> None:
@@ -194,7 +251,7 @@ def _describe_key(key: Any) -> str:
             for item in part if not (part and isinstance(part[0], torch.Size)) else part[:1]:
                 walk(item)
 
-    walk(key)
+    walk(wiring)
     text = " ".join(shapes)
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -222,6 +279,13 @@ class GraphCache:
             if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
                 return self._forward(*args, **kwargs)
             return self._capture(name, inputs, args, kwargs)
+        if graph.wiring != inputs.wiring:
+            raise DeviceRefusal(
+                f"the graph of {name} for {_describe(graph.wiring)} is replayed on other arguments: its key is a hash "
+                "of shapes, views and Python values, in which neither dtypes nor -1 and -2 nor 1 and True differ"
+            )
+        if device.hostile and not self._hold_inputs:
+            graph.copy_unread(inputs.tensors)
         device.queue.flush("graph replay")
         if device.compile_only or warmup_mode:
             return graph.outputs
@@ -233,7 +297,9 @@ class GraphCache:
             tensors = self._hold(inputs)
             held = {id(theirs): ours for theirs, ours in zip(inputs.tensors, tensors, strict=True)}
             args, kwargs = (_map(value, lambda tensor: held[id(tensor)]) for value in (args, kwargs))
-        graph = capture_call(name, inputs.key, self._forward, args, kwargs, tensors)
+        graph = capture_call(name, inputs.wiring, self._forward, args, kwargs, tensors)
+        if not self._hold_inputs:
+            graph.unread = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.slot not in graph.read]
         self._graphs[inputs.key] = graph
         return graph.outputs
 

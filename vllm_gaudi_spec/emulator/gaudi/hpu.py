@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_gaudi_spec.emulator import runtime
 from vllm_gaudi_spec.emulator.card import DEVICE
@@ -15,12 +17,39 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return {"Limit": DEVICE.memory_limit, "InUse": in_use, "MaxInUse": peak}
 
 
+class Streams(runtime.Streams):
+    """A capture ends on the stream that it began on, or the process ends (bridge 1.19, HPUGraph.cpp)."""
+
+    @contextmanager
+    def stream(self, chosen: runtime.Stream | None) -> Iterator[None]:
+        DEVICE.refuse_in_capture("another stream is chosen")
+        with super().stream(chosen):
+            yield
+
+    def set_stream(self, chosen: runtime.Stream) -> None:
+        DEVICE.refuse_in_capture("another stream is chosen")
+        super().set_stream(chosen)
+
+
+def get_device_properties(device: Any = None) -> NoReturn:
+    """There is something of this name, without the fields of CUDA's (vllm-gaudi, platform.py, puts CUDA's in place)."""
+    raise NotImplementedError("torch.hpu.get_device_properties has nothing that is known; ask torch.hpu.mem_get_info")
+
+
+def get_device_name(device: Any = None) -> str:
+    """With a console of the runtime's, lines of its log come with it (vllm-gaudi, pull request 963)."""
+    name = DEVICE.generation.upper()
+    return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
+
+
 def make_module() -> ModuleType:
     contents: dict[str, Any] = {
         "Stream": runtime.Stream,
         "Event": runtime.Event,
         "memory_stats": memory_stats,
-        **runtime.Streams(runtime.Stream).contents(),
+        "get_device_properties": get_device_properties,
+        "get_device_name": get_device_name,
+        **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
         # Graphs exist in lazy mode only; elsewhere the attribute is missing, as on the device.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from vllm_gaudi_spec.config import E4M3_MAX, GAUDI2, GAUDI3
 from vllm_gaudi_spec.emulator.card import GIB, Model
 from vllm_gaudi_spec.emulator.gaudi.lazy_graph import LazyGraph
@@ -16,6 +18,10 @@ _ON_HOST = names(
 )
 _ON_HOST_PREFIXES = ("linalg_", "_linalg_", "_fft_", "special_")
 _NOT_ON_HOST = names("linalg_cholesky_ex linalg_cross linalg_vector_norm special_entr special_erfcx special_xlog1py")
+
+
+# Habana's documentation of data types, and "Complex datatype is not supported on HPU device".
+_NO_DTYPES = frozenset((torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128))
 
 
 def _lacks(packet: str, name: str) -> bool:
@@ -34,14 +40,15 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         memory=memory,
         e4m3_max=e4m3_max,
         float64_on_host=False,
+        lacks_dtypes=_NO_DTYPES,
         lacks=_lacks,
         negative_index="negative indices are disabled on this device",
+        dies_without_memory=True,
         downloads_late=True,
         queue=LazyGraph,
     )
 
 
-# What the allocator offers: Gaudi 2 as printed in a log of vllm-gaudi's documentation; Gaudi 3 inferred from its
-# 128 GB by the same share, unverified.
-_MEMORY = {GAUDI2: int(94.62 * GIB), GAUDI3: 120 * GIB}
+# What the allocator offers, as printed in logs: of vllm-gaudi's documentation, and of its issue 1736.
+_MEMORY = {GAUDI2: int(94.62 * GIB), GAUDI3: int(126.5 * GIB)}
 MODELS = {name: _model(name, memory, E4M3_MAX[name]) for name, memory in _MEMORY.items()}
