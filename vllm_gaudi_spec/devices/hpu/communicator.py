@@ -16,7 +16,8 @@ class HpuCommunicator(EvenExchange):
         super().__init__(*args, **named)
         # The first collective of a group makes its communicator, which a capture must not. A card that is wired or
         # numbered otherwise than the ranks believe shows here.
-        total = self.all_reduce(torch.full((2,), self.rank_in_group + 1.0, device=self.device)).cpu()
+        # (vLLM's `device` has the rank's number, and a process sees one card.)
+        total = self.all_reduce(torch.full((2,), self.rank_in_group + 1.0, device=self.device.type)).cpu()
         expected = self.world_size * (self.world_size + 1) / 2
         if total.tolist() != [expected] * 2:
             raise RuntimeError(
