@@ -120,9 +120,10 @@ def comes_with_an_image(package: str) -> bool:
     return any(package == entry.software for entry in DEVICES.values())
 
 
-def cards(device: str) -> list[str]:
+def cards(device: str, root: Path = Path("/")) -> list[str]:
     """The cards of a kind that a driver shows, by the files through which they are opened."""
-    return sorted(str(found) for folder, pattern in DEVICES[device].nodes for found in Path(folder).glob(pattern))
+    folders = ((root / folder.removeprefix("/"), pattern) for folder, pattern in DEVICES[device].nodes)
+    return sorted(str(found) for folder, pattern in folders for found in folder.glob(pattern))
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.tools.doctor import findings as of
 from vllm_gaudi_spec.tools.doctor.findings import Finding
+from vllm_gaudi_spec.tools.doctor.host import host_findings
 from vllm_gaudi_spec.tools.doctor.machine import device_findings, driver_findings
 from vllm_gaudi_spec.tools.doctor.probe import probe
 from vllm_gaudi_spec.tools.doctor.settings import environment, setting_findings
@@ -16,7 +17,8 @@ from vllm_gaudi_spec.tools.doctor.software import plugin_findings, serves_vllm_a
 
 def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str, Any]:
     """`missing_model`: the message about a model folder that does not exist; it is not looked for again."""
-    found = [*version_findings(), *driver_findings(), *device_findings(), *plugin_findings(), *setting_findings()]
+    found = [*version_findings(), *driver_findings(), *device_findings(), *host_findings()]
+    found += [*plugin_findings(), *setting_findings()]
     if missing_model is not None:
         found.append(Finding.refusal("models", missing_model))
     wrong = versions.wrong_vllm() is not None and not serves_vllm_ascend()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_gaudi_spec import devices, versions
@@ -89,8 +90,13 @@ def _shown(cards: list[str]) -> str:
     return cards[0] if len(cards) == 1 else f"{len(cards)} cards, {cards[0]} to {cards[-1]}"
 
 
-def driver_findings() -> Iterator[Finding]:
-    """Of tools that are here; a machine without cards has none."""
+def driver_findings(root: Path = Path("/")) -> Iterator[Finding]:
+    """Of tools that are here; a machine without cards has none. A container may lack hl-smi, and its kernel knows."""
+    version = root / "sys/module/habanalabs/version"
+    if shutil.which("hl-smi") is None and version.is_file():
+        driver = version.read_text().strip()
+        yield Finding(OK, "driver", f"habanalabs: {driver}")
+        yield from _beside_the_bridge(driver)
     for name, tool in _TOOLS.items():
         if shutil.which(name) is None:
             continue
