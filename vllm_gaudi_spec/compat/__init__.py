@@ -15,6 +15,7 @@ from vllm_gaudi_spec.compat.configuration import (
 from vllm_gaudi_spec.compat.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
+    device_type_while_loading,
     refuse_pickled_weights,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
@@ -34,6 +35,7 @@ __all__ = [
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",
+    "device_type_while_loading",
     "end_errors_with_their_message",
     "fail_with_the_engine",
     "make_mla_layers",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_gaudi_spec.compat.patching import do_nothing, wrap
@@ -47,6 +48,25 @@ def _asking(device_type: str, own_name: str) -> Callable[..., Any]:
         return getattr(torch.get_device_module(device_type), own_name)(*args, **named)
 
     return ask_the_device
+
+
+@contextmanager
+def device_type_while_loading(device_type: str | None) -> Iterator[None]:
+    """Within the context, models find `device_type` as the platform's; None: the platform's own.
+
+    Reason: constructors of some models (DeepSeek, MiniCPM) create tensors on `current_platform.device_type`, whatever
+    device they are loaded on. On a Gaudi that is the host: a part of the model on the card would be filled by one
+    small program for each copy, and an operator on both parts fails (lesson S16).
+    Remove when: no model of upstream's does that any more.
+    """
+    from vllm.platforms import current_platform
+
+    own = current_platform.device_type
+    current_platform.device_type = device_type or own
+    try:
+        yield
+    finally:
+        current_platform.device_type = own
 
 
 def refuse_pickled_weights() -> None:

@@ -83,8 +83,12 @@ class LoadedModel:
         compat.make_mla_layers(latent.LatentAttention)
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
+        loads_on = (load_config or vllm_config.load_config).device
         with compat.tensor_parallel_group(self.group):
-            with backend.weights.loading(quantization.quant_config) if quantization else nullcontext():
+            with (
+                compat.device_type_while_loading(loads_on),
+                backend.weights.loading(quantization.quant_config) if quantization else nullcontext(),
+            ):
                 self.model = get_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix, load_config=load_config
                 )

@@ -120,3 +120,41 @@ def test_upstream_still_falls_back_to_pickles(tmp_path: Path) -> None:
     upstreams = inspect.unwrap(DefaultModelLoader._prepare_weights)
     found = upstreams(DefaultModelLoader(LoadConfig()), str(tmp_path), None, None, True, None)
     assert found[1:3] == ([str(tmp_path / "pytorch_model.bin")], False)
+
+
+def test_models_still_choose_a_device_themselves() -> None:
+    """Fails when upstream's models leave it to the loader: then `device_type_while_loading` can go."""
+    from vllm.model_executor.models import deepseek_v2, minicpm
+
+    for module in (deepseek_v2, minicpm):
+        assert "current_platform.device_type" in inspect.getsource(module)
+
+
+def test_s16_the_platform_is_on_the_host_while_a_model_is_loaded_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a model's constructor sees it. `LoadedModel` is what loads."""
+    from vllm.platforms import current_platform
+
+    from tests.support.fakes import HostBackend
+    from tests.unit.test_config import engine_config
+    from vllm_gaudi_spec.runner import model
+
+    found: list[str] = []
+
+    def get_model(**named: Any) -> None:
+        found.append(current_platform.device_type)
+        raise ValueError("no weights")
+
+    monkeypatch.setattr(current_platform, "device_type", "hpu")
+    monkeypatch.setattr(model, "get_model", get_model)
+    for device in ("cpu", None):
+        with pytest.raises(ValueError, match="no weights"):
+            model.LoadedModel(
+                engine_config(tmp_path, None),
+                HostBackend(),  # type: ignore[arg-type]
+                load_config=LoadConfig(device=device),
+                group=SimpleNamespace(),  # type: ignore[arg-type]
+            )
+        assert current_platform.device_type == "hpu"
+    assert found == ["cpu", "hpu"]

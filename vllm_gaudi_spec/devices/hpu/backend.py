@@ -319,12 +319,25 @@ class HpuWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
             model.to(TRAITS.torch_device)
+            _move_plain_tensors(model, TRAITS.torch_device)
         self.weights_changed(model)
 
     def weights_changed(self, model: nn.Module) -> None:
         """Nothing is made of weights: graphs read them where they are."""
         self._bridge.mark_step()
         torch.hpu.synchronize()
+
+
+def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
+    """Those that are neither parameters nor buffers, which `Module.to` leaves on the host. Modules that share one share
+    it afterwards. INC wants its scales where they are (lesson Q15), and a number on the host is part of a graph."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        scales = getattr(module, "scale_members", ())
+        for name, tensor in list(vars(module).items()):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.dim() and name not in scales:
+                # The first one is kept, too: another tensor must not get its id meanwhile.
+                setattr(module, name, moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1])
 
 
 def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

@@ -1,0 +1,65 @@
+"""An engine on a torch that has Intel's version string. Its code is this environment's: only comparisons change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.full_tests.reference import Reference
+from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.emulated
+
+VENDOR = "2.11.0a0+git009b5f6"
+"""Of Intel's image for 1.24.1. A pre-release: for comparisons it comes before 2.11.0."""
+PROMPT, NUM_TOKENS = [5, 6, 7, 5, 6], 12
+
+_ENGINE = """
+import json, sys
+import torch
+from torch.torch_version import TorchVersion
+
+torch.__version__ = torch.version.__version__ = TorchVersion(sys.argv[2])
+
+from vllm import LLM, SamplingParams
+from vllm.utils.torch_utils import is_torch_equal_or_newer
+
+speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1, prompt_lookup_max=3)
+sizes = dict(max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64, num_gpu_blocks_override=8)
+llm = LLM(sys.argv[1], dtype="float32", speculative_config=speculation, skip_tokenizer_init=True, **sizes)
+params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=1)
+(answer,) = llm.generate([{"prompt_token_ids": json.loads(sys.argv[3])}], params)
+(report,) = llm.collective_rpc("step_report")
+found = {
+    "is_newer": is_torch_equal_or_newer("2.11.0"),
+    "tokens": list(answer.outputs[0].token_ids),
+    "compiled": report["device"]["compiled_after_warmup"],
+}
+print("\\n" + json.dumps(found))
+"""
+
+
+def test_s15_a_torch_with_the_vendors_version(looping_llama: str, tmp_path: Path) -> None:
+    metadata = tmp_path / f"torch-{VENDOR}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {VENDOR}\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ENGINE, looping_llama, VENDOR, json.dumps(PROMPT)],
+        env=os.environ | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["is_newer"] is False
+    assert found["tokens"] == Reference(looping_llama).greedy(PROMPT, NUM_TOKENS)
+    assert found["compiled"] == 0
