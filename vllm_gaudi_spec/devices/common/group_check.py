@@ -1,0 +1,63 @@
+"""The first collectives of each group of ranks: real ones, with checked results, before anything else is done.
+
+A communicator comes into being at a group's first collective. On a Gaudi that one must not stand in a captured graph, and
+a wrong network or module map shows in it, often as a hang: so vllm-gaudi too does one in `init_device` (lesson N01).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.distributed import GroupCoordinator
+
+    from vllm_gaudi_spec.devices.base import Memory
+
+logger = init_logger(__name__)
+
+_SIZE = 128
+"""Numbers that a rank sends: an even count, and few."""
+
+
+def check_groups(memory: Memory) -> None:
+    """Of every group through which ranks exchange tensors: tensor-, data- and expert-parallel ones, and a drafter's
+    that is split over ranks. All ranks call this, and have their groups in the same order."""
+    for reference in parallel_state._groups.values():
+        group = reference()
+        # One that was destroyed may still be referred to, and groups without a communicator are for the host.
+        if group is not None and group.world_size > 1 and getattr(group, "device_communicator", None) is not None:
+            check_group(group, memory)
+
+
+def check_group(group: GroupCoordinator, memory: Memory) -> None:
+    name = f"group {group.unique_name} (ranks {', '.join(map(str, group.ranks))})"
+    if group.rank_in_group == 0:
+        logger.info("First collectives of %s; if nothing follows, its ranks do not reach each other.", name)
+    sent = [_numbers(rank) for rank in range(group.world_size)]
+    with torch.inference_mode():
+        own = memory.upload(sent[group.rank_in_group])
+        _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(own, dim=0), memory)
+        _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(own.clone()), memory)
+
+
+def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[], torch.Tensor], memory: Memory) -> None:
+    advice = "check the network between these ranks, and that each has a card of its own"
+    try:
+        found = memory.download(run())
+    except Exception as error:
+        raise RuntimeError(f"{collective} of {name} fails: {error}; {advice}") from error
+    if found.shape != expected.shape:
+        raise RuntimeError(f"{collective} of {name} gives {tuple(found.shape)} numbers; {advice}")
+    if len(wrong := (found != expected).nonzero()):
+        index = int(wrong[0])
+        raise RuntimeError(f"{collective} of {name} gives {found[index]:g} for {expected[index]:g}; {advice}")
+
+
+def _numbers(rank: int) -> torch.Tensor:
+    """float32, whose sums are exact; no two ranks have the same, and no two neighbours of a rank."""
+    return torch.arange(_SIZE) % 7 + 8.0 * rank**2
