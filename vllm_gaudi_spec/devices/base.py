@@ -133,6 +133,11 @@ class Memory:
         """What is free on the card, by its own count; None where the memory is the host's, which others use too."""
         return None
 
+    def bytes_asked(self, error: RuntimeError) -> int | None:
+        """How much was asked for by an operation that failed for want of memory, 0 where the error does not tell; None
+        for one that failed for another reason."""
+        return None
+
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         """Bytes that may be used for KV by this one of the host's `num_ranks` processes."""
         raise NotImplementedError

@@ -38,6 +38,8 @@ class Model:
     """How many of them a process sees. It uses one."""
     memory: int
     """Bytes that the allocator offers."""
+    out_of_memory: str
+    """The words of its software, for `nbytes` or `mib`."""
     e4m3_max: float
     """Values above it do not exist in float8_e4m3 on the card; torch's own type goes to 448."""
     float64_on_host: bool
@@ -192,12 +194,9 @@ class Device:
 
     def allocate(self, nbytes: int) -> None:
         self.in_use += nbytes
-        if self.in_use + self.graph_bytes > self.memory_limit:
-            self.out_of_memory(
-                f"{nbytes} bytes asked, {self.in_use - nbytes} of {self.memory_limit} in use, {self.graph_bytes} held "
-                "by graphs"
-            )
         self.peak = max(self.peak, self.in_use)
+        if self.in_use + self.graph_bytes > self.memory_limit:
+            self._no_room_for(nbytes, self.in_use - nbytes)
 
     def charge_graph(self, nbytes: int) -> None:
         if self.graph_reserve is not None and self.graph_bytes + nbytes > self.graph_reserve:
@@ -206,6 +205,8 @@ class Device:
                 f"FATAL ERROR :: MODULE:PT_SYNHELPER workspace Allocation of size ::{nbytes} failed! The graph reserve "
                 f"of {self.graph_reserve} bytes is used up: {self.graph_bytes} held"
             )
+        if self.in_use + self.graph_bytes + nbytes > self.memory_limit:
+            self._no_room_for(nbytes, self.in_use)
         self.graph_bytes += nbytes
 
     def out_of_memory(self, what: str) -> NoReturn:
@@ -214,6 +215,12 @@ class Device:
         if self.hostile and self.model.dies_without_memory:
             self.blocked = f"this process ran out of memory before: {what}"
         raise torch.OutOfMemoryError(f"emulated {self.generation}: {what}")
+
+    def _no_room_for(self, nbytes: int, in_use: int) -> NoReturn:
+        self.out_of_memory(
+            f"{self.model.out_of_memory.format(nbytes=nbytes, mib=nbytes >> 20)} ({in_use} of {self.memory_limit} bytes "
+            f"are in use, {self.graph_bytes} are held by graphs)"
+        )
 
     def mem_get_info(self) -> tuple[int, int]:
         """(free, total) as the allocator sees it."""

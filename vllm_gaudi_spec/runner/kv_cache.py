@@ -21,6 +21,8 @@ class KVCache:
         """Each layer's KV cache."""
         self._copy_blocks = backend.memory.block_copier(self.by_layer)
         self.num_blocks = kv_cache_config.num_blocks
+        # Layers share one allocation, whose size each of them has.
+        self.num_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
         self.layer_groups = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         specs = [_of_a_layer(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self.block_sizes = [spec.block_size for spec in specs]

@@ -18,6 +18,7 @@ from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
 from vllm_gaudi_spec.runner.graphs import Job, report_signature
+from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -112,14 +113,18 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
     if estimate := backend.graphs.describe_warm_up(len(recorder.manifest)):
         logger.info("It may take %s.", estimate)
     started = time.perf_counter()
+    memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     with (
         backend.graphs.compiling_only(),
         tqdm(chosen, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar,
     ):
-        for job in bar:
+        for number, job in enumerate(bar, start=1):
             bar.set_postfix_str(job.kind, refresh=False)
-            job.run()
+            with memory.measuring(job, chosen[number:]):
+                job.run()
     backend.memory.synchronize()
+    if summary := memory.summary():
+        logger.info(summary)
     if kinds["decodes"]:
         for loaded in (runner.target, runner.drafter):
             if loaded is not None:

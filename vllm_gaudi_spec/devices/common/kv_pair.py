@@ -66,6 +66,9 @@ class PairMemory(Memory):
         self.torch_device = torch_device
         self._graphs = graphs
 
+    def bytes_asked(self, error: RuntimeError) -> int | None:
+        return 0 if isinstance(error, torch.OutOfMemoryError) else None
+
     def allocate_kv(self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> dict[str, KVPair]:
         return allocate(kv_cache_config, self.torch_device)
 

@@ -7,6 +7,7 @@ The compiled mode is written from the documentation and has not been run anywher
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -48,6 +49,11 @@ TRAITS = DeviceTraits(
     flat_decode=True,
     takes_quant_config=True,
 )
+
+
+# The bridge raises RuntimeErrors. As in issues of vllm-fork (257, 484) and in the calibration guide of vllm-gaudi: for the
+# memory of a recipe while it runs, and for a tensor.
+_ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
 class Bridge(NamedTuple):
@@ -195,6 +201,10 @@ class HpuMemory(PairMemory):
 
     def free_bytes(self) -> int:
         return int(torch.hpu.mem_get_info()[0])
+
+    def bytes_asked(self, error: RuntimeError) -> int | None:
+        found = _ALLOCATION_FAILED.search(str(error))
+        return int(found[1]) if found else None
 
     def available_memory(self, utilization: float, num_ranks: int) -> int:
         # A rank has a card of its own.

@@ -31,6 +31,7 @@ ASCEND_910B = Model(
     count=8,
     # As messages about memory that ran out print it for a card of 64 GB.
     memory=int(60.97 * GIB),
+    out_of_memory="NPU out of memory. Tried to allocate {mib} MiB",
     e4m3_max=448.0,
     float64_on_host=True,
     lacks_dtypes=frozenset(),

@@ -38,6 +38,8 @@ def _model(name: str, memory: int, e4m3_max: float) -> Model:
         guard_slot=15,
         count=1,
         memory=memory,
+        # As in the calibration guide of vllm-gaudi, for a tensor.
+        out_of_memory="[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{nbytes} ({mib})MB",
         e4m3_max=e4m3_max,
         float64_on_host=False,
         lacks_dtypes=_NO_DTYPES,

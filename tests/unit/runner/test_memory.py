@@ -1,0 +1,117 @@
+"""What graphs keep of a card's memory, and the option that is named where it ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Memory
+from vllm_gaudi_spec.devices.hpu.backend import HpuMemory
+from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
+
+GIB = 1 << 30
+
+
+class Card(Memory):
+    """Its runs take what they are told to."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def bytes_asked(self, error: RuntimeError) -> int | None:
+        return HpuMemory.bytes_asked(self, error)  # type: ignore[arg-type]
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self.free:
+            raise RuntimeError(f"[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{num_bytes} (1)MB")
+        self.free -= num_bytes
+
+
+def config(**options: Any) -> Any:
+    """The defaults of vLLM where the user set nothing."""
+    values = dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=None, gpu_memory_utilization=0.9)
+    values |= dict(max_num_seqs=256, max_num_batched_tokens=8192) | options
+    return SimpleNamespace(cache_config=SimpleNamespace(**values), scheduler_config=SimpleNamespace(**values))
+
+
+def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMemory:
+    memory = WarmUpMemory(card, config(**options), kv_bytes=60 * GIB)
+    jobs = [Job(kind, lambda size=size: card.take(size)) for kind, size in runs]
+    for number, job in enumerate(jobs, start=1):
+        with memory.measuring(job, jobs[number:]):
+            job.run()
+    return memory
+
+
+def test_l29_what_graphs_keep_is_one_line_by_kind() -> None:
+    memory = warm_up(Card(8 * GIB), [("prompt chunks", 2 * GIB), ("prompt chunks", GIB), ("decodes", GIB // 2)])
+    assert memory.summary() == (
+        "Graphs keep 3.50 GiB (3.00 in 2 prompt chunks, 0.50 in 1 decodes); 4.50 GiB are free."
+    )
+
+
+def test_a_device_that_does_not_report_its_memory() -> None:
+    memory = WarmUpMemory(Memory(), config(), kv_bytes=GIB)
+    with memory.measuring(Job("decodes", int), []):
+        pass
+    assert memory.summary() is None
+
+
+def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
+    """3 GiB are asked for and 1 is free; two more runs like the first are to come, and keep a GiB each: 4 of 60."""
+    runs = [("decodes", GIB), ("prompt chunks", 3 * GIB), ("decodes", GIB), ("decodes", GIB)]
+    with pytest.raises(UnsupportedConfigError) as raised:
+        warm_up(Card(2 * GIB), runs)
+    assert str(raised.value) == (
+        "The card's memory ended in warm-up at 2 of 4 runs, in prompt chunks: 3.00 GiB were asked for, 1.00 GiB are "
+        "free; lower --gpu-memory-utilization 0.9 -> 0.84."
+    )
+
+
+def test_other_errors_stay() -> None:
+    memory = WarmUpMemory(Card(GIB), config(), kv_bytes=GIB)
+    with pytest.raises(RuntimeError, match="^shapes$"), memory.measuring(Job("decodes", int), []):
+        raise RuntimeError("shapes")
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "words"),
+    [
+        (6, {}, "--gpu-memory-utilization 0.9 -> 0.81"),
+        (0, {}, "--gpu-memory-utilization 0.9 -> 0.89"),
+        (6, {"kv_cache_memory_bytes": 60 * GIB}, f"--kv-cache-memory-bytes {60 * GIB} -> {54 * GIB}"),
+        (6, {"num_gpu_blocks_override": 1000}, "--num-gpu-blocks-override 1000 -> 900"),
+        (40, {}, "--max-num-seqs 256 -> 128"),
+        (40, {"max_num_seqs": 1}, "--max-num-batched-tokens 8192 -> 4096"),
+    ],
+)
+def test_the_option_to_lower(missing: int, options: dict[str, Any], words: str) -> None:
+    assert lower(config(**options), 60 * GIB, missing * GIB) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::939524096 (896)MB", 939524096),
+        ("FATAL ERROR :: MODULE:PT_SYNHELPER workspace Allocation of size ::52561502464 failed!", 52561502464),
+        ("Graph compile failed. synStatus 26 [Generic failure]", None),
+    ],
+)
+def test_r16_how_a_gaudi_says_that_its_memory_ended(text: str, asked: int | None) -> None:
+    assert Card(0).bytes_asked(RuntimeError(text)) == asked
+
+
+def test_a_device_of_torchs_own_words() -> None:
+    from vllm_gaudi_spec.devices.common.kv_pair import PairMemory
+
+    asked = PairMemory.bytes_asked
+    assert asked(Memory(), torch.OutOfMemoryError("no memory")) == 0  # type: ignore[arg-type]
+    assert asked(Memory(), RuntimeError("no memory")) is None  # type: ignore[arg-type]
