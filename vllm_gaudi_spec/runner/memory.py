@@ -81,7 +81,9 @@ def lower(vllm_config: VllmConfig, kv_bytes: int, missing: int) -> str:
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
     if share >= 0.5:
         if cache.kv_cache_memory_bytes is not None:
-            return f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes} -> {int(cache.kv_cache_memory_bytes * share)}"
+            return (
+                f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes} -> {int(cache.kv_cache_memory_bytes * share)}"
+            )
         if cache.num_gpu_blocks_override is not None:
             return f"--num-gpu-blocks-override {cache.num_gpu_blocks_override} -> " + str(
                 int(cache.num_gpu_blocks_override * share)

@@ -148,7 +148,7 @@ class ModelRunner:
         self.hidden_states = HiddenStateBuffer(
             num_rows=self.max_rows + 1,
             num_queries=1 + self.num_drafts,
-            longest_chunk=max(shape.tokens for shape in self.shapes.prefills()),
+            longest_chunk=self.shapes.longest_chunk,
             hidden_size=model.get_hidden_size(),
             dtype=model.dtype,
             device=device,

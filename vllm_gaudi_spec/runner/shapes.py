@@ -38,6 +38,10 @@ class Shapes:
     """The most tokens of a row."""
     block_size: int
     """Tokens of a block."""
+    most_rows: int
+    """As `--max-num-seqs` allows; more than the last of `decode_rows` where the user's list is shorter."""
+    longest_chunk: int
+    """As `--max-num-batched-tokens` allows; the same for `prefill_queries`."""
     buckets: Buckets
     """How the lists were made."""
 
@@ -65,8 +69,13 @@ class Shapes:
             backend.traits.smallest_prefill, longest_chunk, backend.traits.prefill_growth
         )
         decode = buckets.batch or buckets.batch_sizes(scheduler.max_num_seqs)
-        _must_cover("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
-        _must_cover("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
+        _must_not_waste("batch_buckets", decode, scheduler.max_num_seqs, "--max-num-seqs")
+        _must_not_waste("prefill_buckets", prefill, longest_chunk, "--max-num-batched-tokens")
+        most_rows = max(decode[-1], scheduler.max_num_seqs)
+        if longest_chunk > prefill[-1]:
+            longest_chunk = round_up(longest_chunk, backend.traits.smallest_prefill)
+        else:
+            longest_chunk = prefill[-1]
         # For ranks in lockstep: a rectangle as wide as one rank's and as long as another's need not be a listed one.
         default_rows = (1,) if ranks_in_step(vllm_config) > 1 else backend.traits.prefill_rows
         rows = options.prefill_rows or default_rows
@@ -83,19 +92,21 @@ class Shapes:
             decode_queries=(1,) if num_drafts == 0 else (1, 1 + num_drafts),
             prefill_rows=rows,
             prefill_queries=prefill,
-            contexts=_contexts(buckets, max_len, max(prefill[-1], 1 + num_drafts), backend),
-            entries=_entries(buckets, decode[-1] * -(-max_len // size), num_blocks)
+            contexts=_contexts(buckets, max_len, max(longest_chunk, 1 + num_drafts), backend),
+            entries=_entries(buckets, most_rows * -(-max_len // size), num_blocks)
             if backend.traits.flat_decode
             else (),
             max_len=max_len,
             block_size=size,
+            most_rows=most_rows,
+            longest_chunk=longest_chunk,
             buckets=buckets,
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
         """The same batches for rows of up to `max_len` tokens with block tables."""
         # A drafter's step may read one token more than a verify step has.
-        widest = max(self.prefill_queries[-1], self.decode_queries[-1] + 1)
+        widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
         return replace(self, contexts=_contexts(self.buckets, max_len, widest, backend), entries=(), max_len=max_len)
 
     @property
@@ -103,8 +114,12 @@ class Shapes:
         return self.contexts[-1]
 
     def fit_rows(self, num_rows: int) -> int:
-        """The bucket for `num_rows` rows that sample in one step."""
-        return _fit(self.decode_rows, num_rows)
+        """The bucket for `num_rows` rows that decode or sample in one step."""
+        return _fit_or_late(self.decode_rows, num_rows, self.most_rows, "batch_buckets")
+
+    def fit_queries(self, num_tokens: int) -> int:
+        """The bucket for a prompt chunk."""
+        return _fit_or_late(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
         return _fit(self.contexts, num_tokens)
@@ -131,15 +146,15 @@ class Shapes:
 
     def decode(self, num_queries: int, ends: Sequence[int], num_rows: int = 0) -> Shape:
         """`num_rows`: where it is more than the rows of `ends`."""
-        rows, context = _fit(self.decode_rows, max(len(ends), num_rows)), self.decode_context(ends)
-        if self.entries and rows > _fit(self.decode_rows, len(ends)):
+        rows, context = self.fit_rows(max(len(ends), num_rows)), self.decode_context(ends)
+        if self.entries and rows > self.fit_rows(len(ends)):
             # So many rows have more blocks than these, or it would be another shape.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
         return Shape(DECODE, rows, num_queries, context)
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
-        queries = _fit(self.prefill_queries, longest)
+        queries = self.fit_queries(longest)
         # Padding extends to the end of the bucket, so the context must cover that too.
         return Shape(
             PREFILL,
@@ -150,7 +165,7 @@ class Shapes:
 
     def prefill_rows_at(self, queries: int) -> int:
         """How many chunks of this bucket may share a step without exceeding the longest single one."""
-        bucket = _fit(self.prefill_queries, queries)
+        bucket = self.fit_queries(queries)
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.prefill_queries[-1])
 
     def prefills(self) -> list[Shape]:
@@ -213,17 +228,23 @@ def _fit(buckets: tuple[int, ...], size: int) -> int:
     return buckets[index]
 
 
+def _fit_or_late(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
+    """`largest`, where the user's list ends before `size`: all that exceeds the list shares what is made late."""
+    if size <= buckets[-1]:
+        return _fit(buckets, size)
+    logger.warning_once(
+        "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
+        "are made while serving.",
+        size,
+        name,
+        buckets[-1],
+        largest,
+    )
+    return _fit((largest,), size)
+
+
 # How many times as large as needed a bucket may be. A list may serve more than one server; a typo exceeds this.
 _MAX_RATIO, _SMALL = 64, 256
-
-
-def _must_cover(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:
-    if buckets[-1] < needed:
-        raise UnsupportedConfigError(
-            f"additional_config.gaudi_spec.{name} ends at {buckets[-1]}, but {option} needs {needed}; "
-            f"add a bucket or lower {option}."
-        )
-    _must_not_waste(name, buckets, needed, option)
 
 
 def _must_not_waste(name: str, buckets: tuple[int, ...], needed: int, option: str) -> None:

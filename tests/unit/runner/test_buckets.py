@@ -9,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
 
+from tests.support.small_engine import RETOKENIZE, ROOMY, SmallEngine, Variant, greedy_text
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.records import Shape
 from vllm_gaudi_spec.runner.shapes import Buckets, geometric, round_up
 
 
@@ -144,8 +148,21 @@ def test_options_of_another_kind_are_refused(name: str, value: object) -> None:
         buckets(**{name: value})
 
 
-def test_lists_of_a_file_must_cover_the_configuration(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match=r"batch_buckets ends at 8.*--max-num-seqs"):
-        shapes(max_num_seqs=64, buckets_file=listed(tmp_path, {"batch": [1, 8]}))
+def test_lists_of_a_file(tmp_path: Path) -> None:
     chosen = shapes(max_num_seqs=8, max_tokens=64, buckets_file=listed(tmp_path, {"batch": [8], "prefill": [64]}))
     assert (chosen.decode_rows, chosen.prefill_queries) == ((8,), (64,))
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "draft_model", RETOKENIZE], ids=str)
+def test_batches_that_exceed_short_lists_are_served(method: str | None, tmp_path: Path) -> None:
+    """Of four rows where the list ends at two, and of prompt chunks of up to 20 tokens where it ends at 8. The engine
+    checks that such steps were reported."""
+    engine = SmallEngine(Variant(method, num_blocks=ROOMY, short_lists=True), tmp_path)
+    prompts = {f"r{size}": [7 + size % 3] * size for size in (3, 18, 19, 20, 2)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    with torch.inference_mode():
+        engine.finish()
+    assert engine.texts == {name: greedy_text(prompt, 24) for name, prompt in prompts.items()}
+    late = [signature for signature in engine.runner.recorder.unexpected if isinstance(signature, Shape)]
+    assert {shape.phase for shape in late} == {"decode", "prefill"}

@@ -31,7 +31,9 @@ class Card(Memory):
 
     def take(self, num_bytes: int) -> None:
         if num_bytes > self.free:
-            raise RuntimeError(f"[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{num_bytes} (1)MB")
+            raise RuntimeError(
+                f"[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{num_bytes} (1)MB"
+            )
         self.free -= num_bytes
 
 
@@ -53,9 +55,7 @@ def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMe
 
 def test_l29_what_graphs_keep_is_one_line_by_kind() -> None:
     memory = warm_up(Card(8 * GIB), [("prompt chunks", 2 * GIB), ("prompt chunks", GIB), ("decodes", GIB // 2)])
-    assert memory.summary() == (
-        "Graphs keep 3.50 GiB (3.00 in 2 prompt chunks, 0.50 in 1 decodes); 4.50 GiB are free."
-    )
+    assert memory.summary() == ("Graphs keep 3.50 GiB (3.00 in 2 prompt chunks, 0.50 in 1 decodes); 4.50 GiB are free.")
 
 
 def test_a_device_that_does_not_report_its_memory() -> None:

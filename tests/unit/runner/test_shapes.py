@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -88,14 +88,32 @@ def test_drafts_double_the_decode_shapes_whatever_their_number() -> None:
     assert count(1) == count(3) == count(8) == 2 * count(0)
 
 
-def test_buckets_of_the_user_must_cover_the_configuration() -> None:
+def test_buckets_of_the_user() -> None:
     assert shapes(batch_buckets=(1, 64)).decode(1, [5, 5]).rows == 64
-    with pytest.raises(UnsupportedConfigError, match=r"batch_buckets ends at 32.*--max-num-seqs"):
-        shapes(batch_buckets=(1, 32))
-    with pytest.raises(UnsupportedConfigError, match=r"prefill_buckets ends at 128.*--max-num-batched-tokens"):
-        shapes(prefill_buckets=(128,))
     with pytest.raises(UnsupportedConfigError, match="prefill_rows must contain 1"):
         shapes(prefill_rows=(2,))
+
+
+def test_what_exceeds_a_short_list_has_one_size_that_is_made_late(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = shapes(64, 300, 1024, exact=False, drafts=3, flat=True, batch_buckets=(1, 32), prefill_buckets=(128,))
+    assert (chosen.most_rows, chosen.longest_chunk) == (64, 304)
+    listed = set(chosen.all())
+    assert max(shape.rows for shape in listed) == 32
+    assert max(shape.queries for shape in listed) == 128
+    for num_rows in (32, 33, 64):
+        decode = chosen.decode(4, [5] * num_rows)
+        assert decode.rows == chosen.fit_rows(num_rows) == (32 if num_rows == 32 else 64)
+        assert (decode in listed) == (num_rows == 32)
+        # As in lockstep with a rank that has this many, whatever this one has.
+        assert chosen.decode(4, [5], num_rows=num_rows).rows == decode.rows
+    for length, start in product((128, 129, 300), (0, 700, 724)):
+        chunk = chosen.prefill(1, length, start + length)
+        assert chunk.queries == (128 if length == 128 else 304)
+        assert (chunk in listed) == (length == 128)
+        assert chunk.context >= start + chunk.queries
+        assert chosen.prefill_rows_at(length) == 1
+    with pytest.raises(AssertionError):
+        chosen.fit_rows(65)  # more than --max-num-seqs
 
 
 def test_a_device_may_verify_fewer_drafts() -> None:
