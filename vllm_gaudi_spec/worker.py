@@ -23,6 +23,7 @@ from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group, runs_self_test
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
+from vllm_gaudi_spec.runner.profile import peak_bytes
 from vllm_gaudi_spec.runner.weights import check_overrides
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, SPECULATION
@@ -125,6 +126,9 @@ class Worker(WorkerBase):
         for what, num_bytes in self.model_runner.drafting_bytes().items():
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
+        if size > 0:
+            with torch.inference_mode():
+                size -= peak_bytes(self.model_runner, size)
         if size <= 0:
             raise UnsupportedConfigError(NO_ROOM_FOR_KV)
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.full_tests.captured import captured, programs_are_the_manifest
 from tests.full_tests.engines import engine
 from tests.full_tests.speculation import ngram
-from vllm_gaudi_spec import emulator
+from tests.full_tests.tiny_models import VOCAB
+from vllm_gaudi_spec import emulator, worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.runner.model_runner import ModelRunner
+from vllm_gaudi_spec.runner.profile import peak_bytes
 
 pytestmark = pytest.mark.emulated
 
@@ -28,9 +33,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return emulator.device()
 
 
-def start(model: str, **options: Any) -> None:
-    with engine(model, speculative_config=ngram(2), **SIZES | options):
-        pass
+def start(model: str, **options: Any) -> Any:
+    return engine(model, speculative_config=ngram(2), **SIZES | options)
 
 
 def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -39,16 +43,56 @@ def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(card, "model", replace(card.model, memory=held + num_bytes))
 
 
-def test_l29_r08_memory_that_ends_in_warm_up(
-    looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
+    looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shrink(card, monkeypatch, 24 * MIB)
-    with pytest.raises(UnsupportedConfigError) as raised:
-        start(looping_llama, gpu_memory_utilization=1.0)
-    text = str(raised.value)
-    print(text)
-    found = re.search(r"in warm-up at (\d+) of (\d+) runs, .*lower --gpu-memory-utilization 1 -> ([\d.]+)\.$", text)
-    assert found, text
-    # With what it says it starts.
-    shrink(card, monkeypatch, 24 * MIB)
-    start(looping_llama, gpu_memory_utilization=float(found[3]))
+    found: list[tuple[int, int]] = []
+
+    def noted(runner: ModelRunner, budget: int) -> int:
+        before = (card.in_use, card.graph_bytes, len(card.graphs), vars(runner).keys())
+        found.append((peak_bytes(runner, budget), budget))
+        assert (card.in_use, card.graph_bytes, len(card.graphs), vars(runner).keys()) == before, "nothing is left"
+        return found[0][0]
+
+    shrink(card, monkeypatch, 64 * MIB)
+    monkeypatch.setattr(worker, "peak_bytes", noted)
+    before = captured()
+    with start(looping_llama) as llm:
+        (kv,) = llm.collective_rpc(lambda worker: worker.model_runner.kv_cache.num_bytes)
+        programs_are_the_manifest(llm, before)
+    ((peak, budget),) = found
+    assert peak > 2 * 3 * VOCAB * 4, "at least the scores of two rows of three"
+    assert 0.9 * (budget - peak) < kv <= budget - peak
+
+
+def test_l29_r08_memory_that_ends_in_warm_up(looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start names a smaller value, with what is known by then of what graphs keep, until one serves."""
+    monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0")
+    shares = [1.0]
+    while (words := served_with(looping_llama, card, monkeypatch, shares[-1])) is not None:
+        found = re.search(r"in warm-up at \d+ of \d+ runs, .*; lower --gpu-memory-utilization (.*) -> (.*)\.$", words)
+        assert found, words
+        assert float(found[1]) == shares[-1]
+        shares.append(float(found[2]))
+        assert 0.5 < shares[-1] < shares[-2]
+        assert len(shares) < 8
+    assert len(shares) > 1
+
+
+def served_with(model: str, card: Any, monkeypatch: pytest.MonkeyPatch, utilization: float) -> str | None:
+    """Why it does not start; None where it does."""
+    gc.collect()  # the engine before
+    with monkeypatch.context() as patch:
+        shrink(card, patch, 24 * MIB)
+        try:
+            with start(model, gpu_memory_utilization=utilization, max_num_seqs=1):
+                return None
+        except UnsupportedConfigError as error:
+            return str(error)
+
+
+def test_memory_that_ends_in_the_profile_run(looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(card, monkeypatch, 32 * MIB)
+    words = r"ended in the profile run .*; lower --max-num-batched-tokens 4096 -> 2048\.$"
+    with pytest.raises(UnsupportedConfigError, match=words):
+        start(looping_llama, max_num_batched_tokens=4096, max_model_len=4096).__enter__()

@@ -133,6 +133,13 @@ class Memory:
         """What is free on the card, by its own count; None where the memory is the host's, which others use too."""
         return None
 
+    measures_peak = False
+    """Whether `peak_of` measures."""
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """The most bytes that `run` needs at once, beside what is there before it."""
+        raise NotImplementedError
+
     def bytes_asked(self, error: RuntimeError) -> int | None:
         """How much was asked for by an operation that failed for want of memory, 0 where the error does not tell; None
         for one that failed for another reason."""

@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Memory
     from vllm_gaudi_spec.runner.graphs import Job
 
-_GIB = 2**30
+PROMPT_CHUNKS = "prompt chunks"
+"""A kind of runs."""
+_MIB, _GIB = 2**20, 2**30
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if abs(num_bytes) >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
 
 
 class WarmUpMemory:
     """Measures runs of warm-up on a card that reports its free memory; elsewhere it measures nothing."""
 
-    def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int) -> None:
-        """`kv_bytes`: the size of the KV cache, the only part that a user can make smaller without other options."""
+    def __init__(self, memory: Memory, vllm_config: VllmConfig, kv_bytes: int, *, where: str = "in warm-up") -> None:
+        """`kv_bytes`: the size of the KV cache, which can be made smaller; 0 where there is none yet. `where`: for the
+        error."""
+        self._where = where
         self._memory = memory
         self._vllm_config = vllm_config
         self._kv_bytes = kv_bytes
@@ -53,30 +61,29 @@ class WarmUpMemory:
         """One line; None where the device does not report its memory."""
         if not self._runs:
             return None
-        kinds = ", ".join(f"{self._kept[kind] / _GIB:.2f} in {runs} {kind}" for kind, runs in self._runs.items())
-        left = (self._memory.free_bytes() or 0) / _GIB
-        return f"Graphs keep {self._kept.total() / _GIB:.2f} GiB ({kinds}); {left:.2f} GiB are free."
+        kinds = ", ".join(f"{size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
+        return f"Graphs keep {size(self._kept.total())} ({kinds}); {size(self._memory.free_bytes() or 0)} are free."
 
     def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
-        free = self._memory.free_bytes()
-        missing = asked - (free or 0) + sum(map(self._expected, rest))
-        found = f"{asked / _GIB:.2f} GiB were asked for" if asked else "a run asked for more than there is"
-        found += "" if free is None else f", {free / _GIB:.2f} GiB are free"
+        free = max(self._memory.free_bytes() or 0, 0)
+        missing = asked - free + sum(map(self._expected, rest))
+        found = f"{size(asked)} were asked for" if asked else "a run asked for more than there is"
+        found += f", {size(free)} are free"
+        done = self._runs.total()
         return (
-            f"The card's memory ended in warm-up at {self._runs.total() + 1} of {self._runs.total() + 1 + len(rest)} "
-            f"runs, in {job.kind}: {found}; lower {lower(self._vllm_config, self._kv_bytes, missing)}."
+            f"The card's memory ended {self._where} at {done + 1} of {done + 1 + len(rest)} "
+            f"runs, in {job.kind}: {found}; lower "
+            f"{lower(self._vllm_config, job.kind, self._kv_bytes, missing)}."
         )
 
     def _expected(self, job: Job) -> int:
-        """What a run will keep, as those of its kind did so far; the largest come first."""
-        kind = {job.kind} & self._runs.keys()
-        runs = sum(self._runs[name] for name in kind or self._runs)
-        return max(0, sum(self._kept[name] for name in kind or self._kept)) // max(runs, 1)
+        """What a run will keep, as those of its kind did so far: the largest come first. 0 for a kind without any."""
+        return max(self._kept[job.kind], 0) // max(self._runs[job.kind], 1)
 
 
-def lower(vllm_config: VllmConfig, kv_bytes: int, missing: int) -> str:
-    """The option to lower, its value, and one with which `missing` bytes more would be free. A KV cache of less than
-    half is of less use than fewer sequences."""
+def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> str:
+    """The option to lower, its value, and one with which `missing` bytes more would be free for runs of a kind. A KV
+    cache of less than half is of less use than fewer sequences, or shorter prompt chunks."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
     if share >= 0.5:
@@ -90,6 +97,6 @@ def lower(vllm_config: VllmConfig, kv_bytes: int, missing: int) -> str:
             )
         percent = min(int(100 * cache.gpu_memory_utilization * share), round(100 * cache.gpu_memory_utilization) - 1)
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
-    if scheduler.max_num_seqs > 1:
+    if kind != PROMPT_CHUNKS and scheduler.max_num_seqs > 1:
         return f"--max-num-seqs {scheduler.max_num_seqs} -> {scheduler.max_num_seqs // 2}"
     return f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} -> {scheduler.max_num_batched_tokens // 2}"

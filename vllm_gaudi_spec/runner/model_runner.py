@@ -109,7 +109,9 @@ class ModelRunner:
         """Whether the drafter's KV is apart from the target's blocks, in a `DrafterKVRegion`, which binds it."""
         return self.speculation is not None and self.speculation.retokenizes
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
+        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for; nobody drafts in it, and
+        no processor of a user's is made."""
         model = self.vllm_config.model_config
         device = self.backend.traits.torch_device
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
@@ -119,7 +121,7 @@ class ModelRunner:
             self.backend,
             self.num_drafts,
             block_size=min(self.kv_cache.block_sizes),
-            num_blocks=self.kv_cache.num_blocks,
+            num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         if self.drafter is not None and not self._has_kv_region:
@@ -159,9 +161,11 @@ class ModelRunner:
             self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
         )
         self.reports = Reports(self.backend, downloads)
-        self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
+        self.custom: CustomProcessors | None = None
+        if profiled_blocks is None:
+            self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
-        if self.speculation is not None:
+        if self.speculation is not None and profiled_blocks is None:
             self.drafting = load_drafting(
                 DraftingContext(
                     speculation=self.speculation,

@@ -18,7 +18,7 @@ from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
 from vllm_gaudi_spec.runner.graphs import Job, report_signature
-from vllm_gaudi_spec.runner.memory import WarmUpMemory
+from vllm_gaudi_spec.runner.memory import PROMPT_CHUNKS, WarmUpMemory
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
     yield Job("states", partial(_touch_states, runner))
     yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
     for shape in runner.shapes.all():
-        kind = "decodes" if shape.phase == DECODE else "prompt chunks"
+        kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
     branches = sorted(runner.sampling.branches())
     has_drafts = runner.drafting is not None and runner.drafting.no_drafts(1) is not None

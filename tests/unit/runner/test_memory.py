@@ -55,7 +55,9 @@ def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMe
 
 def test_l29_what_graphs_keep_is_one_line_by_kind() -> None:
     memory = warm_up(Card(8 * GIB), [("prompt chunks", 2 * GIB), ("prompt chunks", GIB), ("decodes", GIB // 2)])
-    assert memory.summary() == ("Graphs keep 3.50 GiB (3.00 in 2 prompt chunks, 0.50 in 1 decodes); 4.50 GiB are free.")
+    assert memory.summary() == (
+        "Graphs keep 3.50 GiB (3.00 GiB in 2 prompt chunks, 512.0 MiB in 1 decodes); 4.50 GiB are free."
+    )
 
 
 def test_a_device_that_does_not_report_its_memory() -> None:
@@ -78,23 +80,24 @@ def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
 
 def test_other_errors_stay() -> None:
     memory = WarmUpMemory(Card(GIB), config(), kv_bytes=GIB)
-    with pytest.raises(RuntimeError, match="^shapes$"), memory.measuring(Job("decodes", int), []):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.measuring(Job("decodes", int), []):
         raise RuntimeError("shapes")
 
 
 @pytest.mark.parametrize(
-    ("missing", "options", "words"),
+    ("missing", "kind", "options", "words"),
     [
-        (6, {}, "--gpu-memory-utilization 0.9 -> 0.81"),
-        (0, {}, "--gpu-memory-utilization 0.9 -> 0.89"),
-        (6, {"kv_cache_memory_bytes": 60 * GIB}, f"--kv-cache-memory-bytes {60 * GIB} -> {54 * GIB}"),
-        (6, {"num_gpu_blocks_override": 1000}, "--num-gpu-blocks-override 1000 -> 900"),
-        (40, {}, "--max-num-seqs 256 -> 128"),
-        (40, {"max_num_seqs": 1}, "--max-num-batched-tokens 8192 -> 4096"),
+        (6, "decodes", {}, "--gpu-memory-utilization 0.9 -> 0.81"),
+        (0, "decodes", {}, "--gpu-memory-utilization 0.9 -> 0.89"),
+        (6, "decodes", {"kv_cache_memory_bytes": 60 * GIB}, f"--kv-cache-memory-bytes {60 * GIB} -> {54 * GIB}"),
+        (6, "decodes", {"num_gpu_blocks_override": 1000}, "--num-gpu-blocks-override 1000 -> 900"),
+        (40, "decodes", {}, "--max-num-seqs 256 -> 128"),
+        (40, "prompt chunks", {}, "--max-num-batched-tokens 8192 -> 4096"),
+        (40, "decodes", {"max_num_seqs": 1}, "--max-num-batched-tokens 8192 -> 4096"),
     ],
 )
-def test_the_option_to_lower(missing: int, options: dict[str, Any], words: str) -> None:
-    assert lower(config(**options), 60 * GIB, missing * GIB) == words
+def test_the_option_to_lower(missing: int, kind: str, options: dict[str, Any], words: str) -> None:
+    assert lower(config(**options), kind, 60 * GIB, missing * GIB) == words
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The first collectives of each group of ranks: real ones, with checked results, before anything else is done.
 
-A communicator comes into being at a group's first collective. On a Gaudi that one must not stand in a captured graph, and
-a wrong network or module map shows in it, often as a hang: so vllm-gaudi too does one in `init_device` (lesson N01).
+A communicator comes into being at a group's first collective. On a Gaudi that one must not stand in a captured graph,
+and a wrong network or module map shows in it, often as a hang: vllm-gaudi too does one in `init_device` (lesson N01).
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ TRAITS = DeviceTraits(
 )
 
 
-# The bridge raises RuntimeErrors. As in issues of vllm-fork (257, 484) and in the calibration guide of vllm-gaudi: for the
-# memory of a recipe while it runs, and for a tensor.
+# The bridge raises RuntimeErrors. As in issues of vllm-fork (257, 484) and in the calibration guide of vllm-gaudi: for
+# the memory of a recipe while it runs, and for a tensor.
 _ALLOCATION_FAILED = re.compile(r"Allocation (?:of|failed for) size ?::(\d+)")
 
 
@@ -201,6 +201,18 @@ class HpuMemory(PairMemory):
 
     def free_bytes(self) -> int:
         return int(torch.hpu.mem_get_info()[0])
+
+    measures_peak = True
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        # What a recipe needs while it runs may be of the bridge's pool, or of the driver: the larger one is right.
+        torch.hpu.synchronize()
+        allocated, free = torch.hpu.memory_allocated(), self.free_bytes()
+        torch.hpu.reset_peak_memory_stats()
+        run()
+        self._bridge.mark_step()
+        torch.hpu.synchronize()
+        return max(int(torch.hpu.max_memory_allocated()) - int(allocated), free - self.free_bytes(), 0)
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
         found = _ALLOCATION_FAILED.search(str(error))

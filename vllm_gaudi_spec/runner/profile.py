@@ -1,0 +1,105 @@
+"""The profile run: before the KV cache is sized, the largest steps run on padding, and what they need at most counts.
+
+Steps run uncaptured and read a KV cache of a few blocks, which is enough for padding. Their sizes are those of warm-up
+for as many blocks as there would be without this run: a few more than there are in the end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.worker.utils import clear_layer_kv_caches
+
+from vllm_gaudi_spec.devices.base import Graphs
+from vllm_gaudi_spec.runner.graphs import StepRecorder
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, size
+from vllm_gaudi_spec.runner.warmup import jobs, manifest
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_gaudi_spec.runner.graphs import Job
+    from vllm_gaudi_spec.runner.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+_BLOCKS = 2
+"""The pad block, and one that nobody has."""
+
+
+def peak_bytes(runner: ModelRunner, budget: int) -> int:
+    """What the largest steps of the target need beside weights and KV; 0 on a device that does not measure it.
+    `budget`: bytes that KV could have without them."""
+    if not runner.backend.memory.measures_peak:
+        return 0
+    before = dict(vars(runner))
+    try:
+        peaks = _peaks(runner, *_kv_cache_configs(runner, budget))
+    finally:
+        vars(runner).clear()
+        vars(runner).update(before)
+        clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
+        gc.collect()  # parts of the runner refer to each other
+    needed = ", ".join(f"{size(peak)} ({kind})" for kind, peak in peaks.items())
+    logger.info("The largest steps need %s.", needed)
+    return max(peaks.values(), default=0)
+
+
+def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
+    """By kind of step. Changes the runner."""
+    memory = runner.backend.memory
+    runner.backend = replace(runner.backend, graphs=_Uncaptured(runner.backend.graphs))
+    runner.recorder = StepRecorder()
+    runner.initialize_kv_cache(few, profiled_blocks=num_blocks)
+    runner.recorder.expect(manifest(runner))
+    peaks: dict[str, int] = {}
+    measured = WarmUpMemory(memory, runner.vllm_config, kv_bytes=0, where="in the profile run")
+    chosen = list(_largest(jobs(runner)))
+    for number, job in enumerate(chosen, start=1):
+        with measured.measuring(job, chosen[number:]):
+            peaks[job.kind] = max(peaks.get(job.kind, 0), memory.peak_of(job.run))
+    return peaks
+
+
+class _Uncaptured(Graphs):
+    """Functions as they are: nothing that runs once is worth a graph."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+
+    def step_done(self) -> None:
+        self._graphs.step_done()
+
+
+def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
+    """Of each kind: of its largest runs the first, which has the longest context, and the last, which has the most
+    branches."""
+    by_kind: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.signatures:
+            by_kind.setdefault(job.kind, []).append(job)
+    for found in by_kind.values():
+        most = max(job.num_tokens for job in found)
+        largest = [job for job in found if job.num_tokens == most]
+        yield largest[0]
+        if len(largest) > 1:
+            yield largest[-1]
+
+
+def _kv_cache_configs(runner: ModelRunner, budget: int) -> tuple[KVCacheConfig, int]:
+    """Of a few blocks; and how many blocks `budget` is enough for."""
+    vllm_config = runner.vllm_config
+    groups = get_kv_cache_groups(vllm_config, runner.kv_cache_spec())
+    expected = get_kv_cache_config_from_groups(vllm_config, groups, budget).num_blocks
+    cache = vllm_config.cache_config
+    override = cache.num_gpu_blocks_override
+    cache.num_gpu_blocks_override = _BLOCKS
+    try:
+        return get_kv_cache_config_from_groups(vllm_config, groups, 0), expected
+    finally:
+        cache.num_gpu_blocks_override = override
