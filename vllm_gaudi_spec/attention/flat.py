@@ -1,7 +1,8 @@
 """Paged attention over a flat list of blocks: each is read once, whatever the number of queries and the longest row.
 
 The letters are padded.py's; N here also counts the list's entries. Every entry is attended to on its own, by all
-queries of the row that owns it. A row's entries are then rescaled to their common maximum and added up.
+queries of the row that owns it. A row's entries are then rescaled to their common maximum and added up. A long list is
+read in slices, of which each row keeps its maximum and its sums so far: what a layer needs at once has a bound.
 """
 
 from __future__ import annotations
@@ -50,34 +51,89 @@ def attend(
     flat = call.flat
     assert flat is not None, "the call lists no blocks"
     plan = call.plan(("flat", spec.mask_key), lambda: _plan(call, spec))
+    query = group_queries(query_THD, call, spec)
+    sums: _Sums | None = None
+    num_entries = len(flat.ids_N)
+    for begin in range(0, num_entries, SLICE):
+        entries = range(begin, min(begin + SLICE, num_entries))
+        found = _attend_slice(query, keys_NSKD, values_NSKD, entries, plan, sums, call, spec, operations)
+        sums = found if sums is None else found.plus(sums)
+    assert sums is not None
+    group = spec.num_heads // spec.num_kv_heads
+    shape = (call.num_rows, spec.num_kv_heads, group, call.num_queries)
+    # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
+    result = sums.total.view(*shape, spec.output_size).float() / sums.weights_BL.clamp(min=1.0).view(*shape, 1)
+    return by_token(result, spec)
+
+
+SLICE = 4096
+"""Entries that are read at once. With 32 heads, 4 queries a row and blocks of 128 tokens their float32 scores are
+256 MiB, of which there are a few copies; and the gathered keys of 8 heads of 128 numbers in bfloat16 are 1 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of all entries of each row so far; L = K * G * Q lanes, one a query of a head."""
+
+    row_max: torch.Tensor
+    """float32 [B + 1, L]; the last row is of padding."""
+    total: torch.Tensor
+    """[B, L * output size]: values by weight."""
+    weights_BL: torch.Tensor
+
+    def plus(self, before: _Sums) -> _Sums:
+        """With the sums of earlier entries, whose maximum is not above this one."""
+        rescale_BL = torch.exp(before.row_max - self.row_max)[:-1]
+        earlier = before.total.float().unflatten(1, (rescale_BL.shape[1], -1)) * rescale_BL[..., None]
+        return _Sums(
+            self.row_max, self.total.float() + earlier.flatten(1), self.weights_BL + before.weights_BL * rescale_BL
+        )
+
+
+def _attend_slice(
+    query: torch.Tensor,
+    keys_NSKD: torch.Tensor,
+    values_NSKD: torch.Tensor | None,
+    entries: range,
+    plan: _Plan,
+    before: _Sums | None,
+    call: AttentionCall,
+    spec: AttentionLayerSpec,
+    operations: Operations,
+) -> _Sums:
+    flat = call.flat
+    assert flat is not None
+    ids_N, rows_N = _cut(flat.ids_N, entries), _cut(flat.rows_N, entries)
+    owned_N1 = _cut(plan.owned_N1, entries)
     # [N, S, K, D] -> [N, K, S, D]
-    keys = operations.k_cache.fetch_from_cache(keys_NSKD, flat.ids_N).transpose(1, 2)
+    keys = operations.k_cache.fetch_from_cache(keys_NSKD, ids_N).transpose(1, 2)
     values = keys
     if values_NSKD is not None:
-        values = operations.v_cache.fetch_from_cache(values_NSKD, flat.ids_N).transpose(1, 2)
-    query = group_queries(query_THD, call, spec).index_select(0, plan.readers_N)
-    scores = score(query, keys, call, spec, operations.matmul_qk)
-    exp, max_NL, sums_NL = _block_softmax(scores, plan.bias)
+        values = operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
+    scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, operations.matmul_qk)
+    exp, max_NL, sums_NL = _block_softmax(scores, _cut(plan.bias, entries))
 
-    # L = K * G * Q lanes, one a query of a head.
-    lanes = spec.num_heads * call.num_queries
-    max_NL = torch.where(plan.owned_N1, max_NL, LOWEST)
-    sums_NL = torch.where(plan.owned_N1, sums_NL, 0.0)
+    max_NL = torch.where(owned_N1, max_NL, LOWEST)
+    sums_NL = torch.where(owned_N1, sums_NL, 0.0)
     # A row's maximum starts above LOWEST, so that an entry of which a query sees nothing is rescaled to 0, not to 1,
     # even where the query sees nothing in the row's other entries either.
+    lanes = spec.num_heads * call.num_queries
     # A Gaudi reduces no last dimension of 1.
     by_lane = (lanes,) if lanes > 1 else ()
     row_max = torch.full((call.num_rows + 1, *by_lane), LOWEST / 2, dtype=torch.float32, device=scores.device)
-    row_max = row_max.index_reduce_(0, flat.rows_N, max_NL.view(-1, *by_lane), "amax").view(-1, lanes)
-    rescale_NL = torch.exp(max_NL - row_max.index_select(0, flat.rows_N))
+    row_max = row_max.index_reduce_(0, rows_N, max_NL.view(-1, *by_lane), "amax").view(-1, lanes)
+    if before is not None:
+        row_max = torch.maximum(row_max, before.row_max)
+    rescale_NL = torch.exp(max_NL - row_max.index_select(0, rows_N))
 
     parts = weigh(exp * rescale_NL.view(*scores.shape[:-1], 1), values, spec, operations.matmul_av).flatten(1)
-    total = _one_hot(call, parts.dtype) @ parts
-    sums_BL = _one_hot(call, torch.float32) @ (sums_NL * rescale_NL)
-    shape = (call.num_rows, *scores.shape[1:-1])
-    # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
-    result = total.view(*shape, spec.output_size).float() / sums_BL.clamp(min=1.0).view(*shape, 1)
-    return by_token(result, spec)
+    total = _cut(_one_hot(call, parts.dtype), entries, dim=1) @ parts
+    return _Sums(row_max, total, _cut(_one_hot(call, torch.float32), entries, dim=1) @ (sums_NL * rescale_NL))
+
+
+def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
+    """The tensor itself where these are all entries: a short list costs no operation more."""
+    return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 
 def _block_softmax(scores: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,16 @@ TOLERANCE = {torch.float32: (2e-5, 0.0), torch.bfloat16: (1.5e-2, 1.5e-2)}
 
 
 Form = Callable[..., torch.Tensor]
-FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend}
+
+
+def in_slices(*args: Any) -> torch.Tensor:
+    """So short that most rows have entries in several, and some have none in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "SLICE", 3)
+        return flat.attend(*args)
+
+
+FORMS: dict[str, Form] = {"padded": padded.attend, "flat": flat.attend, "flat, in slices": in_slices}
 
 
 @dataclasses.dataclass
@@ -412,3 +421,38 @@ def test_views_serve_as_blocks() -> None:
     size = scene.spec.head_size
     scene.keys, scene.values = cache[..., :size].transpose(1, 2), cache[..., size:].transpose(1, 2)
     check(scene)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and all(out.data_ptr() != arg.data_ptr() for arg in args if _is_tensor(arg)):
+            self.size = max(self.size, out.numel())
+        return out
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def test_a_long_list_needs_no_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the mask, which layers share."""
+    scene, sizes = make_scene([2000], 3), {}
+    listed = scene.call.flat
+    assert listed is not None
+    for length in (8, 1000):
+        monkeypatch.setattr(flat, "SLICE", length)
+        scene.attend(flat.attend)  # makes the mask
+        with Largest() as largest:
+            scene.attend(flat.attend)
+        sizes[length] = largest.size
+    assert sizes[1000] > 5 * sizes[8]
+    keys = scene.keys[0].numel()
+    assert len(listed.ids_N) * keys <= sizes[1000] < 1000 * keys
+    assert sizes[8] <= 8 * keys
