@@ -126,11 +126,10 @@ class Worker(WorkerBase):
         for what, num_bytes in self.model_runner.drafting_bytes().items():
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
-        if size > 0:
-            with torch.inference_mode():
-                size -= peak_bytes(self.model_runner, size)
         if size <= 0:
             raise UnsupportedConfigError(NO_ROOM_FOR_KV)
+        with torch.inference_mode():
+            size -= peak_bytes(self.model_runner, size)
         logger.info("%.1f GiB for the KV cache; --kv-cache-memory-bytes sets another size.", size / 2**30)
         return size
 

@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=256, max_num_batched_
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VGS_SELF_TEST", "0")  # which wants more memory than this
     load_backend()  # puts the card in place
     return emulator.device()
 
@@ -65,6 +66,7 @@ def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
     assert 0.9 * (budget - peak) < kv <= budget - peak
 
 
+@pytest.mark.slow
 def test_l29_r08_memory_that_ends_in_warm_up(looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start names a smaller value, with what is known by then of what graphs keep, until one serves."""
     monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0")

@@ -61,12 +61,12 @@ def device_type_while_loading(device_type: str | None) -> Iterator[None]:
     """
     from vllm.platforms import current_platform
 
-    own = current_platform.device_type
-    current_platform.device_type = device_type or own
+    original = current_platform.device_type
+    current_platform.device_type = device_type or original
     try:
         yield
     finally:
-        current_platform.device_type = own
+        current_platform.device_type = original
 
 
 def refuse_pickled_weights() -> None:

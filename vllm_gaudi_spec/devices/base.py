@@ -141,7 +141,7 @@ class Memory:
         raise NotImplementedError
 
     def bytes_asked(self, error: RuntimeError) -> int | None:
-        """How much was asked for by an operation that failed for want of memory, 0 where the error does not tell; None
+        """How much was asked for by an operation that failed for want of memory, 0 where the error has no number; None
         for one that failed for another reason."""
         return None
 

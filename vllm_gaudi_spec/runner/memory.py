@@ -65,15 +65,17 @@ class WarmUpMemory:
         return f"Graphs keep {size(self._kept.total())} ({kinds}); {size(self._memory.free_bytes() or 0)} are free."
 
     def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
-        free = max(self._memory.free_bytes() or 0, 0)
+        try:
+            free = max(self._memory.free_bytes() or 0, 0)
+        except RuntimeError:  # the card may answer nothing any more
+            free = 0
         missing = asked - free + sum(map(self._expected, rest))
         found = f"{size(asked)} were asked for" if asked else "a run asked for more than there is"
         found += f", {size(free)} are free"
-        done = self._runs.total()
+        number = self._runs.total() + 1
         return (
-            f"The card's memory ended {self._where} at {done + 1} of {done + 1 + len(rest)} "
-            f"runs, in {job.kind}: {found}; lower "
-            f"{lower(self._vllm_config, job.kind, self._kv_bytes, missing)}."
+            f"The card's memory ended {self._where} at {number} of {number + len(rest)} runs, in {job.kind}: {found}; "
+            f"lower {lower(self._vllm_config, job.kind, self._kv_bytes, missing)}."
         )
 
     def _expected(self, job: Job) -> int:
@@ -87,14 +89,10 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     share = 1 - max(missing, 1) / max(kv_bytes, 1)
     if share >= 0.5:
-        if cache.kv_cache_memory_bytes is not None:
-            return (
-                f"--kv-cache-memory-bytes {cache.kv_cache_memory_bytes} -> {int(cache.kv_cache_memory_bytes * share)}"
-            )
-        if cache.num_gpu_blocks_override is not None:
-            return f"--num-gpu-blocks-override {cache.num_gpu_blocks_override} -> " + str(
-                int(cache.num_gpu_blocks_override * share)
-            )
+        if (num_bytes := cache.kv_cache_memory_bytes) is not None:
+            return f"--kv-cache-memory-bytes {num_bytes} -> {int(num_bytes * share)}"
+        if (num_blocks := cache.num_gpu_blocks_override) is not None:
+            return f"--num-gpu-blocks-override {num_blocks} -> {int(num_blocks * share)}"
         percent = min(int(100 * cache.gpu_memory_utilization * share), round(100 * cache.gpu_memory_utilization) - 1)
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
     if kind != PROMPT_CHUNKS and scheduler.max_num_seqs > 1:

@@ -15,9 +15,10 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Graphs
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.memory import WarmUpMemory, size
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower, size
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
 
 if TYPE_CHECKING:
@@ -47,7 +48,13 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         gc.collect()  # parts of the runner refer to each other
     needed = ", ".join(f"{size(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
-    return max(peaks.values(), default=0)
+    kind = max(peaks, key=lambda kind: peaks[kind])
+    if peaks[kind] >= budget:
+        raise UnsupportedConfigError(
+            f"The largest steps need {size(peaks[kind])} ({kind}), and there are {size(budget)} for them and the KV "
+            f"cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
+        )
+    return peaks[kind]
 
 
 def _peaks(runner: ModelRunner, few: KVCacheConfig, num_blocks: int) -> dict[str, int]:
@@ -84,8 +91,8 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
         if job.signatures:
             by_kind.setdefault(job.kind, []).append(job)
     for found in by_kind.values():
-        most = max(job.num_tokens for job in found)
-        largest = [job for job in found if job.num_tokens == most]
+        num_tokens = max(job.num_tokens for job in found)
+        largest = [job for job in found if job.num_tokens == num_tokens]
         yield largest[0]
         if len(largest) > 1:
             yield largest[-1]

@@ -151,12 +151,14 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
     "runner": {
         **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "report", "requests", "shapes"), frozenset()),
         "weights": set(),
+        "memory": {"graphs"},
         "batch": {"requests", "shapes"},
         "data_parallel": {"shapes"},
         "hidden_states": {"batch"},
         "prompt_logprobs": {"graphs", "model", "report"},
         # Not the model runner: warm-up names the parts that it runs.
-        "warmup": {"batch", "graphs", "kv_cache", "model", "prompt_logprobs", "requests", "shapes"},
+        "warmup": {"batch", "graphs", "kv_cache", "memory", "model", "prompt_logprobs", "requests", "shapes"},
+        "profile": {"graphs", "memory", "model_runner", "warmup"},
         "model_runner": {"*"},
     },
 }

@@ -69,13 +69,29 @@ def test_a_device_that_does_not_report_its_memory() -> None:
 
 def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
     """3 GiB are asked for and 1 is free; two more runs like the first are to come, and keep a GiB each: 4 of 60."""
-    runs = [("decodes", GIB), ("prompt chunks", 3 * GIB), ("decodes", GIB), ("decodes", GIB)]
+    decode = ("decodes", GIB)
     with pytest.raises(UnsupportedConfigError) as raised:
-        warm_up(Card(2 * GIB), runs)
+        warm_up(Card(3 * GIB), [decode, decode, ("prompt chunks", 3 * GIB), decode, decode])
     assert str(raised.value) == (
-        "The card's memory ended in warm-up at 2 of 4 runs, in prompt chunks: 3.00 GiB were asked for, 1.00 GiB are "
+        "The card's memory ended in warm-up at 3 of 5 runs, in prompt chunks: 3.00 GiB were asked for, 1.00 GiB are "
         "free; lower --gpu-memory-utilization 0.9 -> 0.84."
     )
+
+
+def test_a_card_that_answers_nothing_any_more() -> None:
+    card = Card(GIB)
+    memory = WarmUpMemory(card, config(), kv_bytes=60 * GIB)
+
+    def refuse() -> int:
+        raise RuntimeError("synStatus=26")
+
+    def run() -> None:
+        card.free_bytes = refuse  # type: ignore[method-assign]
+        card.take(6 * GIB)
+
+    words = r"6.00 GiB were asked for, 0.0 MiB are free; lower .* 0.9 -> 0.81\."
+    with pytest.raises(UnsupportedConfigError, match=words), memory.measuring(Job("decodes", run), []):
+        run()
 
 
 def test_other_errors_stay() -> None:

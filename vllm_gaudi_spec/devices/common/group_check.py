@@ -40,9 +40,9 @@ def check_group(group: GroupCoordinator, memory: Memory) -> None:
         logger.info("First collectives of %s; if nothing follows, its ranks do not reach each other.", name)
     sent = [_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
-        own = memory.upload(sent[group.rank_in_group])
-        _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(own, dim=0), memory)
-        _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(own.clone()), memory)
+        sent_here = memory.upload(sent[group.rank_in_group])
+        _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(sent_here, dim=0), memory)
+        _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(sent_here.clone()), memory)
 
 
 def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[], torch.Tensor], memory: Memory) -> None:

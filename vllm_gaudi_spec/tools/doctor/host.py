@@ -110,12 +110,12 @@ def _cores(cards: list[Path], root: Path) -> Iterator[Finding]:
     """A process far from its card was measurably slower (lesson H07). Virtual machines do not show the node."""
     allowed = _cpu_set(_field(_text(root / "proc/self/status"), "Cpus_allowed_list"))
     located = [(_node(card, root), card) for card in cards]
-    known = sorted((node, card) for node, card in located if node is not None)
-    if not known or not allowed:
+    placed = sorted((node, card) for node, card in located if node is not None)
+    if not placed or not allowed:
         return
     near_any: set[int] = set()
     far = False
-    for node, group in groupby(known, key=lambda pair: pair[0]):
+    for node, group in groupby(placed, key=lambda pair: pair[0]):
         near = _cpu_set(_text(root / f"sys/devices/system/node/node{node}/cpulist"))
         near_any |= near
         if near and not near & allowed:
@@ -126,7 +126,7 @@ def _cores(cards: list[Path], root: Path) -> Iterator[Finding]:
                 f"{_listed([card for _, card in group])}: on NUMA node {node}, and this process may use no core of it",
                 f"start the server with numactl --cpunodebind={node} --membind={node}, or give the container its cores",
             )
-    nodes = sorted({node for node, _ in known})
+    nodes = sorted({node for node, _ in placed})
     if far:
         return
     if allowed <= near_any:
@@ -143,7 +143,7 @@ def _cores(cards: list[Path], root: Path) -> Iterator[Finding]:
 
 def _node(card: Path, root: Path) -> int | None:
     found = _text(root / "sys/class/accel" / card.name / "device/numa_node")
-    return int(found) if found.isdigit() else None  # -1 where the machine does not say
+    return int(found) if found.isdigit() else None  # -1 where the machine does not show it
 
 
 def _field(text: str, name: str) -> str:

@@ -1,0 +1,82 @@
+"""Which runs of warm-up the profile run takes, and what becomes of their peaks. The emulated Gaudi's tests measure."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.runner.test_memory import GIB, config
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Memory
+from vllm_gaudi_spec.runner import profile
+from vllm_gaudi_spec.runner.graphs import Job
+
+
+def job(kind: str, name: str, num_tokens: int) -> Job:
+    return Job(kind, lambda: name, (name,), num_tokens)
+
+
+def test_of_each_kind_the_longest_context_and_the_most_branches() -> None:
+    found = [
+        Job("states", str),
+        job("decodes", "4 rows, long", 4),
+        job("prompt chunks", "only", 9),
+        job("decodes", "4 rows, short", 4),
+        job("decodes", "4 rows, shortest", 4),
+        job("decodes", "2 rows", 2),
+    ]
+    assert [one.run() for one in profile._largest(iter(found))] == ["4 rows, long", "4 rows, shortest", "only"]
+
+
+class Measuring(Memory):
+    measures_peak = True
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its steps change it, and need what `peaks` has."""
+
+    def peaks(runner: Any, *configs: object) -> dict[str, int]:
+        runner.kv_cache = configs
+        runner.backend = None
+        if not runner.peaks:
+            raise RuntimeError("shapes")
+        found: dict[str, int] = runner.peaks
+        return found
+
+    monkeypatch.setattr(profile, "_peaks", peaks)
+    monkeypatch.setattr(profile, "_kv_cache_configs", lambda runner, budget: ("few", budget))
+    vllm_config = config(max_num_batched_tokens=8192)
+    vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
+    return SimpleNamespace(backend=SimpleNamespace(memory=Measuring()), vllm_config=vllm_config, peaks={})
+
+
+def test_r01_the_largest_peak_counts_and_the_runner_is_as_before(runner: Any) -> None:
+    runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
+    before = dict(vars(runner))
+    assert profile.peak_bytes(runner, 4 * GIB) == 3 * GIB
+    assert vars(runner) == before
+
+
+def test_a_profile_run_that_fails_leaves_the_runner_as_before(runner: Any) -> None:
+    before = dict(vars(runner))
+    with pytest.raises(RuntimeError, match="shapes"):
+        profile.peak_bytes(runner, 4 * GIB)
+    assert vars(runner) == before
+
+
+def test_steps_that_leave_nothing_for_kv_name_what_to_lower(runner: Any) -> None:
+    runner.peaks = {"decodes": 2 * GIB, "prompt chunks": 3 * GIB}
+    words = (
+        r"The largest steps need 3.00 GiB \(prompt chunks\), and there are 3.00 GiB for them and the KV cache; "
+        r"lower --max-num-batched-tokens 8192 -> 4096\."
+    )
+    with pytest.raises(UnsupportedConfigError, match=words):
+        profile.peak_bytes(runner, 3 * GIB)
+
+
+def test_a_device_that_measures_no_peak_runs_nothing(runner: Any) -> None:
+    runner.backend = SimpleNamespace(memory=Memory())
+    assert profile.peak_bytes(runner, GIB) == 0
