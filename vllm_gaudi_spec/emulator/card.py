@@ -218,8 +218,8 @@ class Device:
 
     def _no_room_for(self, nbytes: int, in_use: int) -> NoReturn:
         self.out_of_memory(
-            f"{self.model.out_of_memory.format(nbytes=nbytes, mib=nbytes >> 20)} ({in_use} of {self.memory_limit} bytes "
-            f"are in use, {self.graph_bytes} are held by graphs)"
+            f"{self.model.out_of_memory.format(nbytes=nbytes, mib=nbytes >> 20)} "
+            f"({in_use} of {self.memory_limit} bytes in use, {self.graph_bytes} held by graphs)"
         )
 
     def mem_get_info(self) -> tuple[int, int]:

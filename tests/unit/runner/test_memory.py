@@ -124,7 +124,7 @@ def test_the_option_to_lower(missing: int, kind: str, options: dict[str, Any], w
         ("Graph compile failed. synStatus 26 [Generic failure]", None),
     ],
 )
-def test_r16_how_a_gaudi_says_that_its_memory_ended(text: str, asked: int | None) -> None:
+def test_r16_how_a_gaudi_names_that_its_memory_ended(text: str, asked: int | None) -> None:
     assert Card(0).bytes_asked(RuntimeError(text)) == asked
 
 
