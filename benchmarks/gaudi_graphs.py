@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,14 +38,16 @@ from vllm_gaudi_spec.drafting.draft_model import DraftModelKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.head import HeadKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.records import DECODE, PREFILL  # noqa: E402
+from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape  # noqa: E402
+from vllm_gaudi_spec.runner.sample_shapes import SampleShapes  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
-from vllm_gaudi_spec.sampling.params import Sampling  # noqa: E402
+from vllm_gaudi_spec.sampling.params import Branch, Sampling  # noqa: E402
+from vllm_gaudi_spec.sampling.verify import needs_rectangle  # noqa: E402
 
 VOCAB = 128256
 MAX_LOGPROBS = 20
 MAX_BATCHED_TOKENS = 2048
-SIZES = ((8, 1024), (64, 1024), (64, 4096))
+SIZES = ((8, 1024), (64, 1024), (64, 4096), (128, 8192), (256, 8192), (256, 131072))
 DRAFTS = (0, 1, 3, 5)
 NOBODY: Any = None
 """Who is not asked for a list of signatures."""
@@ -69,6 +72,8 @@ class Graphs:
     finish: int
     report: int
     prompt_logprobs: int
+    finish_probs: int
+    """Finishes where the rule reads the probabilities of drafts (`standard`, `block` with probabilistic drafts)."""
     draft_greedy: int = 0
     """The rounds of a draft model with greedy drafts, and the prompt chunks that it reads,"""
     draft_random: int = 0
@@ -111,12 +116,8 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         backend, max_rows=max_num_seqs, vocab_size=VOCAB, max_logprobs=MAX_LOGPROBS, logprobs_mode="raw_logprobs"
     )
     every = set(shapes.all())
-    finish = {
-        signature
-        for rows, queries in product(shapes.decode_rows, shapes.decode_queries)
-        for signature in (sampling.signature(rows, queries, branch) for branch in sampling.branches())
-    }
-    reports = {branch.of_reports() for branch in sampling.branches()}
+    passes = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=False)
+    passes_probs = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=k > 0)
     model, head = (
         (lambda requests: DraftModelKVSync(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
         (
@@ -134,7 +135,7 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         ),
     )
     modes = ("greedy", "probabilistic", "coupled")
-    draft_graphs = {mode: _drafts(shapes, sampling, backend, k, mode, model) for mode in modes}
+    draft_graphs = {mode: _drafts(shapes, sampling, passes, backend, k, mode, model) for mode in modes}
     assert draft_graphs["probabilistic"] == draft_graphs["coupled"]
     return Graphs(
         max_num_seqs=max_num_seqs,
@@ -144,19 +145,46 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         decode_pairs=len(shapes.decode_sizes()),
         decode=sum(shape.phase == DECODE for shape in every),
         prompt=sum(shape.phase == PREFILL for shape in every),
-        finish=len(finish),
-        report=len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports),
+        finish=len(passes),
+        report=len(reports_of(passes)),
         prompt_logprobs=len(sampling.prompt_logprob_counts()),
+        finish_probs=len(passes_probs),
         draft_greedy=draft_graphs["greedy"],
         draft_random=draft_graphs["probabilistic"],
-        draft_head=_drafts(shapes, sampling, backend, k, "greedy", head),
+        draft_head=_drafts(shapes, sampling, passes, backend, k, "greedy", head),
     )
 
 
+def sample_passes(
+    shapes: Shapes, sampling: Sampling, max_rows: int, *, keeps_probs: bool
+) -> list[tuple[SampleShape, Branch]]:
+    """As the model runner makes them."""
+    drafting = "probabilistic" if keeps_probs else "greedy"
+    speculation = Speculation(
+        method="draft_model", num_drafts=1, rule="standard", drafting=drafting, drafter_max_len=shapes.max_len
+    )
+    rule = partial(needs_rectangle, speculation)
+    found = SampleShapes(shapes, max_rows=max_rows, lists=True, needs_rectangle=rule).every(sampling.branches())
+    passes = list(found)
+    assert len({sampling.signature(*one) for one in passes}) == len(passes)
+    return passes
+
+
+def reports_of(passes: list[tuple[SampleShape, Branch]]) -> set[tuple[int, int, Branch]]:
+    return {(shape.rows, shape.queries, branch.of_reports()) for shape, branch in passes}
+
+
 def _drafts(
-    shapes: Shapes, sampling: Sampling, backend: Any, k: int, mode: str, kv_sync: Callable[[Any], DrafterKVSync]
+    shapes: Shapes,
+    sampling: Sampling,
+    passes: list[tuple[SampleShape, Branch]],
+    backend: Any,
+    k: int,
+    mode: str,
+    kv_sync: Callable[[Any], DrafterKVSync],
 ) -> int:
-    """Signatures of a drafter on the device, and a second report for each of the runner's."""
+    """Signatures of a drafter on the device, of drafts on their way to the host, and a second report for each of the
+    runner's."""
     if not k:
         return 0
     speculation = Speculation(
@@ -175,8 +203,7 @@ def _drafts(
         kv_sync=kv_sync(requests),
         coverage=None,
     )
-    reports = {branch.of_reports() for branch in sampling.branches()}
-    with_drafts = len(shapes.decode_rows) * len(shapes.decode_queries) * len(reports)
+    with_drafts = len(reports_of(passes)) + len({shape.rows for shape, _ in passes})
     return len({signature for job in drafting.jobs(sampling) for signature in job.signatures}) + with_drafts
 
 
@@ -237,20 +264,19 @@ def as_row(graphs: Graphs) -> list[str]:
         graphs.strategy,
         str(graphs.k or "none"),
         *(str(part) for part in (graphs.decode_pairs, graphs.decode, graphs.prompt, graphs.finish, graphs.report)),
-        *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *draft_graphs)),
+        *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *draft_graphs, graphs.finish_probs)),
         f"{minutes['cold']:.0f} / {minutes['cached']:.0f}",
         *worker,
     ]
 
 
 def check(found: list[Graphs]) -> None:
-    """With drafts the numbers must not depend on how many."""
+    """With drafts the number of forwards must not depend on how many."""
     alike: dict[tuple[int, int, str], set[tuple[int, ...]]] = {}
     for one in found:
         if one.k:
             key = one.max_num_seqs, one.max_model_len, one.strategy
-            draft_graphs = (one.draft_greedy, one.draft_random, one.draft_head)
-            alike.setdefault(key, set()).add((one.decode, one.finish, one.total, *draft_graphs))
+            alike.setdefault(key, set()).add((one.decode, one.prompt))
     for key, numbers in alike.items():
         if len(numbers) != 1:
             raise SystemExit(f"{key}: the number of graphs depends on k: {sorted(numbers)}")
@@ -267,7 +293,7 @@ def main() -> None:
     common.log(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
     common.log("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
-    header += ["+greedy", "+random", "+head", "min"]
+    header += ["+greedy", "+random", "+head", "finish by probs", "min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
     common.log(common.table(header, [as_row(one) for one in found]))

@@ -76,6 +76,7 @@ class Tape:
         self._newest: list[tuple[str, Callable[[], Any]]] = []
         functions = [(runner, "_run_forward", "forward"), (runner, "_run_finish", "finish")]
         functions.append((runner.reports, "_pack", "report"))
+        functions.append((runner, "_run_drafts_after", "report"))
         if hasattr(runner.drafting, "_draft_rows"):
             functions.append((runner.drafting, "_draft_rows", "draft"))
         for owner, name, part in functions:

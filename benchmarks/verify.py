@@ -136,8 +136,11 @@ class Steps:
         runner = self._runner
         members = [runner.requests.by_id[name] for name in names]
         ends = [request.num_computed + queries for request in members]
-        batch = make_sample_batch(runner.requests, len(members), queries, members, ends)
-        return partial(runner._run_finish, queries, batch.rows_B, runner.sampling.prepare(batch, {}))
+        branch, num_positions = runner.sampling.branch(members, {}), [queries] * len(members)
+        shape = runner.sample_shapes.fit(queries, num_positions, branch)
+        batch = make_sample_batch(runner.requests, shape, members, ends, num_positions)
+        inputs = runner.sampling.inputs_of(batch, branch, {})
+        return partial(runner._run_finish, batch.num_queries, batch.rows_B, batch.listed, inputs)
 
     def seconds(self, batch: int, context: int, num_drafts: int, repeats: int) -> dict[str, float]:
         """Of a rectangle: its forward, its verification, and both."""

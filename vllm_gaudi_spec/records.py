@@ -87,6 +87,15 @@ class Shape(NamedTuple):
         return self.rows * self.queries
 
 
+class SampleShape(NamedTuple):
+    """Where a sampling pass has logits: at `queries` positions of each of `rows` rows; or, where `positions` is not 0,
+    at so many of those, which are listed one by one."""
+
+    rows: int
+    queries: int
+    positions: int = 0
+
+
 class Rows(NamedTuple):
     """The uploaded part of a rectangle."""
 
@@ -114,6 +123,11 @@ class Planned:
         ends = [request.num_computed + count for request, count in zip(self.requests, self.counts, strict=True)]
         return list(compress(zip(self.requests, ends, strict=True), self.finishes))
 
+    def num_positions(self) -> list[int]:
+        """Of each request that samples: the most positions at which it may."""
+        counts = self.counts if self.shape.phase == DECODE else [1] * len(self.counts)
+        return list(compress(counts, self.finishes))
+
     def continuing(self) -> list[Request]:
         return [request for request, finishes in zip(self.requests, self.finishes, strict=True) if not finishes]
 
@@ -130,22 +144,40 @@ class Batch(Planned):
     uploaded: Rows
 
 
+class Listed(NamedTuple):
+    """N of the B * Q positions of a batch. Padding repeats the first."""
+
+    index_2N: torch.Tensor
+    """int64: the row in the batch of each, and its query."""
+    slots_BQ: torch.Tensor
+    """int64: where the list has each position; any for those that it does not have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """The B rows of a step that sample, at Q positions each: one pass over all of them, whatever batch computed them.
+    """The B rows of a step that sample, at up to Q positions each: one pass over all of them, whatever batch computed
+    them.
 
     A row that comes from a prompt is a verify of zero drafts.
     """
 
     requests: list[Request]
-    num_queries: int
+    shape: SampleShape
     rows_np: np.ndarray
     rows_B: torch.Tensor
     """int64; padding has the pad row."""
     ends: list[int]
     """The most tokens that each request may have now, its drafts of this step included."""
+    index_np: np.ndarray | None = None
+    """int64 [2, N], where positions are listed: the row in the batch of each, and its query,"""
+    listed: Listed | None = None
+    """and the list on the device."""
     is_padding: bool = False
     """Whether it is from warm-up: no request samples, and no drafts follow."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.shape.queries
 
 
 # --- drafts ---

@@ -59,6 +59,7 @@ PROGRAMS = {
     "head": "HeadKVSync._read_newest",
     "head chunk": "HeadKVSync._read_chunk",
     "report": "_pack",
+    "drafts": "ModelRunner._drafts_after",
     "prompt logprobs": "PromptLogprobs._score_slice",
 }
 

@@ -58,6 +58,10 @@ class CapturingBackend(HostBackend):
         self.graphs = CapturingGraphs()
 
 
+class CompilingBackend(CapturingBackend):
+    traits = replace(CapturingBackend.traits, compiles=True)
+
+
 class CapturingGraphs(Graphs):
     """As hard as the contract of `Graphs.graph` allows: arguments of few kinds, one graph for each set of shapes and
     of what is no tensor, and a result that the graph's next run overwrites."""

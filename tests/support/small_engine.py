@@ -179,9 +179,9 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [self.method or "plain", "overlapping" if self.overlap else "one by one", "V2" if self.v2 else "V1"]
-        return ", ".join(
-            [*parts, *(["captured"] if self.backend.traits.captures else []), *(["paced"] * self.adaptive)]
-        )
+        traits = self.backend.traits
+        graphs = "compiled" if traits.compiles else "captured" if traits.captures else ""
+        return ", ".join([*parts, *([graphs] if graphs else []), *(["paced"] * self.adaptive)])
 
 
 RETOKENIZE, STANDARD = "retokenize", "standard"

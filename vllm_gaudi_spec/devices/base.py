@@ -44,6 +44,8 @@ class DeviceTraits:
     """True when each shape of a step, and each branch of it, is a graph of its own that warm-up has to make: then
     branches are few, and a number that changes from step to step is a tensor. False where shapes may follow values,
     which are read without a wait: then models compute no padding."""
+    compiles: bool = False
+    """True when each of those graphs is compiled, which takes seconds to minutes: then sampling passes share few."""
     block_size: int = 128
     """Tokens in a KV block unless the user chose otherwise."""
     flat_decode: bool = False

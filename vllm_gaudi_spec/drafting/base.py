@@ -109,6 +109,9 @@ class Drafting(ABC):
     scheduler what it may schedule. A default here does nothing: a kind overrides the events that concern it.
     """
 
+    reports_drafts = False
+    """Whether `propose` drafts, so that the host may need drafts with the step's report."""
+
     # --- the scheduler ---
 
     @abstractmethod
@@ -154,12 +157,10 @@ class Drafting(ABC):
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:  # noqa: B027
         """A part of the sampling pass, on the device: rows have `lengths_B` tokens now. Default: no-op."""
 
-    def propose(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
-    ) -> Drafts | None:
-        """Drafts on the device, after the verification: at most `max_drafts` a row of `lengths_B` tokens. Default:
-        None, drafts follow when the host has read the step."""
-        return None
+    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
+        """Drafts on the device, after the verification: at most `max_drafts` a row. Whether there was a round; default:
+        no, drafts follow when the host has read the step."""
+        return False
 
     def propose_on_host(self, step: StepResult, max_drafts: int) -> None:  # noqa: B027
         """Drafts on the host, after the read of a step. Default: no-op."""
@@ -169,7 +170,3 @@ class Drafting(ABC):
     def jobs(self, sampling: Sampling) -> Iterator[Job]:
         """Warm-up of every graph that drafting may run. Default: none."""
         yield from ()
-
-    def no_drafts(self, num_rows: int) -> Drafts | None:
-        """What `propose` returns for padding. Default: None."""
-        return None

@@ -183,9 +183,7 @@ class DraftModelKVSync(DrafterKVSync):
         if (read := self._chunk(batch)) is not None:
             self._read_chunk(read)
 
-    def before_round(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
-    ) -> None:
+    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
         for read in self._catch_up(batch, max_drafts_np):
             self._read_chunk(read)
 

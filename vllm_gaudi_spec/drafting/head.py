@@ -23,8 +23,8 @@ from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
-from vllm_gaudi_spec.records import PREFILL, Hidden, Rows
-from vllm_gaudi_spec.runner.batch import make_batch, make_padding, no_lengths, padding_of
+from vllm_gaudi_spec.records import PREFILL, Hidden, Rows, SampleShape
+from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
 from vllm_gaudi_spec.runner.graphs import Job
 
 if TYPE_CHECKING:
@@ -134,18 +134,16 @@ class HeadKVSync(DrafterKVSync):
         self._recorder.saw(self._chunk_signature(shape))
         self._run_chunk(shape.queries, *rows)
 
-    def before_round(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
-    ) -> None:
+    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
         """What this step sampled: decodes, and the ends of prompts."""
         # The host counts its own drafts as accepted, and asynchronously those of the step in flight.
         ahead = 2 * self._shapes.decode_queries[-1]
         if min(end - ahead for end in batch.ends) < self._max_len:
-            self._read_sampled(batch, lengths_B, blocks)
+            self._read_sampled(batch, blocks)
 
-    def _read_sampled(self, batch: SampleBatch, lengths_B: torch.Tensor, blocks: RoundBlocks) -> None:
+    def _read_sampled(self, batch: SampleBatch, blocks: RoundBlocks) -> None:
         self._recorder.saw(self._signature(len(batch.rows_np), batch.num_queries, blocks.context))
-        self._run_newest(batch.num_queries, batch.rows_B, lengths_B, blocks.blocks)
+        self._run_newest(batch.num_queries, batch.rows_B, blocks.blocks)
 
     # --- device ---
 
@@ -165,10 +163,10 @@ class HeadKVSync(DrafterKVSync):
         inputs = self._shifted(queries, rows_P, starts_P, counts_P, blocks)
         self._head.forward(inputs, self._hidden_states.chunk(rows_P.shape[0] * queries))
 
-    def _read_newest(self, queries: int, rows_B: torch.Tensor, lengths_B: torch.Tensor, blocks: Blocks) -> None:
+    def _read_newest(self, queries: int, rows_B: torch.Tensor, blocks: Blocks) -> None:
         first_B = self._hidden_states.first(rows_B)
         # The newest token has no state of its own yet. Rejected drafts have one, and are not read.
-        num_read_B = lengths_B - 1 - first_B
+        num_read_B = self._requests.lengths(rows_B) - 1 - first_B
         inputs = self._shifted(queries, rows_B, first_B, num_read_B, blocks)
         output = self._head.forward(inputs, self._hidden_states.carried(rows_B, queries))
         row_B = torch.arange(rows_B.shape[0], dtype=torch.int32, device=rows_B.device)
@@ -212,6 +210,5 @@ class HeadKVSync(DrafterKVSync):
         self._read(shape, make_batch(self._requests, padding_of(shape)).uploaded)
 
     def _read_no_samples(self, num_rows: int, num_queries: int, context: int) -> None:
-        batch = make_padding(self._requests, num_rows, num_queries)
-        blocks = RoundBlocks.of(self._requests, batch, [], context)
-        self._read_sampled(batch, no_lengths(self._requests, num_rows), blocks)
+        batch = make_padding(self._requests, SampleShape(num_rows, num_queries))
+        self._read_sampled(batch, RoundBlocks.of(self._requests, batch, [], context))

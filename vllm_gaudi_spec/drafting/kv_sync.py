@@ -52,9 +52,7 @@ class DrafterKVSync:
     def on_forward(self, batch: Batch) -> None:
         """The target has computed a batch."""
 
-    def before_round(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, max_drafts_np: np.ndarray, blocks: RoundBlocks
-    ) -> None:
+    def before_round(self, batch: SampleBatch, max_drafts_np: np.ndarray, blocks: RoundBlocks) -> None:
         """After each verification. `max_drafts_np`: of each request now."""
 
     def on_drafted(self, requests: list[Request], max_drafts_np: np.ndarray) -> None:

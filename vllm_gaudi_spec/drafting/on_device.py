@@ -15,8 +15,8 @@ from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice
 from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
 from vllm_gaudi_spec.drafting.limits import max_drafts
-from vllm_gaudi_spec.records import Drafts
-from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
+from vllm_gaudi_spec.records import SampleShape
+from vllm_gaudi_spec.runner.batch import make_padding
 from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.sampling.params import Branch
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 class DeviceDrafting(Drafting):
+    reports_drafts = True
+
     def __init__(
         self,
         *,
@@ -112,11 +114,9 @@ class DeviceDrafting(Drafting):
     def on_verified(self, rows_B: torch.Tensor, lengths_B: torch.Tensor) -> None:
         self._kv_sync.on_verified(rows_B, lengths_B)
 
-    def propose(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
-    ) -> Drafts | None:
+    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
         if batch.is_padding or self._is_off:  # warm-up has rounds of its own
-            return None
+            return False
         limits_np = self._split.paced(batch.rows_np, max_drafts)
         max_drafts_np = self._possible(batch.requests, limits_np[: len(batch.requests)])
         drafts_follow = max_drafts > 0 and max_drafts_np.any()
@@ -126,45 +126,34 @@ class DeviceDrafting(Drafting):
             ends = [end + 1 + self._num_drafts for end in batch.ends]
             blocks = RoundBlocks.of(self._requests, batch, ends, self._shapes.decode_context(ends))
         try:
-            self._kv_sync.before_round(batch, lengths_B, max_drafts_np, blocks)
+            self._kv_sync.before_round(batch, max_drafts_np, blocks)
         except Exception as error:
             self._guard.caught(error, batch.requests)
             self._kv_sync.invalidate(batch.requests)
-            return None
+            return False
         if not drafts_follow:
-            return None
+            return False
         try:
-            drafts = self._draft(batch, lengths_B, inputs, limits_np, blocks)
+            self._draft(batch, inputs, limits_np, blocks)
         except Exception as error:
             self._guard.caught(error, batch.requests)
             self._kv_sync.on_faulty(batch.requests)
-            return None
+            return False
         self._kv_sync.on_drafted(batch.requests, max_drafts_np)
-        return drafts
+        return True
 
-    def _draft(
-        self,
-        batch: SampleBatch,
-        lengths_B: torch.Tensor,
-        inputs: SamplingInputs,
-        limit: int | np.ndarray,
-        blocks: RoundBlocks,
-    ) -> Drafts:
+    def _draft(self, batch: SampleBatch, inputs: SamplingInputs, limit: int | np.ndarray, blocks: RoundBlocks) -> None:
         branch = self._choice.branch(inputs)
         self._recorder.saw(self._signature(len(batch.rows_np), blocks.context, branch))
         limits_B2 = self._split.upload(batch.rows_np, limit)
-        return self._draft_rows(batch.rows_B, lengths_B, limits_B2, blocks.blocks, inputs.for_drafting(branch))
+        self._draft_rows(batch.rows_B, limits_B2, blocks.blocks, inputs.for_drafting(branch))
 
     # --- what runs on the device ---
 
     def _draft_on_device(
-        self,
-        rows_B: torch.Tensor,
-        lengths_B: torch.Tensor,
-        limits_B2: torch.Tensor,
-        blocks: Blocks,
-        inputs: SamplingInputs,
-    ) -> Drafts:
+        self, rows_B: torch.Tensor, limits_B2: torch.Tensor, blocks: Blocks, inputs: SamplingInputs
+    ) -> None:
+        lengths_B = self._requests.lengths(rows_B)
         max_drafts_B = self._kv_sync.draftable(rows_B, lengths_B, max_drafts(limits_B2, lengths_B))
         hidden = self._kv_sync.hidden(rows_B, lengths_B)
         request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs, hidden)
@@ -173,7 +162,6 @@ class DeviceDrafting(Drafting):
         # Last of what may fail: until then the rows have no drafts.
         self._requests.put_drafts(rows_B, lengths_B, drafts)
         self._kv_sync.on_round_written(rows_B, lengths_B, drafts)
-        return drafts.for_host
 
     # --- after a step ---
 
@@ -200,12 +188,7 @@ class DeviceDrafting(Drafting):
             yield Job("rounds of drafts", run, (signature,), num_rows, branch == Branch())
 
     def _draft_padding(self, sampling: Sampling, num_rows: int, context: int, branch: Branch) -> None:
-        batch = make_padding(self._requests, num_rows)
+        batch = make_padding(self._requests, SampleShape(num_rows, 1))
         blocks = RoundBlocks.of(self._requests, batch, [], context) if self._kv_sync.has_kv else NO_BLOCKS
         inputs = sampling.inputs_of(batch, branch, {})
-        self._draft(batch, no_lengths(self._requests, num_rows), inputs, self._num_drafts, blocks)
-
-    def no_drafts(self, num_rows: int) -> Drafts | None:
-        upload = self._requests.backend.memory.upload
-        tokens_BK = upload(torch.zeros(num_rows, self._num_drafts, dtype=torch.int32))
-        return Drafts(tokens_BK, upload(torch.zeros(num_rows, dtype=torch.int32)))
+        self._draft(batch, inputs, self._num_drafts, blocks)

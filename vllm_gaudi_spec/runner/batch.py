@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Inputs, rectangle
-from vllm_gaudi_spec.records import DECODE, Batch, Planned, Rows, SampleBatch
+from vllm_gaudi_spec.records import DECODE, Batch, Listed, Planned, Rows, SampleBatch, SampleShape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.records import Request, Shape
@@ -87,12 +89,35 @@ def make_batch(requests: Requests, planned: Planned) -> Batch:
 
 
 def make_sample_batch(
-    requests: Requests, num_rows: int, num_queries: int, members: list[Request], ends: list[int]
+    requests: Requests,
+    shape: SampleShape,
+    members: list[Request],
+    ends: list[int],
+    num_positions: Sequence[int] = (),
 ) -> SampleBatch:
-    rows_np = np.full(num_rows, requests.pad_row, dtype=np.int64)
+    """`num_positions`: of each member, where the shape lists positions."""
+    upload = requests.backend.memory.upload
+    rows_np = np.full(shape.rows, requests.pad_row, dtype=np.int64)
     rows_np[: len(members)] = [request.row for request in members]
-    rows_B = requests.backend.memory.upload(torch.from_numpy(rows_np))
-    return SampleBatch(requests=members, num_queries=num_queries, rows_np=rows_np, rows_B=rows_B, ends=ends)
+    index_np = listed = None
+    if shape.positions:
+        counts_np = np.zeros(shape.rows, dtype=np.int64)
+        counts_np[: len(members)] = num_positions
+        everywhere_np = np.indices((shape.rows, shape.queries))
+        is_listed_np = everywhere_np[1] < counts_np[:, None]
+        slots_np = np.where(is_listed_np, is_listed_np.cumsum().reshape(is_listed_np.shape) - 1, 0)
+        index_np = np.zeros((2, shape.positions), dtype=np.int64)
+        index_np[:, : counts_np.sum()] = everywhere_np[:, is_listed_np]
+        listed = Listed(upload(torch.from_numpy(index_np)), upload(torch.from_numpy(slots_np)))
+    return SampleBatch(
+        requests=members,
+        shape=shape,
+        rows_np=rows_np,
+        rows_B=upload(torch.from_numpy(rows_np)),
+        ends=ends,
+        index_np=index_np,
+        listed=listed,
+    )
 
 
 def padding_of(shape: Shape) -> Planned:
@@ -100,14 +125,9 @@ def padding_of(shape: Shape) -> Planned:
     return Planned(shape=shape, requests=[], counts=[], finishes=[])
 
 
-def make_padding(requests: Requests, num_rows: int, num_queries: int = 1) -> SampleBatch:
+def make_padding(requests: Requests, shape: SampleShape) -> SampleBatch:
     """For warm-up."""
-    return replace(make_sample_batch(requests, num_rows, num_queries, [], []), is_padding=True)
-
-
-def no_lengths(requests: Requests, num_rows: int) -> torch.Tensor:
-    """int32 [B]: tokens of rows that are padding."""
-    return requests.backend.memory.upload(torch.zeros(num_rows, dtype=torch.int32))
+    return replace(make_sample_batch(requests, shape, [], []), is_padding=True)
 
 
 def plan_batches(

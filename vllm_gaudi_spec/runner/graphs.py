@@ -44,6 +44,11 @@ def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashab
     return ("report", *sizes, has_drafts)
 
 
+def drafts_signature(num_rows: int) -> Hashable:
+    """Of the drafts that a report takes to the host."""
+    return ("drafts", num_rows)
+
+
 class StepRecorder:
     def __init__(self) -> None:
         self.manifest: set[Hashable] = set()

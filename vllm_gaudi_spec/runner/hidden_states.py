@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class SampledStates(NamedTuple):
     hidden_NH: torch.Tensor
-    """N = B * Q rows."""
+    """N = B * Q rows, or those that are listed."""
     positions_BQ: torch.Tensor
     num_drafts_B: torch.Tensor
     """int32: drafts in the forward."""
@@ -68,10 +68,16 @@ class HiddenStateBuffer:
             num_drafts_B = torch.zeros_like(located.num_real_B)
         self._num_drafts_R.index_copy_(0, rows_B, num_drafts_B)
 
-    def take(self, rows_B: torch.Tensor, num_queries: int) -> SampledStates:
+    def take(self, rows_B: torch.Tensor, num_queries: int, index_2N: torch.Tensor | None = None) -> SampledStates:
+        """`index_2N`: as a batch lists its positions; None: all of each row."""
         offsets_Q = torch.arange(num_queries, dtype=torch.int32, device=rows_B.device)
+        if index_2N is None:
+            index_N = self._index(rows_B, num_queries)
+        else:
+            row_N, query_N = index_2N.unbind(0)
+            index_N = rows_B.index_select(0, row_N) * self._num_queries + query_N
         return SampledStates(
-            self._hidden_NH.index_select(0, self._index(rows_B, num_queries)),
+            self._hidden_NH.index_select(0, index_N),
             self._first_R.index_select(0, rows_B)[:, None] + offsets_Q,
             self._num_drafts_R.index_select(0, rows_B),
         )

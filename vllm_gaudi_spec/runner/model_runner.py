@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,23 +17,24 @@ from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
 from vllm_gaudi_spec.drafting.models import load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
-from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, StepResult
+from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
-from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, report_signature
+from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, drafts_signature, report_signature
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
 from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.runner.weights import ModelWeights
 from vllm_gaudi_spec.sampling import grammar
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
-from vllm_gaudi_spec.sampling.verify import choose_rule, verify
+from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import SampleBatch, Verification
+    from vllm_gaudi_spec.records import Drafts, Listed, SampleBatch, Verification
     from vllm_gaudi_spec.scheduling.outputs import DrafterStatus, SpecSchedulerOutput
 
 _NOT_OBSERVED = nullcontext()
@@ -136,12 +138,22 @@ class ModelRunner:
             max_context=self.shapes.max_context,
             seed=model.seed,
         )
+        self.custom: CustomProcessors | None = None
+        if profiled_blocks is None:
+            self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.sampling = Sampling(
             self.backend,
             max_rows=self.max_rows,
             vocab_size=model.get_vocab_size(),
             max_logprobs=model.max_logprobs,
             logprobs_mode=model.logprobs_mode,
+        )
+        self.sample_shapes = SampleShapes(
+            self.shapes,
+            max_rows=self.max_rows,
+            # Custom processors may do anything on the host, so they are not captured, and index logits by row.
+            lists=self.backend.traits.compiles and self.custom is None,
+            needs_rectangle=partial(needs_rectangle, self.speculation),
         )
         self.lockstep: DataParallelLockstep | None = None
         if ranks_in_step(self.vllm_config) > 1:
@@ -161,9 +173,6 @@ class ModelRunner:
             self.target, self.hidden_states.chunk_TH, self.sampling, self.backend, downloads
         )
         self.reports = Reports(self.backend, downloads)
-        self.custom: CustomProcessors | None = None
-        if profiled_blocks is None:
-            self.custom = CustomProcessors.load(self.vllm_config, device, self.max_rows)
         self.drafting: Drafting | None = None
         if self.speculation is not None and profiled_blocks is None:
             self.drafting = load_drafting(
@@ -180,8 +189,8 @@ class ModelRunner:
                 )
             )
         self._run_forward = self.backend.graphs.graph(self._forward)
-        # Custom processors may do anything on the host, so they are not captured.
         self._run_finish = self._finish if self.custom is not None else self.backend.graphs.graph(self._finish)
+        self._run_drafts_after = self.backend.graphs.graph(self._drafts_after)
 
     def warm_up(self) -> None:
         max_tokens = self.options.warmup_tokens
@@ -291,43 +300,57 @@ class ModelRunner:
         if not finishing:
             return self.send(StepResult([], unfinished=unfinished))
         requests, ends = [request for request, _ in finishing], [end for _, end in finishing]
-        num_rows, num_queries = self.shapes.fit_rows(len(requests)), max(batch.num_sampled for batch in pending)
-        batch = make_sample_batch(self.requests, num_rows, num_queries, requests, ends)
-        inputs = self.sampling.prepare(batch, grammars)
-        step, lengths_B = self.sample(batch, inputs)
+        num_positions = [count for batch in pending for count in batch.num_positions()]
+        num_queries = max(batch.num_sampled for batch in pending)
+        branch = self.sampling.branch(requests, grammars)
+        shape = self.sample_shapes.fit(num_queries, num_positions, branch)
+        batch = make_sample_batch(self.requests, shape, requests, ends, num_positions)
+        inputs = self.sampling.inputs_of(batch, branch, grammars)
+        step = self.sample(batch, inputs)
         step.unfinished = unfinished
         step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]
         step.prompt_logprobs = take(requests)
         if self.drafting is None:
             return self.send(step)
-        return self.send_and_propose(step, self.drafting, batch, lengths_B, inputs, max_drafts)
+        of_drafting = batch
+        if batch.listed is not None:  # drafting has the rectangles of forwards
+            shape = SampleShape(self.shapes.fit_rows(len(requests)), num_queries)
+            of_drafting = make_sample_batch(self.requests, shape, requests, ends)
+            inputs = self.sampling.inputs_of(of_drafting, branch.of_drafting(), {})
+        return self.send_and_propose(step, self.drafting, batch, of_drafting, inputs, max_drafts)
 
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]:
-        """The step's result, and int32 [B]: each row's number of tokens now."""
-        self.recorder.saw(self.sampling.signature(len(batch.rows_np), batch.num_queries, inputs.branch))
-        verification, lengths_B = self._run_finish(batch.num_queries, batch.rows_B, inputs)
-        signature = (len(batch.rows_np), batch.num_queries, inputs.branch.of_reports())
-        return StepResult(batch.requests, verification, signature=signature), lengths_B
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult:
+        self.recorder.saw(self.sampling.signature(batch.shape, inputs.branch))
+        verification = self._run_finish(batch.num_queries, batch.rows_B, batch.listed, inputs)
+        signature = (batch.shape.rows, batch.num_queries, inputs.branch.of_reports())
+        return StepResult(batch.requests, verification, signature=signature)
 
     def send_and_propose(
         self,
         step: StepResult,
         drafting: Drafting,
         batch: SampleBatch,
-        lengths_B: torch.Tensor,
+        of_drafting: SampleBatch,
         inputs: SamplingInputs,
         max_drafts: int,
     ) -> Report:
         """Send tokens to the host before drafts are computed, so that no token waits for the drafter. Where the host
-        needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync."""
+        needs the drafts too, both are sent after drafting in one copy: a step has one device-to-host sync.
+        `of_drafting`: the same requests as the drafter takes them, with their `inputs`."""
         report = None if self.host_needs_drafts(batch.requests) else self.send(step)
         with self.observed_drafting():
-            drafts = drafting.propose(batch, lengths_B, inputs, max_drafts)
+            drafts_follow = drafting.propose(of_drafting, inputs, max_drafts)
         step.draft_rounds = drafting.take_rounds()
         if report is None:
-            step.drafts = drafts
+            if drafts_follow:
+                step.drafts = self.drafts_after(batch)
             report = self.send(step)
         return report
+
+    def drafts_after(self, batch: SampleBatch) -> Drafts:
+        """The drafts of rows that sampled, for the host."""
+        self.recorder.saw(drafts_signature(batch.shape.rows))
+        return self._run_drafts_after(batch.rows_B)
 
     def host_needs_drafts(self, requests: list[Request]) -> bool:
         """Without async scheduling vLLM's scheduler takes the drafts of every step. With it drafts stay on the device,
@@ -371,19 +394,44 @@ class ModelRunner:
         self.requests.set_computed(rows.rows_B, located.starts_B + located.num_real_B)
 
     def _finish(
-        self, num_queries: int, rows_B: torch.Tensor, inputs: SamplingInputs
-    ) -> tuple[Verification, torch.Tensor]:
-        hidden, positions_BQ, num_drafts_B = self.hidden_states.take(rows_B, num_queries)
-        adapters = self.target.adapters
+        self, num_queries: int, rows_B: torch.Tensor, listed: Listed | None, inputs: SamplingInputs
+    ) -> Verification:
+        index_2N = None if listed is None else listed.index_2N
+        hidden_NH, positions_BQ, num_drafts_B = self.hidden_states.take(rows_B, num_queries, index_2N)
+        bound_B = inputs.acceptable_B
+        acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
+        of_rows = positions_BQ, rows_B, num_drafts_B, acceptable_B, inputs
+        if listed is None:
+            verification = self._verify(hidden_NH, *of_rows)
+        else:
+            verification = self._verify_listed(hidden_NH, listed, *of_rows)
+        last_B = positions_BQ[:, 0]
+        lengths_B = last_B + 1 + verification.num_sampled_B
+        if self.drafting is not None:  # before `advance` clears the rows' drafts
+            reported_B = self.requests.reported_drafts(rows_B, acceptable_B)
+            verification = verification._replace(num_drafts_B=reported_B)
+        self.requests.advance(rows_B, last_B, verification)
+        if self.drafting is not None:
+            self.drafting.on_verified(rows_B, lengths_B)
+        return verification
+
+    def _verify(
+        self,
+        hidden_NH: torch.Tensor,
+        positions_BQ: torch.Tensor,
+        rows_B: torch.Tensor,
+        num_drafts_B: torch.Tensor,
+        acceptable_B: torch.Tensor,
+        inputs: SamplingInputs,
+    ) -> Verification:
+        """By the configured rule, over all positions of the rows."""
+        num_queries, adapters = positions_BQ.shape[1], self.target.adapters
         slots_N = None if adapters is None else adapters.of_rows(rows_B, num_queries)
-        logits_BQV = self.target.logits_of_rows(hidden, 1 + num_drafts_B, slots_N).view(*positions_BQ.shape, -1)
-        if inputs.acceptable_B is not None:
-            num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        verification = verify(
-            logits_BQV,
+        return verify(
+            self.target.logits_of_rows(hidden_NH, 1 + num_drafts_B, slots_N).view(*positions_BQ.shape, -1),
             positions_BQ=positions_BQ,
             rows_B=rows_B,
-            num_drafts_B=num_drafts_B,
+            num_drafts_B=acceptable_B,
             draft_probs_BKV=self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
             requests=self.requests,
             inputs=inputs,
@@ -391,15 +439,34 @@ class ModelRunner:
             custom=self.custom,
             logprobs_mode=self.sampling.logprobs_mode,
         )
-        last_B = positions_BQ[:, 0]
-        lengths_B = last_B + 1 + verification.num_sampled_B
-        if self.drafting is not None:  # before `advance` clears the rows' drafts
-            reported_B = self.requests.reported_drafts(rows_B, num_drafts_B)
-            verification = verification._replace(num_drafts_B=reported_B)
-        self.requests.advance(rows_B, last_B, verification)
-        if self.drafting is not None:
-            self.drafting.on_verified(rows_B, lengths_B)
-        return verification, lengths_B
+
+    def _verify_listed(
+        self,
+        hidden_NH: torch.Tensor,
+        listed: Listed,
+        positions_BQ: torch.Tensor,
+        rows_B: torch.Tensor,
+        num_drafts_B: torch.Tensor,
+        acceptable_B: torch.Tensor,
+        inputs: SamplingInputs,
+    ) -> Verification:
+        """By the strict rule, over the positions that are listed."""
+        adapters, row_N = self.target.adapters, listed.index_2N[0]
+        slots_N = None if adapters is None else adapters.of_rows(rows_B.index_select(0, row_N))
+        return verify_listed(
+            self.target.logits(hidden_NH, slots_N),
+            listed,
+            positions_BQ=positions_BQ,
+            rows_B=rows_B,
+            num_drafts_B=acceptable_B,
+            requests=self.requests,
+            inputs=inputs,
+            rules=self.backend.rules,
+            logprobs_mode=self.sampling.logprobs_mode,
+        )
+
+    def _drafts_after(self, rows_B: torch.Tensor) -> Drafts:
+        return self.requests.drafts(rows_B, self.num_drafts)
 
     # --- attributes for functions that users send to workers, by the names of vLLM's runner ---
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Request
+from vllm_gaudi_spec.records import FAULTY, NO_ROW, UNVERIFIED, Drafts, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Drafts, Verification
+    from vllm_gaudi_spec.records import Verification
     from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 
 
@@ -238,6 +238,16 @@ class Requests:
         num_drafts_B = self.num_drafts_R.index_select(0, rows_B)
         reported_B = torch.where((num_drafts_B > 0) & (num_verified_B == 0), UNVERIFIED, num_verified_B)
         return torch.where(num_drafts_B == FAULTY, FAULTY, reported_B).int()
+
+    def lengths(self, rows_B: torch.Tensor) -> torch.Tensor:
+        """int32 [B]: tokens of rows that have sampled, the newest included: all but that one have KV."""
+        return self.computed_R.index_select(0, rows_B) + 1
+
+    def drafts(self, rows_B: torch.Tensor, num_drafts: int) -> Drafts:
+        """The drafts that wait to be verified, `num_drafts` at most; none in a row with a fault."""
+        offsets_K = torch.arange(num_drafts, dtype=torch.int32, device=rows_B.device)
+        tokens_BK = self.tokens_at(rows_B, self.lengths(rows_B)[:, None] + offsets_K)
+        return Drafts(tokens_BK, self.num_drafts_R.index_select(0, rows_B).clamp(min=0))
 
     def put_drafts(self, rows_B: torch.Tensor, lengths_B: torch.Tensor, drafts: Drafts) -> None:
         """Write drafts after the `lengths_B` tokens of each row, for the next step to verify."""

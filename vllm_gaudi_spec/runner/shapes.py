@@ -122,14 +122,14 @@ class Shapes:
         return _fit_or_late(self.prefill_queries, num_tokens, self.longest_chunk, "prefill_buckets")
 
     def fit_context(self, num_tokens: int) -> int:
-        return _fit(self.contexts, num_tokens)
+        return fit(self.contexts, num_tokens)
 
     def decode_context(self, ends: Sequence[int]) -> int:
         """For a decode of rows with `ends` tokens of KV, those of the step included."""
         if not self.entries:
-            return _fit(self.contexts, min(max(ends, default=0), self.max_context))
+            return fit(self.contexts, min(max(ends, default=0), self.max_context))
         num_entries = sum(-(-min(end, self.max_len) // self.block_size) for end in ends)
-        return _fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._unlisted(num_entries)
+        return fit(self.entries, num_entries) if num_entries <= self.entries[-1] else self._unlisted(num_entries)
 
     def _unlisted(self, num_entries: int) -> int:
         """A size beyond the list: a graph that is made late, where sequences share more KV blocks than the list has."""
@@ -158,9 +158,9 @@ class Shapes:
         # Padding extends to the end of the bucket, so the context must cover that too.
         return Shape(
             PREFILL,
-            _fit(self.prefill_rows, num_rows),
+            fit(self.prefill_rows, num_rows),
             queries,
-            _fit(self.contexts, end + queries - longest),
+            fit(self.contexts, end + queries - longest),
         )
 
     def prefill_rows_at(self, queries: int) -> int:
@@ -221,7 +221,8 @@ def _entries(buckets: Buckets, max_entries: int, num_blocks: int | None) -> tupl
     return entries
 
 
-def _fit(buckets: tuple[int, ...], size: int) -> int:
+def fit(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
     index = bisect_left(buckets, size)
     if index == len(buckets):
         raise AssertionError(f"{size} is larger than the largest bucket {buckets[-1]}")
@@ -231,7 +232,7 @@ def _fit(buckets: tuple[int, ...], size: int) -> int:
 def _fit_or_late(buckets: tuple[int, ...], size: int, largest: int, name: str) -> int:
     """`largest`, where the user's list ends before `size`: all that exceeds the list shares what is made late."""
     if size <= buckets[-1]:
-        return _fit(buckets, size)
+        return fit(buckets, size)
     logger.warning_once(
         "A step of %d is larger than the last of additional_config.gaudi_spec.%s, %d: it is padded to %d, whose graphs "
         "are made while serving.",
@@ -240,7 +241,7 @@ def _fit_or_late(buckets: tuple[int, ...], size: int, largest: int, name: str) -
         buckets[-1],
         largest,
     )
-    return _fit((largest,), size)
+    return fit((largest,), size)
 
 
 # How many times as large as needed a bucket may be. A list may serve more than one server; a typo exceeds this.

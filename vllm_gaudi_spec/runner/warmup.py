@@ -7,7 +7,6 @@ import json
 import time
 from collections import Counter
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 from tqdm import tqdm
@@ -17,24 +16,24 @@ from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
-from vllm_gaudi_spec.runner.graphs import Job, report_signature
+from vllm_gaudi_spec.runner.graphs import Job, drafts_signature, report_signature
 from vllm_gaudi_spec.runner.memory import PROMPT_CHUNKS, WarmUpMemory
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    import torch
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
-    from vllm_gaudi_spec.records import Batch, SampleBatch, Shape, StepResult
+    from vllm_gaudi_spec.records import Batch, Drafts, SampleBatch, SampleShape, Shape, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs
     from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
@@ -50,6 +49,7 @@ class Runner(Protocol):
     requests: Requests
     kv_cache: KVCache
     shapes: Shapes
+    sample_shapes: SampleShapes
     sampling: Sampling
     prompt_logprobs: PromptLogprobs
     target: LoadedModel
@@ -58,7 +58,8 @@ class Runner(Protocol):
     shows_progress: bool
 
     def compute(self, batch: Batch) -> None: ...
-    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> tuple[StepResult, torch.Tensor]: ...
+    def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult: ...
+    def drafts_after(self, batch: SampleBatch) -> Drafts: ...
     def send(self, step: StepResult) -> object: ...
 
 
@@ -69,11 +70,8 @@ def jobs(runner: Runner) -> Iterator[Job]:
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
         yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
-    branches = sorted(runner.sampling.branches())
-    has_drafts = runner.drafting is not None and runner.drafting.no_drafts(1) is not None
-    for num_rows, num_queries in product(reversed(runner.shapes.decode_rows), runner.shapes.decode_queries):
-        for branch in branches:
-            yield _sampling_pass(runner, num_rows, num_queries, branch, has_drafts=has_drafts)
+    for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
+        yield _sampling_pass(runner, of_pass, branch)
     if runner.drafting is not None:
         yield from runner.drafting.jobs(runner.sampling)
 
@@ -175,19 +173,25 @@ def _forward(runner: Runner, shape: Shape) -> None:
     runner.compute(make_batch(runner.requests, padding_of(shape)))
 
 
-def _sampling_pass(runner: Runner, num_rows: int, num_queries: int, branch: Branch, *, has_drafts: bool) -> Job:
+def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     """With the reports of its step: without drafts, and with them where a drafter on the device may report some."""
-    sizes, kinds = (num_rows, num_queries, branch.of_reports()), (False, True) if has_drafts else (False,)
-    reports = (report_signature(sizes, has_drafts=kind) for kind in kinds)
-    signatures = (runner.sampling.signature(num_rows, num_queries, branch), *reports)
-    run = partial(_sample, runner, num_rows, num_queries, branch)
-    return Job("sampling passes", run, signatures, num_rows * num_queries, branch == Branch())
+    sizes, has_drafts = (shape.rows, shape.queries, branch.of_reports()), _reports_drafts(runner)
+    reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
+    drafts = [drafts_signature(shape.rows)] if has_drafts else []
+    signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)
+    run = partial(_sample, runner, shape, branch)
+    num_tokens = shape.positions or shape.rows * shape.queries
+    return Job("sampling passes", run, signatures, num_tokens, branch == Branch())
 
 
-def _sample(runner: Runner, num_rows: int, num_queries: int, branch: Branch) -> None:
-    batch = make_padding(runner.requests, num_rows, num_queries)
-    step, _ = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
+def _reports_drafts(runner: Runner) -> bool:
+    return runner.drafting is not None and runner.drafting.reports_drafts
+
+
+def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
+    batch = make_padding(runner.requests, shape)
+    step = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
     runner.send(step)
-    if runner.drafting is not None and (drafts := runner.drafting.no_drafts(num_rows)) is not None:
-        step.drafts = drafts
+    if _reports_drafts(runner):
+        step.drafts = runner.drafts_after(batch)
         runner.send(step)

@@ -10,6 +10,9 @@ import torch
 
 NEG_INF = float("-inf")
 
+_TOP_K_BLOCK = 128
+"""Tokens; common vocabularies are multiples of it."""
+
 
 def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
     """Forbid the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 stands for token t."""
@@ -56,24 +59,64 @@ def apply_penalties(
     they would be if they had been sampled one by one. The positions of a row are consecutive.
     """
     queries, vocab = logits_BQV.shape[1:]
-    offsets_M = torch.arange(history_BM.shape[1], device=logits_BQV.device)
-    in_prompt = offsets_M < prompt_len_B[:, None]
-    token = history_BM.long()
-    seen_in_prompt = _count(token, in_prompt, vocab)
-    counts = _count(token, ~in_prompt & (offsets_M <= positions_BQ[:, :1]), vocab)
+    token_BM = history_BM.long()
+    counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], vocab)
     newest_BQ = history_BM.gather(1, positions_BQ.long()).long()  # there is no gather of int64 on a Gaudi
-    one = torch.ones_like(counts[:, :1])
+    one = torch.ones_like(counts_BV[:, :1])
     penalized = []
     for q in range(queries):
         if q:
-            counts.scatter_add_(1, newest_BQ[:, q : q + 1], one)
-        logits = logits_BQV[:, q]
-        repeated = (counts + seen_in_prompt) > 0
-        factor = torch.where(repeated, repetition_B[:, None], 1.0)
-        logits = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = logits - frequency_B[:, None] * counts - presence_B[:, None] * (counts > 0)
-        penalized.append(logits)
+            counts_BV.scatter_add_(1, newest_BQ[:, q : q + 1], one)
+        penalized.append(_penalize(logits_BQV[:, q], counts_BV, prompt_BV, presence_B, frequency_B, repetition_B))
     return torch.stack(penalized, dim=1)
+
+
+def apply_penalties_at(
+    logits_NV: torch.Tensor,
+    index_2N: torch.Tensor,
+    history_BM: torch.Tensor,
+    prompt_len_B: torch.Tensor,
+    positions_BQ: torch.Tensor,
+    presence_N: torch.Tensor,
+    frequency_N: torch.Tensor,
+    repetition_N: torch.Tensor,
+) -> torch.Tensor:
+    """The same for N positions of the rows: `index_2N` has the row of each, and its query. Penalties of positions."""
+    row_N, query_N = index_2N.unbind(0)
+    token_BM = history_BM.long()
+    counts_BV, prompt_BV = _counts(token_BM, prompt_len_B, positions_BQ[:, 0], logits_NV.shape[-1])
+    # A history is read once a row; of the drafts after it each position adds those before its own.
+    counts_NV = counts_BV.index_select(0, row_N)
+    draft_NQ = history_BM.gather(1, positions_BQ.long()).long().index_select(0, row_N)
+    queries_Q = torch.arange(positions_BQ.shape[1], device=logits_NV.device)
+    before_NQ = (queries_Q > 0) & (queries_Q <= query_N[:, None])
+    counts_NV.scatter_add_(1, draft_NQ, before_NQ.float())
+    return _penalize(logits_NV, counts_NV, prompt_BV.index_select(0, row_N), presence_N, frequency_N, repetition_N)
+
+
+def _penalize(
+    logits_BV: torch.Tensor,
+    counts_BV: torch.Tensor,
+    prompt_BV: torch.Tensor,
+    presence_B: torch.Tensor,
+    frequency_B: torch.Tensor,
+    repetition_B: torch.Tensor,
+) -> torch.Tensor:
+    """`counts_BV`: in the output. `prompt_BV`: whether a token occurs in the prompt."""
+    is_output = counts_BV > 0
+    factor = torch.where(is_output | prompt_BV, repetition_B[:, None], 1.0)
+    logits_BV = torch.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+    return logits_BV - frequency_B[:, None] * counts_BV - presence_B[:, None] * is_output
+
+
+def _counts(
+    token_BM: torch.Tensor, prompt_len_B: torch.Tensor, last_B: torch.Tensor, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, V] each: how often a token occurs in the output up to position `last`, and whether it does in the prompt."""
+    offsets_M = torch.arange(token_BM.shape[1], device=token_BM.device)
+    in_prompt = offsets_M < prompt_len_B[:, None]
+    counts_BV = _count(token_BM, ~in_prompt & (offsets_M <= last_B[:, None]), vocab)
+    return counts_BV, _count(token_BM, in_prompt, vocab) > 0
 
 
 def _count(token_BM: torch.Tensor, which_BM: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -102,7 +145,7 @@ def apply_top_k_top_p(
     Reads the `longest` best logits only. Rows that use neither filter have k = V and p = inf; rows with a
     finite p must have k <= longest.
     """
-    best = logits_BQV.topk(longest, dim=-1).values
+    best = _best(logits_BQV, longest)
     top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
     last = best.gather(-1, top_k.clamp(max=longest) - 1)
     floor = torch.where(top_k <= longest, last, NEG_INF)
@@ -112,6 +155,18 @@ def apply_top_k_top_p(
     enough = (reached < top_p).sum(-1, keepdim=True).clamp(max=longest - 1)
     floor = torch.maximum(floor, torch.where(top_p < 1, best.gather(-1, enough), NEG_INF))
     return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
+
+
+def _best(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
+    """The largest logits, in order: a top-k over whole vocabularies is slow, and they lie in the blocks whose largest
+    logits are largest."""
+    vocab = logits_BQV.shape[-1]
+    if vocab % _TOP_K_BLOCK or vocab < 4 * number * _TOP_K_BLOCK:
+        return logits_BQV.topk(number, dim=-1).values
+    blocks = logits_BQV.unflatten(-1, (-1, _TOP_K_BLOCK))
+    chosen = blocks.amax(-1).topk(number, dim=-1).indices
+    index = chosen[..., None].expand(*chosen.shape, _TOP_K_BLOCK)
+    return blocks.gather(-2, index).flatten(-2).topk(number, dim=-1).values
 
 
 def search_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:

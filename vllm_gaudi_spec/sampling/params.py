@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Request, SampleBatch
+    from vllm_gaudi_spec.records import Request, SampleBatch, SampleShape
     from vllm_gaudi_spec.sampling.grammar import Grammar
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -24,14 +24,16 @@ _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 
 
 # Sizes that depend on a request come from closed lists, so that no request makes a new shape.
-_TOP_K_LISTS = (64, 1024)
+_USUAL_TOP_K = 64
+_TOP_K_LISTS = (_USUAL_TOP_K, 1024)
 _SCORED_COUNTS = (8, 32, 128)
 _USUAL_LOGPROBS = 20
 LISTED, SEARCHED = 1, 2
 
 
 class Branch(NamedTuple):
-    """Which parts of sampling a batch needs. Devices that capture have one graph per branch.
+    """Which parts of sampling a batch needs. Devices that capture have a graph for few branches: see `coarse`, and
+    `merged` where graphs are compiled.
 
     The branch of a batch is the largest of each field over its requests.
     """
@@ -71,7 +73,7 @@ class Branch(NamedTuple):
         return Branch(scored=self.scored, reported=self.reported, num_logprobs=self.num_logprobs)
 
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """A branch that includes this one, out of so few that each can have a graph. Unused parts get neutral values,
+        """A branch that includes this one, out of so few that each can be captured. Unused parts get neutral values,
         so the result is the same."""
         has_edits = self.edited or self.constrained or self.masked or self.penalized
         reported = self.reported or bool(self.scored)
@@ -105,6 +107,52 @@ class Branch(NamedTuple):
             branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
             yield branch.coarse(vocab_size, logprob_counts)
 
+    def merged(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
+        """The same out of fewer branches, so that each can be compiled.
+
+        What a step pays for is chosen from what many requests use: nothing but the argmax, noise, a short list for
+        top-k, a search for top-p. All that few requests use is in a `full` branch: edits of logits, penalties, masks,
+        log-probabilities, a longer top-k.
+        """
+        listed = usual_list(vocab_size)
+        is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > listed
+        top_k, top_p = self.top_k, self.top_p
+        if is_full and (top_k or top_p):
+            top_k, top_p = vocab_size, SEARCHED
+        elif top_p == SEARCHED:
+            top_k = listed
+        elif top_k:
+            top_p = LISTED
+        return Branch(
+            random=self.random,
+            min_p=self.random,
+            top_k=top_k,
+            top_p=top_p,
+            edited=is_full,
+            constrained=is_full,
+            masked=is_full,
+            penalized=is_full,
+            scored=_SCORED_COUNTS[-1] if is_full else 0,
+            reported=is_full,
+            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if is_full else 0,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Of merged branches: with all that few requests use."""
+        return self.edited and self.reported
+
+    @classmethod
+    def every_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+        """All branches that `merged` can return."""
+        listed = usual_list(vocab_size)
+        choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
+        usual = [*choices, *([cls(random=True, top_k=listed)] if listed else [])]
+        counts = _coarse_counts(logprob_counts)
+        full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
+        for branch in (*usual, *full):
+            yield branch.merged(vocab_size, logprob_counts)
+
     @classmethod
     def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
         lists = [size for size in _TOP_K_LISTS if size < vocab_size]
@@ -118,7 +166,8 @@ class Branch(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """Inputs of a sampling pass besides logits: as uploaded, split where they are used."""
+    """Inputs of a sampling pass besides logits: as uploaded, split where they are used. B is the rows of a batch, or
+    its positions after `at`."""
 
     branch: Branch
     floats_FB: torch.Tensor
@@ -126,9 +175,10 @@ class SamplingInputs(NamedTuple):
     ints_B4: torch.Tensor
     """int32: top-k, prompt length, two words of the seed."""
     grammar_BQW: torch.Tensor | None = None
+    """[N, 1, W] for a batch that lists its positions, before `at` too."""
     bounds_2B: torch.Tensor | None = None
     """int32: drafts that a row's grammar allows, and 1 for rows without a grammar; None if no row has one."""
-    allowed_BQW: torch.Tensor | None = None
+    allowed_B1W: torch.Tensor | None = None
     logit_edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     scored_ids_BE: torch.Tensor | None = None
 
@@ -136,6 +186,12 @@ class SamplingInputs(NamedTuple):
     def floats(self) -> dict[str, torch.Tensor]:
         """[B] each, by parameter name."""
         return dict(zip(_FLOATS, self.floats_FB.unbind(0), strict=True))
+
+    @property
+    def penalties(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[B] each: presence, frequency, repetition."""
+        floats = self.floats
+        return floats["presence_penalty"], floats["frequency_penalty"], floats["repetition_penalty"]
 
     @property
     def top_k_B(self) -> torch.Tensor:
@@ -156,6 +212,21 @@ class SamplingInputs(NamedTuple):
     @property
     def free_B(self) -> torch.Tensor | None:
         return None if self.bounds_2B is None else self.bounds_2B[1] > 0
+
+    def at(self, row_N: torch.Tensor) -> SamplingInputs:
+        """The inputs of each of N positions, from those of its row in the batch."""
+
+        def of_rows(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.index_select(0, row_N)
+
+        return self._replace(
+            floats_FB=self.floats_FB.index_select(1, row_N),
+            ints_B4=self.ints_B4.index_select(0, row_N),
+            bounds_2B=None,  # rows have drafts, positions do not
+            allowed_B1W=of_rows(self.allowed_B1W),
+            logit_edits=self.logit_edits and tuple(table.index_select(0, row_N) for table in self.logit_edits),
+            scored_ids_BE=of_rows(self.scored_ids_BE),
+        )
 
     def for_drafting(self, branch: Branch) -> SamplingInputs:
         """The inputs that a drafter reads."""
@@ -234,49 +305,61 @@ class Sampling:
         allowed[np.array(token_ids)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
-    def prepare(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> SamplingInputs:
-        """Gather the rows of a batch and upload them."""
-        branch = Branch.largest(self._branches_np[batch.rows_np])
-        by_row = {r.row: grammars[r.req_id] for r in batch.requests if r.req_id in grammars} if grammars else {}
-        branch = branch._replace(constrained=bool(by_row))
+    def branch(self, requests: list[Request], grammars: Collection[str]) -> Branch:
+        """What requests need that sample in one step. `grammars`: ids of requests with a grammar."""
+        branch = Branch.largest(self._branches_np[[request.row for request in requests]])
+        branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
+        if self.backend.traits.compiles:
+            return branch.merged(self.vocab_size, self.logprob_counts)
         if self.backend.traits.captures:
-            branch = branch.coarse(self.vocab_size, self.logprob_counts)
-        return self.inputs_of(batch, branch, by_row)
+            return branch.coarse(self.vocab_size, self.logprob_counts)
+        return branch
 
-    def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[int, Grammar]) -> SamplingInputs:
-        """For a branch that covers the batch's requests. `grammars`: by row."""
+    def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplingInputs:
+        """Gather the rows of a batch and upload them. `branch`: covers its requests. `grammars`: by request."""
         upload, constrained = self.backend.memory.upload, branch.constrained
-        masks = {row: grammar.mask_NW for row, grammar in grammars.items()}
         return SamplingInputs(
             branch=branch,
             floats_FB=upload(torch.from_numpy(self._floats_np[batch.rows_np].T.copy())),
             ints_B4=upload(torch.from_numpy(self._ints_np[batch.rows_np])),
-            grammar_BQW=self._masks(batch, masks) if constrained else None,
+            grammar_BQW=self._grammar_masks(batch, grammars) if constrained else None,
             bounds_2B=self._bounds(batch, grammars) if constrained else None,
-            allowed_BQW=self._masks(batch, self._allowed_np) if branch.masked else None,
+            allowed_B1W=self._allowed(batch) if branch.masked else None,
             logit_edits=self.logit_edits.gather(batch.rows_np, self.backend) if branch.edited else None,
             scored_ids_BE=self._scored_ids(batch, branch.scored) if branch.scored else None,
         )
 
-    def _masks(self, batch: SampleBatch, by_row: dict[int, np.ndarray]) -> torch.Tensor:
-        """int32 [B, Q, W], all ones where no token is forbidden. A mask is for all positions or for the first few."""
-        mask = np.full((len(batch.rows_np), batch.num_queries, self.mask_words), -1, dtype=np.int32)
+    def _grammar_masks(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> torch.Tensor:
+        """int32 [B, Q, W], or [N, 1, W] where the batch lists its positions: all ones where no token is forbidden. A
+        grammar has masks for the first few positions of its row."""
+        if batch.index_np is None:
+            row_BQ, query_BQ = np.indices((len(batch.rows_np), batch.num_queries))
+        else:
+            row_BQ, query_BQ = batch.index_np[..., None]
+        mask = np.full((*row_BQ.shape, self.mask_words), -1, dtype=np.int32)
         for index, request in enumerate(batch.requests):
-            if (found := by_row.get(request.row)) is not None:
+            if (grammar := grammars.get(request.req_id)) is not None:
                 # Padding of a new request may bring more rows than this step has positions.
-                shared = found.ndim == 1
-                found = found[..., : self.mask_words] if shared else found[: batch.num_queries, : self.mask_words]
-                mask[index, : None if shared else len(found)] = found
+                where = np.nonzero((row_BQ == index) & (query_BQ < len(grammar.mask_NW)))
+                mask[where] = grammar.mask_NW[query_BQ[where], : self.mask_words]
         return self.backend.memory.upload(torch.from_numpy(mask))
 
-    def _bounds(self, batch: SampleBatch, grammars: dict[int, Grammar]) -> torch.Tensor:
+    def _allowed(self, batch: SampleBatch) -> torch.Tensor:
+        """int32 [B, 1, W]."""
+        mask = np.full((len(batch.rows_np), 1, self.mask_words), -1, dtype=np.int32)
+        for index, request in enumerate(batch.requests):
+            if (allowed := self._allowed_np.get(request.row)) is not None:
+                mask[index] = allowed
+        return self.backend.memory.upload(torch.from_numpy(mask))
+
+    def _bounds(self, batch: SampleBatch, grammars: dict[str, Grammar]) -> torch.Tensor:
         """Drafts that each row's grammar allows, and which rows have none."""
         bounds = np.full((2, len(batch.rows_np)), batch.num_queries - 1, dtype=np.int32)
         bounds[1] = 1
         for index, request in enumerate(batch.requests):
-            if (grammar := grammars.get(request.row)) is not None:
+            if (grammar := grammars.get(request.req_id)) is not None:
                 bounds[:, index] = grammar.num_acceptable, 0
         return self.backend.memory.upload(torch.from_numpy(bounds))
 
@@ -287,13 +370,20 @@ class Sampling:
             row[: len(token_ids)] = token_ids
         return self.backend.memory.upload(torch.from_numpy(ids))
 
-    def signature(self, num_rows: int, num_queries: int, branch: Branch) -> Hashable:
+    def signature(self, shape: SampleShape, branch: Branch) -> Hashable:
         """What the graph of a sampling pass depends on."""
-        return (num_rows, num_queries, branch, self.logit_edits.shape if branch.edited else None)
+        return (*shape, branch, self.logit_edits.shape if branch.edited else None)
 
     def branches(self) -> Iterator[Branch]:
-        every = Branch.every_coarse if self.backend.traits.captures else Branch.every
+        every = Branch.every
+        if self.backend.traits.captures:
+            every = Branch.every_merged if self.backend.traits.compiles else Branch.every_coarse
         return every(self.vocab_size, self.logprob_counts)
+
+
+def usual_list(vocab_size: int) -> int:
+    """The length of the list that serves most values of top-k; 0 where it would hold the whole vocabulary."""
+    return _USUAL_TOP_K if vocab_size > _USUAL_TOP_K else 0
 
 
 def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,18 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
 
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
-from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED
+from vllm_gaudi_spec.sampling.params import SEARCHED, usual_list
+from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT, SYNTHETIC
 
 if TYPE_CHECKING:
-    from vllm.v1.outputs import LogprobsTensors
-
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.records import Listed
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
     from vllm_gaudi_spec.sampling.params import Branch, SamplingInputs
@@ -55,6 +56,16 @@ def choose_rule(speculation: Speculation | None, backend: DeviceBackend) -> Rule
             rates_K = torch.tensor(speculation.synthetic_rates, device=backend.traits.torch_device)
         verify = partial(verify, rates_K=rates_K)
     return partial(_without_probs, rules, verify)
+
+
+def needs_rectangle(speculation: Speculation | None, branch: Branch) -> bool:
+    """Whether the rule of a verify step reads the positions of a row together. Otherwise the token of each position is
+    chosen by itself, and compared with the draft there: the strict rule."""
+    if speculation is None or speculation.rule == STRICT:
+        return False
+    if RULES[speculation.rule].needs_probs:
+        return speculation.keeps_probs and branch.random
+    return True
 
 
 def _strict(
@@ -136,20 +147,82 @@ def verify(
     logprobs_mode: str,
 ) -> Verification:
     """Choose the tokens after each row's first position, and gather the log-probabilities that requests ask for."""
-    logits_BQV, raw = _process(logits_BQV, positions_BQ, rows_B, requests, inputs, custom, logprobs_mode)
+
+    def penalize(logits_BQV: torch.Tensor) -> torch.Tensor:
+        history_BM = requests.history_RM.index_select(0, rows_B)
+        return edit.apply_penalties(logits_BQV, history_BM, inputs.prompt_len_B, positions_BQ, *inputs.penalties)
+
+    logits_BQV, raw = _process(
+        logits_BQV,
+        positions_BQ,
+        rows_B,
+        requests,
+        inputs,
+        penalize=penalize,
+        custom=custom,
+        logprobs_mode=logprobs_mode,
+    )
     proposed = Drafts(requests.tokens_at(rows_B, positions_BQ[:, 1:]), num_drafts_B, draft_probs_BKV)
     verification = rule(logits_BQV, positions_BQ, proposed, inputs)
-    branch = inputs.branch
-    if not (branch.reported or branch.scored):
-        return verification
-    scores = (logits_BQV if raw is None else raw).flatten(0, 1)
-    if logprobs_mode.endswith("logprobs"):
-        scores = scores.log_softmax(-1)
-    tokens_BQ = verification.tokens_BQ
-    return verification._replace(
-        logprobs=gather_logprobs(scores, tokens_BQ.flatten(), branch.num_logprobs) if branch.reported else None,
-        scores=_scored(scores, tokens_BQ, inputs) if branch.scored else None,
+    reported, sampled_N = logits_BQV if raw is None else raw, verification.tokens_BQ.flatten()
+    logprobs, scores = _logprobs(reported, sampled_N, inputs, positions_BQ.shape[1], logprobs_mode)
+    return verification._replace(logprobs=logprobs, scores=scores)
+
+
+def verify_listed(
+    logits_NV: torch.Tensor,
+    listed: Listed,
+    *,
+    positions_BQ: torch.Tensor,
+    rows_B: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    requests: Requests,
+    inputs: SamplingInputs,
+    rules: Rules,
+    logprobs_mode: str,
+) -> Verification:
+    """The same by the strict rule, from logits of listed positions only: each of those is sampled by itself, as a row
+    with one position. What is returned for other positions does not count."""
+    row_N, query_N = listed.index_2N.unbind(0)
+    of_positions = inputs.at(row_N)
+    positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]
+
+    def penalize(logits_N1V: torch.Tensor) -> torch.Tensor:
+        history_BM = requests.history_RM.index_select(0, rows_B)
+        return edit.apply_penalties_at(
+            logits_N1V.squeeze(1),
+            listed.index_2N,
+            history_BM,
+            inputs.prompt_len_B,
+            positions_BQ,
+            *of_positions.penalties,
+        )[:, None]
+
+    def spread(values_NX: torch.Tensor) -> torch.Tensor:
+        """To all positions of all rows, [B * Q, X]."""
+        return values_NX.index_select(0, listed.slots_BQ.flatten())
+
+    logits_N1V, raw = _process(
+        logits_NV[:, None],
+        positions_N1,
+        rows_B.index_select(0, row_N),
+        requests,
+        of_positions,
+        penalize=penalize,
+        custom=None,
+        logprobs_mode=logprobs_mode,
     )
+    if inputs.branch.random:
+        temperature_N = of_positions.floats["temperature"]
+        sampled_N1 = rules.sample_random(logits_N1V, temperature_N, of_positions.keys_B2, positions_N1)
+    else:
+        sampled_N1 = rules.sample_greedy(logits_N1V)
+    sampled_N = sampled_N1.flatten()
+    drafts_BK = requests.tokens_at(rows_B, positions_BQ[:, 1:])
+    verification = strict.verify(spread(sampled_N).view(positions_BQ.shape), drafts_BK, num_drafts_B)
+    found = _logprobs(logits_N1V if raw is None else raw, sampled_N, of_positions, 1, logprobs_mode)
+    logprobs, scores = (part and LogprobsTensors(*map(spread, part[:3])) for part in found)
+    return verification._replace(logprobs=logprobs, scores=scores)
 
 
 def _process(
@@ -158,11 +231,13 @@ def _process(
     rows_B: torch.Tensor,
     requests: Requests,
     inputs: SamplingInputs,
+    *,
+    penalize: Callable[[torch.Tensor], torch.Tensor],
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits after masks, logit edits, penalties, temperature and filters; and the raw ones if they are reported."""
-    branch, floats = inputs.branch, inputs.floats
+    branch = inputs.branch
     needs_scores = branch.reported or branch.scored
     if branch.constrained:
         # Before the raw log-probabilities are taken, as those are over what the grammar allows.
@@ -171,8 +246,8 @@ def _process(
     # A copy: custom processors change logits in place.
     raw = logits_BQV.clone() if needs_scores and logprobs_mode.startswith("raw") else None
     if branch.masked:
-        assert inputs.allowed_BQW is not None
-        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_BQW)
+        assert inputs.allowed_B1W is not None
+        logits_BQV = edit.apply_bitmask(logits_BQV, inputs.allowed_B1W)
     if branch.edited:
         assert inputs.logit_edits is not None
         recent, num_outputs = recent_outputs(requests, rows_B, positions_BQ, inputs)
@@ -180,17 +255,9 @@ def _process(
     if custom is not None:
         custom.apply(logits_BQV, rows_B, argmax_invariant=False)
     if branch.penalized:
-        logits_BQV = edit.apply_penalties(
-            logits_BQV,
-            requests.history_RM.index_select(0, rows_B),
-            inputs.prompt_len_B,
-            positions_BQ,
-            floats["presence_penalty"],
-            floats["frequency_penalty"],
-            floats["repetition_penalty"],
-        )
+        logits_BQV = penalize(logits_BQV)
     if branch.random:
-        logits_BQV = edit.apply_temperature(logits_BQV, floats["temperature"])
+        logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
         if custom is not None:
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
         logits_BQV = _filter(logits_BQV, inputs, branch)
@@ -203,23 +270,39 @@ def restrict(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -
 
 
 def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
-    top_p_B = inputs.floats["top_p"]
+    """A row whose k fits the list is filtered with the list alone, whatever else the branch has for other rows."""
+    vocab = logits_BQV.shape[-1]
+    top_k_B, top_p_B = inputs.top_k_B, inputs.floats["top_p"]
     if branch.min_p:
         logits_BQV = edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
-    if branch.top_k == logits_BQV.shape[-1]:
-        logits_BQV = edit.search_top_k(logits_BQV, inputs.top_k_B)
-    elif branch.top_k:
-        listed_p_B = top_p_B if branch.top_p == LISTED else torch.full_like(top_p_B, torch.inf)
-        logits_BQV = edit.apply_top_k_top_p(logits_BQV, inputs.top_k_B, listed_p_B, branch.top_k)
+    if longest := usual_list(vocab) if branch.top_k == vocab else branch.top_k:
+        is_listed_B = top_k_B <= longest
+        logits_BQV = edit.apply_top_k_top_p(logits_BQV, top_k_B, torch.where(is_listed_B, top_p_B, torch.inf), longest)
+        top_k_B = torch.where(is_listed_B, vocab, top_k_B)
+        top_p_B = torch.where(is_listed_B, torch.inf, top_p_B)
+    if branch.top_k == vocab:
+        logits_BQV = edit.search_top_k(logits_BQV, top_k_B)
     if branch.top_p == SEARCHED:
         logits_BQV = edit.search_top_p(logits_BQV, top_p_B)
     return logits_BQV
 
 
-def _scored(scores_NV: torch.Tensor, sampled_BQ: torch.Tensor, inputs: SamplingInputs) -> LogprobsTensors:
+def _logprobs(
+    logits_BQV: torch.Tensor, sampled_N: torch.Tensor, inputs: SamplingInputs, num_queries: int, logprobs_mode: str
+) -> tuple[LogprobsTensors | None, LogprobsTensors | None]:
+    """For N = B * Q positions: of the likeliest tokens, and of those that requests named."""
+    branch = inputs.branch
+    if not (branch.reported or branch.scored):
+        return None, None
+    scores_NV = logits_BQV.flatten(0, 1)
+    if logprobs_mode.endswith("logprobs"):
+        scores_NV = scores_NV.log_softmax(-1)
+    likeliest = gather_logprobs(scores_NV, sampled_N, branch.num_logprobs) if branch.reported else None
+    if not branch.scored:
+        return likeliest, None
     assert inputs.scored_ids_BE is not None
-    ids = inputs.scored_ids_BE[:, None].expand(-1, sampled_BQ.shape[1], -1).flatten(0, 1)
-    return gather_logprobs(scores_NV, sampled_BQ.flatten(), 0, ids)
+    ids_NE = inputs.scored_ids_BE[:, None].expand(-1, num_queries, -1).flatten(0, 1)
+    return likeliest, gather_logprobs(scores_NV, sampled_N, 0, ids_NE)
 
 
 def recent_outputs(

@@ -25,7 +25,7 @@ from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
-from vllm_gaudi_spec.records import Batch, Hidden
+from vllm_gaudi_spec.records import Batch, Hidden, SampleShape
 from vllm_gaudi_spec.runner.batch import locate, make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
@@ -184,7 +184,8 @@ class Rows:
         members = [self.requests.by_id[name] for name in answers]
         ends = [len(self.tokens[name]) + self.num_drafts for name in answers]  # as the scheduler counts
         queries = self.computed(list(answers))
-        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), queries, members, ends)
+        shape = SampleShape(self.shapes.fit_rows(len(members)), queries)
+        batch = make_sample_batch(self.requests, shape, members, ends)
         verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
@@ -194,12 +195,11 @@ class Rows:
             self.rejected[name] = self.drafted.get(name, 0) - (len(answer) - 1)
             self.tokens[name] += answer
         self.requests.advance(batch.rows_B, last, verification)
-        inputs = self.sampling.prepare(batch, {})
-        lengths = last + 1 + verification.num_sampled_B
-        self.drafting.on_verified(batch.rows_B, lengths)
-        drafts = self.drafting.propose(batch, lengths, inputs, self.num_drafts if max_drafts is None else max_drafts)
+        inputs = self.sampling.inputs_of(batch, self.sampling.branch(members, {}), {})
+        self.drafting.on_verified(batch.rows_B, last + 1 + verification.num_sampled_B)
         found: dict[str, list[int]] = {name: [] for name in answers}
-        if drafts is not None:
+        if self.drafting.propose(batch, inputs, self.num_drafts if max_drafts is None else max_drafts):
+            drafts = self.requests.drafts(batch.rows_B, self.num_drafts)
             rows = zip(answers, drafts.tokens_BK.tolist(), drafts.num_drafts_B.tolist(), strict=False)
             found = {name: row[:count] for name, row, count in rows}
         self.drafted |= {name: len(row) for name, row in found.items()}

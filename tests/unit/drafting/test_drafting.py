@@ -18,11 +18,11 @@ from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
-from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, StepResult, Verification
+from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampleShape, StepResult, Verification
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.sampling.params import Branch, Sampling
 
 K = 3
 VOCAB = 100
@@ -177,16 +177,17 @@ def test_the_device_drafter_proposes_after_the_verification() -> None:
     proposer = CountsOnDevice()
     drafting, recorder = on_device(proposer, split, requests)
     drafting.apply(requests)
-    step_, lengths = sampled(requests, names, [[12, 13], [26], [33]])
-    batch = make_sample_batch(requests, 4, 2, step_.requests, [16] * 3)
-    inputs = sampling(requests).prepare(batch, {})
-    step_.drafts = drafting.propose(batch, lengths, inputs, K)
+    step_, _ = sampled(requests, names, [[12, 13], [26], [33]])
+    batch = make_sample_batch(requests, SampleShape(4, 2), step_.requests, [16] * 3)
+    inputs = sampling(requests).inputs_of(batch, Branch(), {})
+    assert drafting.propose(batch, inputs, K)
+    step_.drafts = requests.drafts(batch.rows_B, K)
     assert [waiting(requests, *row) for row in (("a", 4), ("b", 7), ("c", 4))] == [[14, 15, 16], [27], []]
     assert requests.num_drafts_R[requests.pad_row] == 0
     reported = drafting.drafts_of(step_)
     assert dict(zip(reported.req_ids, reported.draft_token_ids, strict=True)) == {"a": [14, 15, 16], "b": [27], "c": []}
     assert not recorder.unexpected
-    assert drafting.propose(batch, lengths, inputs, 0) is None
+    assert not drafting.propose(batch, inputs, 0)
     assert proposer.num_calls == 1, "nobody may draft: no call"
 
 
@@ -215,7 +216,7 @@ def test_a_batch_in_which_nobody_may_draft_costs_no_call_on_the_device() -> None
     requests.by_id["b"].num_computed = 6
     for names in (["c"], ["b"], ["b", "c"]):
         members = [requests.by_id[name] for name in names]
-        batch = make_sample_batch(requests, 4, 1, members, [6] * len(members))
-        inputs = sampling(requests).prepare(batch, {})
-        assert drafting.propose(batch, torch.full((4,), 7, dtype=torch.int32), inputs, K) is None
+        batch = make_sample_batch(requests, SampleShape(4, 1), members, [6] * len(members))
+        inputs = sampling(requests).inputs_of(batch, Branch(), {})
+        assert not drafting.propose(batch, inputs, K)
     assert proposer.num_calls == 0

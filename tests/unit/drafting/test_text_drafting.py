@@ -25,7 +25,7 @@ from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
-from vllm_gaudi_spec.records import StepResult
+from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
@@ -135,14 +135,15 @@ class Rows:
     def sample(self, answers: dict[str, list[int]], max_drafts: int | None = None) -> dict[str, list[int]]:
         """Each named row gets these tokens from the target; returns the drafts that wait after them."""
         members = [self.requests.by_id[name] for name in answers]
-        batch = make_sample_batch(self.requests, self.shapes.fit_rows(len(members)), 1, members, [100] * len(members))
+        shape = SampleShape(self.shapes.fit_rows(len(members)), 1)
+        batch = make_sample_batch(self.requests, shape, members, [100] * len(members))
         verification, last = sampled(list(answers.values()), len(batch.rows_np)), torch.zeros(len(batch.rows_np)).int()
         for index, (name, answer) in enumerate(answers.items()):
             last[index] = len(self.tokens[name]) - 1
             self.tokens[name] += answer
         self.requests.advance(batch.rows_B, last, verification)
-        inputs, lengths = self.sampling.prepare(batch, {}), last + 1 + verification.num_sampled_B
-        assert self.drafting.propose(batch, lengths, inputs, 0) is None
+        inputs = self.sampling.inputs_of(batch, self.sampling.branch(members, {}), {})
+        assert not self.drafting.propose(batch, inputs, 0)
         done = StepResult(members, verification)
         self.drafting.propose_on_host(done, self.num_drafts if max_drafts is None else max_drafts)
         waiting = {name: self.waiting(name) for name in answers}

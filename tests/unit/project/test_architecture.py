@@ -153,11 +153,14 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "weights": set(),
         "memory": {"graphs"},
         "batch": {"requests", "shapes"},
+        "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "hidden_states": {"batch"},
         "prompt_logprobs": {"graphs", "model", "report"},
         # Not the model runner: warm-up names the parts that it runs.
-        "warmup": {"batch", "graphs", "kv_cache", "memory", "model", "prompt_logprobs", "requests", "shapes"},
+        "warmup": {
+            *("batch", "graphs", "kv_cache", "memory", "model", "prompt_logprobs", "requests", "sample_shapes", "shapes"),
+        },
         "profile": {"graphs", "memory", "model_runner", "warmup"},
         "model_runner": {"*"},
     },

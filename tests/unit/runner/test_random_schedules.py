@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from vllm import SamplingParams
 
 from tests.full_tests.tiny_models import VOCAB
-from tests.support.fakes import CapturingBackend
+from tests.support.fakes import CapturingBackend, CompilingBackend
 from tests.support.small_engine import FAVOURITES, MAX_ROWS, RETOKENIZE, ROOMY, SmallEngine, Variant, greedy_text
 
 MOST_REQUESTS = 2 * MAX_ROWS
@@ -145,6 +145,8 @@ VARIANTS = [
     Variant("ngram_gpu", overlap=True),
     Variant("ngram_gpu", overlap=True, v2=True, backend=CapturingBackend, adaptive=True),
     Variant("draft_model", overlap=True),
+    Variant("draft_model", overlap=True, backend=CompilingBackend),
+    Variant("suffix", backend=CompilingBackend),
     Variant("draft_model", overlap=False, v2=True, adaptive=True),
     Variant("custom_class"),
     Variant("suffix", v2=True, adaptive=True),

@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.fakes import CapturingBackend, HostBackend
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import NUM_DRAFTS, ROOMY, SmallEngine, Variant, greedy_text
 
 PROMPT, NUM_TOKENS = [3, 4, 5], 24
@@ -54,11 +54,11 @@ def drafted_in(events: list[str]) -> list[tuple[str, str]]:
     return [(part[0], part[1]) for part in parts if len(part) == 2]
 
 
-# One runs what it is asked, the other overwrites what a graph returned when it runs again.
-BOTH_KINDS = pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])
+# One runs what it is asked, the others overwrite what a graph returned when it runs again.
+EVERY_KIND = pytest.mark.parametrize("backend", [HostBackend, CapturingBackend, CompilingBackend])
 
 
-@BOTH_KINDS
+@EVERY_KIND
 def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
     backend: type[HostBackend], tmp_path: Path
 ) -> None:
@@ -73,7 +73,7 @@ def test_with_async_scheduling_tokens_leave_before_drafts_are_computed(
     assert engine.runner.take_draft_token_ids() is None, "they stay on the device"
 
 
-@BOTH_KINDS
+@EVERY_KIND
 def test_without_it_drafts_leave_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
     engine = engine_of(backend, tmp_path, overlap=False)
     engine.finish()
@@ -84,7 +84,7 @@ def test_without_it_drafts_leave_with_the_tokens(backend: type[HostBackend], tmp
     assert events.count(COPY) == engine.runner.recorder.num_steps, "one device-to-host sync a step"
 
 
-@BOTH_KINDS
+@EVERY_KIND
 def test_a_grammar_gets_the_drafts_with_the_tokens(backend: type[HostBackend], tmp_path: Path) -> None:
     """Only in steps with a request that has one: two requests, of which one gets a grammar after a while."""
     engine = engine_of(backend, tmp_path, overlap=True)

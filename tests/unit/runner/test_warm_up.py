@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.fakes import CapturingBackend, HostBackend
-from tests.support.small_engine import RETOKENIZE, SmallEngine, Variant
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
+from tests.support.small_engine import RETOKENIZE, STANDARD, SmallEngine, Variant
 from tests.support.warm_up import listed, run_jobs
 from vllm_gaudi_spec.runner.graphs import Job, StepRecorder
 from vllm_gaudi_spec.runner.warmup import is_run, jobs, manifest
@@ -24,8 +24,8 @@ def some(found: list[Job]) -> list[Job]:
     return [job for job in found if job.kind != "sampling passes"] + passes[:: -(-len(passes) // USUAL_BRANCHES)]
 
 
-@pytest.mark.parametrize("backend", [HostBackend, CapturingBackend])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("backend", [HostBackend, CapturingBackend, CompilingBackend])
+@pytest.mark.parametrize("method", [*METHODS, STANDARD], ids=str)
 def test_each_job_makes_what_it_lists(method: str | None, backend: type[HostBackend], tmp_path: Path) -> None:
     runner = SmallEngine(Variant(method, backend=backend), tmp_path).runner
     assert runner.recorder.manifest == manifest(runner)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,46 +12,78 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from tests.support.fakes import CapturingBackend, HostBackend, new_request, step
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend, new_request, step
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.records import StepResult
+from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.grammar import Grammar
-from vllm_gaudi_spec.sampling.params import Branch, Sampling
-from vllm_gaudi_spec.sampling.verify import choose_rule, verify
+from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Sampling
+from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 
 VOCABS = (2, 40, 64, 65, 1500, 50_000)
 MOST_LOGPROBS = (0, 1, 5, 20, 30, -1)
 K, MAX_ROWS, ROWS, MAX_LEN = 3, 5, 6, 24
 
 
-def sampling(vocab: int, most: int, captures: bool = True, mode: str = "raw_logprobs") -> Sampling:
-    backend = CapturingBackend() if captures else HostBackend()
+def sampling(vocab: int, most: int, backend: HostBackend | None = None, mode: str = "raw_logprobs") -> Sampling:
+    backend = backend or CapturingBackend()
     return Sampling(backend, max_rows=MAX_ROWS, vocab_size=vocab, max_logprobs=most, logprobs_mode=mode)  # type: ignore[arg-type]
 
 
+class Grain(NamedTuple):
+    """How a device takes branches."""
+
+    backend: type[HostBackend]
+    coarse: Callable[[Branch, int, tuple[int, ...]], Branch]
+    every: Callable[[int, tuple[int, ...]], Iterable[Branch]]
+    most: int
+
+
+GRAINS = {
+    "captured": Grain(CapturingBackend, Branch.coarse, Branch.every_coarse, 36),
+    "compiled": Grain(CompilingBackend, Branch.merged, Branch.every_merged, 4 + 3 * 2),
+}
+grains = pytest.mark.parametrize("grain", GRAINS.values(), ids=GRAINS)
+
+
+@grains
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("most", MOST_LOGPROBS)
-def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(vocab: int, most: int) -> None:
-    counts = sampling(vocab, most).logprob_counts
-    every = list(Branch.every_coarse(vocab, counts))
-    assert len(set(every)) == len(every) <= 36
-    found = {branch.coarse(vocab, counts) for branch in Branch.every(vocab, counts)}
+def test_a_coarse_branch_is_one_of_few_and_its_own_coarse_branch(grain: Grain, vocab: int, most: int) -> None:
+    given = sampling(vocab, most, grain.backend())
+    counts = given.logprob_counts
+    every = list(grain.every(vocab, counts))
+    assert len(set(every)) == len(every) <= grain.most
+    assert list(given.branches()) == every
+    found = {grain.coarse(branch, vocab, counts) for branch in Branch.every(vocab, counts)}
     assert found == set(every)
-    assert all(branch.coarse(vocab, counts) == branch for branch in every)
+    assert all(grain.coarse(branch, vocab, counts) == branch for branch in every)
 
 
+@grains
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("most", MOST_LOGPROBS)
-def test_a_coarse_branch_has_all_that_was_asked(vocab: int, most: int) -> None:
+def test_a_coarse_branch_has_all_that_was_asked(grain: Grain, vocab: int, most: int) -> None:
     counts = sampling(vocab, most).logprob_counts
     for fine in Branch.every(vocab, counts):
-        coarse = fine.coarse(vocab, counts)
+        coarse = grain.coarse(fine, vocab, counts)
         assert coarse.random == fine.random, "noise is nothing that can be idle"
         for name, own, asked in zip(Branch._fields, coarse, fine, strict=True):
             assert own >= asked, name
+
+
+def test_what_a_merged_branch_does_not_pay_for() -> None:
+    counts = (0, 5, 20)
+    assert Branch().merged(1500, counts) == Branch()
+    plain = Branch(random=True, min_p=True)
+    assert Branch(random=True).merged(1500, counts) == plain, "no filter but min-p"
+    assert Branch(random=True, top_k=64).merged(1500, counts) == plain._replace(top_k=64, top_p=LISTED), "no search"
+    searched = Branch(random=True, top_p=SEARCHED).merged(1500, counts)
+    assert searched == plain._replace(top_k=64, top_p=SEARCHED), "one search, not two"
+    assert Branch(reported=True).merged(1500, counts).top_p == 0, "a greedy request that asks for log-probabilities"
 
 
 # --- the same outcome ---
@@ -108,6 +141,7 @@ class Case:
         best = self.logits[:, :K].argmax(-1)
         self.drafts = torch.where(torch.rand(ROWS, K, generator=generator) < 0.6, best, own).int()
         self.num_drafts = torch.randint(0, K + 1, (ROWS,), generator=generator).int()
+        self.spare = self.rng.randint(0, K)
         words = -(-vocab // 32)
         mask = torch.randint(-(2**31), 2**31, (MAX_ROWS, K + 1, words), generator=generator).int().numpy()
         mask[..., 0] |= 1  # something is always allowed
@@ -120,10 +154,9 @@ class Case:
     def tokens(self, count: int, vocab: int) -> list[int]:
         return [self.rng.randrange(vocab) for _ in range(count)]
 
-    def run(self, captures: bool, mode: str, rule: Any) -> tuple[Branch, ModelRunnerOutput]:
+    def run(self, backend: HostBackend, mode: str, speculation: Speculation) -> tuple[Branch, ModelRunnerOutput]:
         """As the runner does it."""
-        given = sampling(self.vocab, -1, captures, mode)
-        backend = given.backend
+        given = sampling(self.vocab, -1, backend, mode)
         requests = Requests(backend, max_rows=MAX_ROWS, max_len=MAX_LEN, block_sizes=[16], max_context=MAX_LEN, seed=0)
         new = [
             new_request(name, self.prompts[name], [1], params=params, prefill=self.prompts[name] + self.outputs[name])
@@ -133,29 +166,37 @@ class Case:
         for request in requests.admitted:
             given.admit(request)
         members = [requests.by_id[name] for name in self.params]
-        batch = make_sample_batch(requests, ROWS, K + 1, members, [])
+        branch = given.branch(members, self.grammars)
+        lists = backend.traits.compiles and not needs_rectangle(speculation, branch)
         num_drafts_B = self.num_drafts.clone()
+        num_drafts_B[len(members) :] = 0
+        # The host knows an upper bound of a row's drafts.
+        num_positions = [min(int(number) + self.spare, K) + 1 for number in num_drafts_B[: len(members)]]
+        shape = SampleShape(ROWS, K + 1, sum(num_positions) + self.rng.randint(0, 9) if lists else 0)
+        batch = make_sample_batch(requests, shape, members, [], num_positions)
         first_B = torch.zeros(ROWS, dtype=torch.int32)
         for index, request in enumerate(members):
             length = len(request.all_token_ids)
             first_B[index] = length - 1
             requests.history_RM[request.row, length : length + K] = self.drafts[index]
-        num_drafts_B[len(members) :] = 0
-        inputs = given.prepare(batch, self.grammars)
+        inputs = given.inputs_of(batch, branch, self.grammars)
         if inputs.acceptable_B is not None:
             num_drafts_B = torch.minimum(num_drafts_B, inputs.acceptable_B)
-        verification = verify(
-            self.logits.clone(),
+        common = dict(
             positions_BQ=first_B[:, None] + torch.arange(K + 1, dtype=torch.int32),
             rows_B=batch.rows_B,
             num_drafts_B=num_drafts_B,
-            draft_probs_BKV=self.laws,
             requests=requests,
             inputs=inputs,
-            rule=rule,
-            custom=None,
             logprobs_mode=mode,
         )
+        logits = self.logits.clone()
+        if batch.listed is not None:
+            row_N, query_N = batch.listed.index_2N
+            verification = verify_listed(logits[row_N, query_N], batch.listed, rules=TORCH, **common)  # type: ignore[arg-type]
+        else:
+            rule = choose_rule(speculation, HostBackend())
+            verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.laws, **common)  # type: ignore[arg-type]
         done = StepResult(members, verification._replace(num_drafts_B=num_drafts_B))
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
 
@@ -195,17 +236,19 @@ RULES = {
 }
 
 
+@grains
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
 @pytest.mark.parametrize("vocab", [50, 1500])
-def test_a_coarse_branch_decides_and_reports_the_same(rule: str, mode: str, vocab: int) -> None:
-    chosen, coarser, accepted = choose_rule(RULES[rule], HostBackend()), 0, 0
-    listed = set(sampling(vocab, -1).branches())
+def test_a_coarse_branch_decides_and_reports_the_same(grain: Grain, rule: str, mode: str, vocab: int) -> None:
+    chosen, coarser, accepted = RULES[rule], 0, 0
+    backend = grain.backend()
+    listed = set(sampling(vocab, -1, backend).branches())
     for seed in range(40 if vocab == 50 else 15):
         case = Case(seed, vocab)
-        (fine, expected), (coarse, found) = case.run(False, mode, chosen), case.run(True, mode, chosen)
+        (fine, expected), (coarse, found) = case.run(HostBackend(), mode, chosen), case.run(backend, mode, chosen)
         assert coarse in listed
-        assert coarse == fine.coarse(vocab, sampling(vocab, -1).logprob_counts)
+        assert coarse == grain.coarse(fine, vocab, sampling(vocab, -1).logprob_counts)
         assert case.told(found) == case.told(expected), (seed, fine, coarse)
         coarser += fine != coarse
         accepted += sum(map(len, found.sampled_token_ids)) - len(found.sampled_token_ids)

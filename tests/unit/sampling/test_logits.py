@@ -162,3 +162,24 @@ def test_logit_edits_bias_forbid_and_expire() -> None:
     assert result[0, 1, 9] == logits[0, 1, 9]
     untouched = [t for t in range(VOCAB) if t not in (7, 8, 9)]
     assert torch.equal(result[..., untouched], logits[..., untouched])
+
+
+def test_penalties_of_listed_positions_are_those_of_rows() -> None:
+    rows, queries, vocab, length = 3, 4, 12, 20
+    generator = torch.Generator().manual_seed(0)
+    logits_BQV = torch.randn(rows, queries, vocab, generator=generator)
+    history_BM = torch.randint(vocab, (rows, length), generator=generator, dtype=torch.int32)
+    prompt_len_B, first_B = torch.tensor([5, 9, 3]), torch.tensor([4, 12, 7], dtype=torch.int32)
+    positions_BQ = first_B[:, None] + torch.arange(queries, dtype=torch.int32)
+    penalties = torch.tensor([0.5, 0.0, 0.9]), torch.tensor([0.3, 0.2, 0.0]), torch.tensor([1.3, 1.0, 0.8])
+    expected = edit.apply_penalties(logits_BQV, history_BM, prompt_len_B, positions_BQ, *penalties)
+    row_N, query_N = index_2N = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 0], [0, 1, 2, 3, 0, 0, 1, 3, 0]])
+    found = edit.apply_penalties_at(
+        logits_BQV[row_N, query_N],
+        index_2N,
+        history_BM,
+        prompt_len_B,
+        positions_BQ,
+        *(values_B[row_N] for values_B in penalties),
+    )
+    assert torch.equal(found, expected[row_N, query_N])

@@ -46,6 +46,7 @@ TRAITS = DeviceTraits(
     mode="lazy",
     torch_device=torch.device("hpu"),
     captures=True,
+    compiles=True,
     flat_decode=True,
     takes_quant_config=True,
 )

@@ -25,8 +25,8 @@ from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
-from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden
-from vllm_gaudi_spec.runner.batch import make_padding, no_lengths
+from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden, SampleShape
+from vllm_gaudi_spec.runner.batch import make_padding
 from vllm_gaudi_spec.runner.graphs import Job
 from vllm_gaudi_spec.sampling.params import Branch
 
@@ -86,7 +86,6 @@ class _Sampled(NamedTuple):
     """State on the device of the rows that sampled in the step."""
 
     batch: SampleBatch
-    lengths_B: torch.Tensor
     inputs: SamplingInputs
 
 
@@ -177,12 +176,10 @@ class TextDrafting(Drafting):
     def probs(self, rows_B: torch.Tensor) -> torch.Tensor | None:
         return self._draft_probs.of(rows_B)
 
-    def propose(
-        self, batch: SampleBatch, lengths_B: torch.Tensor, inputs: SamplingInputs, max_drafts: int
-    ) -> Drafts | None:
+    def propose(self, batch: SampleBatch, inputs: SamplingInputs, max_drafts: int) -> bool:
         if not batch.is_padding:
-            self._sampled = _Sampled(batch, lengths_B, inputs)
-        return None
+            self._sampled = _Sampled(batch, inputs)
+        return False
 
     def drafts_of(self, step: StepResult) -> DraftTokenIds:
         names = [request.req_id for request in step.requests]
@@ -284,7 +281,7 @@ class TextDrafting(Drafting):
             self._timelines[row].read(self._timelines[row].num_read + count)
 
     def _draft(self, sampled: _Sampled, members: list[DraftingRow], width: int, context: int) -> Drafts:
-        batch, lengths_B, inputs = sampled
+        batch, inputs = sampled
         num_rows, branch = len(batch.rows_np), self._choice.branch(inputs)
         self._recorder.saw(self._signature(num_rows, width, context, branch))
         max_drafts_np, ends, unread = np.zeros(num_rows, dtype=np.int32), [0] * num_rows, []
@@ -295,7 +292,6 @@ class TextDrafting(Drafting):
             unread.append((member.index, row, self._num_unread(row)))
         drafts = self._draft_rows(
             batch.rows_B,
-            lengths_B,
             self._backend.memory.upload(torch.from_numpy(max_drafts_np)),
             self._upload_unread(unread, num_rows, width),
             self._kv_region.blocks(batch.rows_np, ends, context),
@@ -330,12 +326,12 @@ class TextDrafting(Drafting):
     def _draft_chain(
         self,
         rows_B: torch.Tensor,
-        lengths_B: torch.Tensor,
         max_drafts_B: torch.Tensor,
         unread: torch.Tensor,
         blocks: Blocks,
         inputs: SamplingInputs,
     ) -> Drafts:
+        lengths_B = self._requests.lengths(rows_B)
         request = self._choice.request(self._requests, rows_B, lengths_B, max_drafts_B, blocks, inputs)
         proposed = self._proposer.propose(request, _unread(unread))
         if self._rewriter is None:
@@ -398,9 +394,9 @@ class TextDrafting(Drafting):
             yield Job("rounds of drafts", run, (self._signature(*of_round),), of_round[0], is_common)
 
     def _draft_padding(self, sampling: Sampling, num_rows: int, width: int, context: int, branch: Branch) -> None:
-        batch = make_padding(self._requests, num_rows)
+        batch = make_padding(self._requests, SampleShape(num_rows, 1))
         inputs = sampling.inputs_of(batch, branch, {})
-        self._draft(_Sampled(batch, no_lengths(self._requests, num_rows), inputs), [], width, context)
+        self._draft(_Sampled(batch, inputs), [], width, context)
 
 
 def _unread(uploaded: torch.Tensor) -> Unread:

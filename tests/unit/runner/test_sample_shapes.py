@@ -1,0 +1,116 @@
+"""Shapes of sampling passes: few where each is a graph, and whatever a step needs is one of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.fakes import HostBackend
+from vllm_gaudi_spec.config import Options
+from vllm_gaudi_spec.devices.hpu.backend import TRAITS
+from vllm_gaudi_spec.records import SampleShape
+from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
+from vllm_gaudi_spec.runner.shapes import Shapes
+from vllm_gaudi_spec.sampling.params import Branch, Sampling
+
+VOCAB = 128256
+MAX_GRAPHS = 40
+
+
+class Gaudi(HostBackend):
+    traits = replace(TRAITS, torch_device=torch.device("cpu"))
+
+
+def shapes_of(max_rows: int, max_len: int, num_drafts: int, backend: HostBackend) -> Shapes:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_rows, max_num_batched_tokens=2048),
+        model_config=SimpleNamespace(max_model_len=max_len, is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    return Shapes.from_config(config, Options(), backend, num_drafts)  # type: ignore[arg-type]
+
+
+def sample_shapes(
+    max_rows: int, max_len: int, num_drafts: int, *, lists: bool = True, rectangles: bool = False
+) -> tuple[SampleShapes, Sampling]:
+    backend = Gaudi()
+    found = SampleShapes(
+        shapes_of(max_rows, max_len, num_drafts, backend),
+        max_rows=max_rows,
+        lists=lists,
+        needs_rectangle=lambda branch: rectangles and branch.random,
+    )
+    sampling = Sampling(
+        backend,  # type: ignore[arg-type]
+        max_rows=max_rows,
+        vocab_size=VOCAB,
+        max_logprobs=20,
+        logprobs_mode="raw_logprobs",
+    )
+    return found, sampling
+
+
+def signatures(found: SampleShapes, sampling: Sampling) -> list[object]:
+    return [sampling.signature(shape, branch) for shape, branch in found.every(sorted(sampling.branches()))]
+
+
+@pytest.mark.parametrize("sizes", [(128, 8192), (256, 8192), (256, 131072)])
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 5])
+def test_sampling_has_few_graphs_on_a_gaudi(sizes: tuple[int, int], num_drafts: int) -> None:
+    listed = signatures(*sample_shapes(*sizes, num_drafts))
+    assert len(set(listed)) == len(listed) <= MAX_GRAPHS
+
+
+def test_the_numbers_of_a_server_with_three_drafts() -> None:
+    counts = [len(signatures(*sample_shapes(rows, 8192, 3))) for rows in (8, 64, 128, 256)]
+    assert counts == [11, 29, 33, 40]
+
+
+@pytest.mark.parametrize("rectangles", [False, True])
+@pytest.mark.parametrize("lists", [False, True])
+def test_what_a_step_needs_is_listed(lists: bool, rectangles: bool) -> None:
+    rng = random.Random(0)
+    for max_rows, num_drafts in ((1, 0), (1, 3), (3, 1), (6, 4), (100, 3), (256, 5)):
+        found, sampling = sample_shapes(max_rows, 1024, num_drafts, lists=lists, rectangles=rectangles)
+        branches = sorted(sampling.branches())
+        every = set(found.every(branches))
+        for _ in range(200):
+            num_queries = rng.choice((1, 1 + num_drafts))
+            positions = [rng.randint(1, num_queries) for _ in range(rng.randint(1, max_rows))]
+            branch = rng.choice(branches)
+            shape = found.fit(num_queries, positions, branch)
+            assert (shape, branch) in every
+            assert shape.rows >= len(positions)
+            assert (shape.positions or shape.rows * shape.queries) >= sum(positions)
+            assert shape.queries >= num_queries
+
+
+def test_a_rule_that_reads_rows_has_rectangles_and_lists_for_plain_steps_only() -> None:
+    found, _ = sample_shapes(64, 1024, 3, rectangles=True)
+    random_branch = Branch(random=True)
+    assert found.fit(4, [4] * 9, random_branch) == SampleShape(16, 4)
+    assert found.fit(1, [1] * 64, random_branch) == SampleShape(64, 4, 64)
+    assert found.fit(4, [4] * 64, Branch()) == SampleShape(64, 4, 256), "a greedy batch is strict"
+    every = {shape for shape, branch in found.every([random_branch])}
+    assert max(shape.positions for shape in every) == 64
+    assert {shape.queries for shape in every if not shape.positions} == {4}
+
+
+def test_a_plain_step_and_a_verify_step_of_as_many_positions_are_one_graph() -> None:
+    found, _ = sample_shapes(256, 8192, 3)
+    assert found.fit(1, [1] * 60, Branch()) == found.fit(4, [4] * 15, Branch()) == SampleShape(64, 4, 64)
+    full = Branch(random=True, edited=True, reported=True)
+    assert found.fit(4, [4] * 15 + [1], full) == SampleShape(64, 4, 64)
+    assert found.fit(4, [4] * 17, full) == SampleShape(256, 4, 256)
+    assert found.fit(4, [4] * 256, Branch()) == SampleShape(256, 4, 1024)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_full_buckets_of_rows_with_drafts_need_no_padding(num_drafts: int) -> None:
+    found, _ = sample_shapes(256, 8192, num_drafts)
+    for rows in (256, 128, 64, 32, 16):
+        assert found.fit(1 + num_drafts, [1 + num_drafts] * rows, Branch()).positions == rows * (1 + num_drafts)
