@@ -159,7 +159,17 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "prompt_logprobs": {"graphs", "model", "report"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
-            *("batch", "graphs", "kv_cache", "memory", "model", "prompt_logprobs", "requests", "sample_shapes", "shapes"),
+            *(
+                "batch",
+                "graphs",
+                "kv_cache",
+                "memory",
+                "model",
+                "prompt_logprobs",
+                "requests",
+                "sample_shapes",
+                "shapes",
+            ),
         },
         "profile": {"graphs", "memory", "model_runner", "warmup"},
         "model_runner": {"*"},
