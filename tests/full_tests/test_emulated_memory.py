@@ -39,7 +39,8 @@ def start(model: str, **options: Any) -> Any:
 
 
 def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """To what is in use, and so much more."""
+    """To what is in use, and so much more. Each start is one of a new process, which nothing ended yet."""
+    monkeypatch.setattr(card, "blocked", None)
     held = card.in_use + card.graph_bytes
     monkeypatch.setattr(card, "model", replace(card.model, memory=held + num_bytes))
 
