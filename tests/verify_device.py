@@ -7,9 +7,10 @@
 make takes .venv's Python where there is one, else python3; another one: PYTHON -m tests.verify_device gaudi, from the
 root of the checkout. It needs vLLM, this project and pytest with pytest-timeout (requirements/dev.txt).
 
-Runs the conformance suite and the full tests on the card, then graph-check with one workload on the card and on the
-emulated one, each in a process of its own, and compares what both counted. Writes report.json, and report.md, which can
-be pasted into the device's page in docs/, into .verify/gaudi/ or .verify/ascend/.
+Runs the self-test, the conformance suite and the full tests on the card, then graph-check with one workload on the card
+and on the emulated one, each in a process of its own, and compares what both counted. Writes report.json, and
+report.md, which can be pasted into the device's page in docs/, into .verify/gaudi/ or .verify/ascend/; and all of that
+with doctor's findings and the logs into one archive beside it, gaudi.tar.gz or ascend.tar.gz, to send.
 
 Exit status: 0 when tests passed and counts agree, 1 when not, 2 when there is no card or options make no sense.
 """
@@ -20,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -211,6 +213,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines = [f"## Rehearsal on the emulated card: says nothing about {report['a_card']}", ""]
     machine = report["machine"]
     lines += [f"{name}: {machine[name]}" + "  " for name in machine]
+    lines += ["", *self_test_lines(report["self_test"])]
     if report["tests"]:
         lines += ["", "| test | result | seconds |", "| --- | --- | --- |"]
         lines += [f"| {test['name']} | {test['result']} | {test['seconds']:.0f} |" for test in report["tests"]]
@@ -219,6 +222,13 @@ def markdown(report: dict[str, Any]) -> str:
         lines += check_lines(check, report["rehearsal"])
     lines += ["", f"Result: {report['result']}", ""]
     return "\n".join(lines)
+
+
+def self_test_lines(found: dict[str, Any] | str) -> list[str]:
+    if isinstance(found, str):
+        return [found]
+    lines = ["| self-test | result | measured |", "| --- | --- | --- |"]
+    return lines + [f"| {check['name']} | {check['status']} | {check['detail']} |" for check in found["checks"]]
 
 
 def check_lines(check: dict[str, Any], rehearsal: bool) -> list[str]:
@@ -266,6 +276,21 @@ def run_test(name: str, device: str, log: Path) -> dict[str, Any]:
 def last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def run_command(name: str, device: str, out: Path) -> dict[str, Any] | str:
+    """The JSON of one of gaudi-spec's commands, or why there is none."""
+    file, log = out / f"{name}.json", out / f"{name}.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "vllm_gaudi_spec.tools.cli", name, "--json", str(file)]
+    with log.open("w") as stream:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(device), stdout=stream, stderr=subprocess.STDOUT, check=False
+        )
+    if not file.exists():
+        return f"{name} on {device} ended with status {done.returncode}: {last_line(log)}"
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def run_graph_check(check: Check, device: str, options: argparse.Namespace, stem: Path) -> dict[str, Any] | str:
@@ -383,6 +408,9 @@ def main() -> int:
         return 2
     device, out = options.device, options.device.out
     out.mkdir(parents=True, exist_ok=True)
+    doctor = run_command("doctor", runs_on(options), out)
+    print(f"self-test on {runs_on(options)}", flush=True)
+    self_test = run_command("selftest", runs_on(options), out)
     tests = []
     for name in TESTS if options.tests is None else options.tests:
         print(f"{name} on {runs_on(options)}", flush=True)
@@ -390,19 +418,23 @@ def main() -> int:
         print(f"  {tests[-1]['result']}: {tests[-1]['summary']}", flush=True)
     checks = [run_check(check, options) for check in chosen_checks(options)]
     good = not any(test["result"].startswith("FAILED") for test in tests) and all(check["good"] for check in checks)
+    good = good and isinstance(self_test, dict) and self_test["passed"]
     report = {
         "a_card": device.a_card,
         "rehearsal": options.rehearse,
         "machine": machine(device),
+        "doctor": doctor,
+        "self_test": self_test,
         "tests": tests,
         "checks": checks,
-        "result": "all agree" if good else "see the lines marked FAILED, DIFFERENT or not clean",
+        "result": "all agree" if good else "see the lines marked failed, FAILED, DIFFERENT or not clean",
     }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     text = markdown(report)
     (out / "report.md").write_text(text)
     print(text)
-    print(f"written: {out / 'report.json'} and report.md", flush=True)
+    archive = shutil.make_archive(str(out), "gztar", root_dir=out.parent, base_dir=out.name)
+    print(f"written: {out / 'report.json'} and report.md; all with logs to send: {archive}", flush=True)
     return 0 if good else 1
 
 

@@ -609,12 +609,14 @@ def test_markdown_for_the_documentation() -> None:
         "a_card": "a Gaudi",
         "rehearsal": False,
         "machine": {"torch": "2.11", "driver": "1.24"},
+        "self_test": {"checks": [{"name": "noise", "status": "failed", "detail": "9 ulp"}]},
         "tests": [{"name": "test_chunks", "result": "passed", "seconds": 12.3}],
         "checks": [checked("draft_model", rows), failed],
         "result": "all agree",
     }
     lines = verify_device.markdown(record).splitlines()
     assert lines[0] == "## Verified on a Gaudi"
+    assert "| noise | failed | 9 ulp |" in lines
     assert "| test_chunks | passed | 12 |" in lines
     assert "| steps | 1,200 | 1,201 | different |" in lines
     assert "| KV bytes read |  | 5,000 | not counted on the device |" in lines
