@@ -71,6 +71,8 @@ class Recording(Protocol):
 
     def check_collective(self, name: str) -> None: ...
 
+    def mark_step(self) -> None: ...
+
 
 @dataclass
 class GraphRecord:
@@ -81,6 +83,8 @@ class GraphRecord:
     where: str
     ops: int
     nbytes: int
+    recipes: int = 1
+    """What its operations are compiled to, one after the other; equal ones are compiled once."""
     replays: int = 0
 
 
@@ -128,6 +132,8 @@ class Device:
         self.graphs: list[GraphRecord] = []
         self.graph_bytes = 0
         self.graphs_held = 0
+        self.graph_recipes: set[int] = set()
+        """Of captured graphs, each once."""
         # Settings. A collective inside a graph needs PT_HPU_ENABLE_LAZY_COLLECTIVES on a Gaudi.
         self.lazy_collectives = False
         # Refuses what is known to fail on some cards or releases, though perhaps not on all.
@@ -230,7 +236,11 @@ class Device:
 
     def mark_step(self) -> None:
         """The explicit marker: compiles and launches what is pending. Does nothing outside lazy mode."""
-        if self.lazy and self.capture is None:
+        if not self.lazy:
+            return
+        if self.capture is not None:
+            self.capture.mark_step()
+        else:
             self.counters.step.mark_steps += 1
             self.queue.flush("mark_step")
 

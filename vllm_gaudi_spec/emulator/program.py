@@ -168,6 +168,9 @@ class Capture:
     def check_collective(self, name: str) -> None:
         """Before a collective is recorded."""
 
+    def mark_step(self) -> None:
+        """An explicit marker while recording."""
+
     def makes(self, memory: Any) -> bool:
         """Whether this memory was made while recording."""
         return id(memory) in self._own_memory

@@ -30,6 +30,7 @@ def as_json(device: Device) -> dict[str, Any]:
         "events": [{**event._asdict(), "count": count} for event, count in counters.events.most_common()],
         "graphs": [asdict(record) for record in device.graphs],
         "graphs_held": device.graphs_held,
+        "graph_recipes": len(device.graph_recipes),
         "memory": {"limit": limit, "in_use": device.in_use, "free": free, "graphs": device.graph_bytes},
         "estimate": _estimate(device.generation, steps, total),
     }
@@ -62,7 +63,11 @@ def as_table(device: Device) -> str:
         if len(events) > _SHOWN:
             lines.append(f"  and {len(events) - _SHOWN} more lines")
     if report["graphs"]:
-        lines.append(f"graphs: {len(report['graphs'])}, {report['graphs_held']} of them held")
+        recipes = sum(graph["recipes"] for graph in report["graphs"])
+        lines.append(
+            f"graphs: {len(report['graphs'])}, {report['graphs_held']} of them held; of {recipes} recipes, "
+            f"{report['graph_recipes']} of them different"
+        )
         lines += [
             f"  {graph['replays']:>8} replays of {graph['name']} [{graph['key']}], {graph['ops']} ops, "
             f"{graph['nbytes']:,} bytes, captured at {graph['where']}"

@@ -66,6 +66,9 @@ LAZY_COLLECTIVES = Variable(
 GRAPH_MEMORY = Variable(
     "VLLM_GRAPH_RESERVED_MEM", "0.1", "on a Gaudi: the share of free memory that is kept for graphs"
 )
+LAYERS_OF_A_RECIPE = Variable(
+    "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled as one; 0: all of them"
+)
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
@@ -92,6 +95,7 @@ VARIABLES = (
     WEIGHT_SHARING,
     LAZY_COLLECTIVES,
     GRAPH_MEMORY,
+    LAYERS_OF_A_RECIPE,
     Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
     VISIBLE_MODULES,
     Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
@@ -236,6 +240,14 @@ def gaudi_has_lazy_collectives() -> bool:
 def gaudi_memory_reserve() -> float:
     """The share of free memory for captured graphs; the variable's name is vllm-gaudi's."""
     return float(GRAPH_MEMORY.value_or_default)
+
+
+def gaudi_layers_of_a_recipe() -> int:
+    """Decoder layers between two markers, 0 for all; the variable's name is vllm-gaudi's."""
+    value = LAYERS_OF_A_RECIPE.value_or_default
+    if not value.isdecimal():
+        raise UnsupportedConfigError(f"{LAYERS_OF_A_RECIPE.name}={value} is no number of layers.")
+    return int(value)
 
 
 def emulated_generation() -> str:

@@ -1,6 +1,6 @@
 """What others learned on real Gaudis, as the emulated one shows it. docs/gaudi_lessons.md has the rows by number.
 
-Each refusal is seen to be of the hostile card alone.
+Where `refused` is called, the refusal is seen to be of the hostile card alone.
 """
 
 from __future__ import annotations
@@ -147,6 +147,61 @@ def test_s28_a_card_belongs_to_one_process(card: Any, tmp_path: Path, monkeypatc
 
 
 # --- lazy mode ---
+
+
+@pytest.mark.parametrize(
+    ("every", "recipes", "different"),
+    [
+        # What comes before the layers, and what comes after, is with the layer beside it.
+        (1, 5, 3),
+        (2, 3, 3),
+        (0, 1, 1),
+    ],
+)
+def test_l12_equal_layers_are_one_recipe(card: Any, every: int, recipes: int, different: int) -> None:
+    """Of four layers with a norm before and a projection after them; lists inside of layers are none of layers."""
+    from torch import nn
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    from vllm_gaudi_spec.devices.hpu.backend import mark_layers
+    from vllm_gaudi_spec.emulator.gaudi import habana
+
+    class Attention(nn.Module, AttentionLayerBase):
+        def get_attn_backend(self) -> Any: ...
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.softmax(-1)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.ModuleList([Attention(), Attention()])
+            self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in (*self.attention, *self.experts):
+                x = part(x)
+            return x
+
+    layers = nn.ModuleList([Layer() for _ in range(4)])
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "layers": layers, "output": nn.Linear(4, 8)}).to("hpu")
+    mark_layers(model, habana.mark_step, every)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model["norm"](x)
+        for one in layers:
+            x = one(x)
+        return torch.Tensor(model["output"](x))
+
+    with torch.inference_mode():
+        expected = forward(torch.ones(2, 4, device="hpu")).cpu()
+        run = graph(forward)
+        for _ in range(2):
+            assert torch.equal(run(torch.ones(2, 4, device="hpu")).cpu(), expected)
+    assert card.graphs[-1].recipes == recipes
+    assert len(card.graph_recipes) == different
 
 
 def test_l19_copies_of_changing_lengths_are_recipes_each(card: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
@@ -28,7 +29,7 @@ from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMe
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
 from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction, key_of
 from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
-from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_memory_reserve
+from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -343,12 +344,32 @@ class HpuWeights(Weights):
         with torch.inference_mode():
             model.to(TRAITS.torch_device)
             _move_plain_tensors(model, TRAITS.torch_device)
+        mark_layers(model, self._bridge.mark_step, gaudi_layers_of_a_recipe())
         self.weights_changed(model)
 
     def weights_changed(self, model: nn.Module) -> None:
         """Nothing is made of weights: graphs read them where they are."""
         self._bridge.mark_step()
         torch.hpu.synchronize()
+
+
+def mark_layers(model: nn.Module, mark_step: Callable[[], None], every: int) -> None:
+    """A marker after each n-th layer with attention: equal layers are one recipe, which is compiled once. A whole model
+    as one recipe takes the compiler long, and may be too large to run (lessons L12, L13; optimum-habana 1722)."""
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            for layer in filter(_has_attention, module):
+                layers.append(layer)
+                inside.update(layer.modules())
+    for number, layer in enumerate(layers, start=1):
+        if every and number % every == 0:
+            layer.register_forward_hook(lambda *_: mark_step())
+
+
+def _has_attention(module: nn.Module) -> bool:
+    return any(isinstance(part, AttentionLayerBase) for part in module.modules())
 
 
 def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,44 @@ from vllm_gaudi_spec.emulator.tensor import DeviceTensor, real
 
 
 class GraphCapture(Capture):
+    """Between two markers is a recipe: operations, scalars, and the geometry of tensors. The layers of a model are one
+    where each ends with a marker (lesson L12)."""
+
     what = "HPU graph capture"
+
+    def __init__(self, name: str, track_results: bool = False) -> None:
+        super().__init__(name, track_results)
+        self.recipes: list[int] = []
+        self._begin_recipe()
+
+    def _begin_recipe(self) -> None:
+        self._recipe = 0
+        self._numbers: dict[tuple[str, int], int] = {}
+        """Of tensors in it, in their order."""
+
+    def _append(
+        self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: int | list[int], line: Line
+    ) -> None:
+        operation = getattr(run, "__qualname__", str(run))
+        self._recipe = hash((self._recipe, operation, self._form(args), self._form(tuple(kwargs.items()))))
+        super()._append(run, args, kwargs, outs, line)
+        for slot in (outs,) if isinstance(outs, int) else outs:
+            self._numbers[("made", slot)] = len(self._numbers)
+
+    def _form(self, value: Any) -> Any:
+        if isinstance(value, DeviceTensor):
+            of = ("made", value.slot) if self.owns(value) else ("outside", id(value))
+            number = self._numbers.setdefault(of, len(self._numbers))
+            inner = value.inner
+            return number, inner.dtype, inner.shape, inner.stride()
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._form, value))
+        return str(value)
+
+    def mark_step(self) -> None:
+        if self._recipe:
+            self.recipes.append(self._recipe)
+        self._begin_recipe()
 
     def check_write(self, target: DeviceTensor, info: OpInfo, line: Line) -> None:
         # Intel's documentation of HPU Graphs, limitations: no in-place update of a view, whoever made its memory.
@@ -205,15 +242,17 @@ def capture_call(
     return _finish(capture, work, outputs, wiring, where)
 
 
-def _finish(capture: Capture, work: Tally, outputs: Any, wiring: Any, where: str) -> CapturedGraph:
+def _finish(capture: GraphCapture, work: Tally, outputs: Any, wiring: Any, where: str) -> CapturedGraph:
     device = DEVICE
     if device.hostile:
         _check_outputs(outputs)
     output_slots = {tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)}
+    capture.mark_step()
     program, nbytes = capture.finish(output_slots)
     device.charge_graph(nbytes)
     device.graphs_held += 1
-    record = GraphRecord(capture.name, _describe(wiring), where, len(program.calls), nbytes)
+    device.graph_recipes.update(capture.recipes)
+    record = GraphRecord(capture.name, _describe(wiring), where, len(program.calls), nbytes, len(capture.recipes))
     device.graphs.append(record)
     if not device.compile_only:
         device.counters.step.add(work)
