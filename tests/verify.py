@@ -23,6 +23,8 @@ SECONDS_PER_TEST = 3600
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {
     "test_emulated_fp8": ("hpu-emulated",),
+    "test_emulated_memory": ("hpu-emulated",),
+    "test_vendor_torch": ("hpu-emulated",),
     "test_emulated": ("hpu-emulated", "ascend-emulated"),
     "test_ascend": ("ascend-emulated",),
     "test_cuda": ("cuda",),

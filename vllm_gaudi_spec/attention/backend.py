@@ -127,6 +127,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
         layer, and would write past the end of a cache that differs."""
+        self.has_written = False
         backend = load_backend()
         found = backend.attention.kv_shape(kv_cache)
         row_size = self.head_size if self.value_size is not None else 2 * self.head_size

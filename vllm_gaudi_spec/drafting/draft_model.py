@@ -24,7 +24,7 @@ from vllm_gaudi_spec.attention.inputs import rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
@@ -323,7 +323,7 @@ class DraftModelKVSync(DrafterKVSync):
         nobody_np = np.full(len(self._reach_np), self._requests.pad_row, dtype=np.int64)
         yield Job("states", partial(self._upload_reach, nobody_np))
         for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
-            yield Job("drafter's reads", partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
+            yield Job(DRAFTERS_READS, partial(self._read_padding, shape), (self._signature(shape),), shape.tokens)
 
     def _read_padding(self, shape: Shape) -> None:
         self._read_chunk(self._part([], shape))

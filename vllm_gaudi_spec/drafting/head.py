@@ -25,7 +25,7 @@ from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens
 from vllm_gaudi_spec.records import PREFILL, Hidden, Rows, SampleShape
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
     import numpy as np
@@ -201,10 +201,10 @@ class HeadKVSync(DrafterKVSync):
     def jobs(self) -> Iterator[Job]:
         for shape in reversed(self._shapes.prefills()):  # memory is claimed once, by the largest
             run = partial(self._read_padding, shape)
-            yield Job("drafter's reads", run, (self._chunk_signature(shape),), shape.tokens)
+            yield Job(DRAFTERS_READS, run, (self._chunk_signature(shape),), shape.tokens)
         for (num_rows, context), num_queries in product(self._shapes.decode_sizes(), self._shapes.decode_queries):
             sizes = num_rows, num_queries, context
-            yield Job("drafter's reads", partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
+            yield Job(DRAFTERS_READS, partial(self._read_no_samples, *sizes), (self._signature(*sizes),), num_rows)
 
     def _read_padding(self, shape: Shape) -> None:
         self._read(shape, make_batch(self._requests, padding_of(shape)).uploaded)

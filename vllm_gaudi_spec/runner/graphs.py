@@ -25,6 +25,10 @@ _ASK_EVERY = 16
 """Steps between two queries of the device's count of compiled graphs: a query's cost depends on its software."""
 
 
+PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
+"""Kinds of jobs that are as large as `--max-num-batched-tokens` allows."""
+
+
 class Job(NamedTuple):
     """A run of warm-up on padding, through the functions that serve requests."""
 

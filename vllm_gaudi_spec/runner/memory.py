@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, PROMPT_CHUNKS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Memory
     from vllm_gaudi_spec.runner.graphs import Job
 
-PROMPT_CHUNKS = "prompt chunks"
-"""A kind of runs."""
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -95,6 +94,6 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
             return f"--num-gpu-blocks-override {num_blocks} -> {int(num_blocks * share)}"
         percent = min(int(100 * cache.gpu_memory_utilization * share), round(100 * cache.gpu_memory_utilization) - 1)
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
-    if kind != PROMPT_CHUNKS and scheduler.max_num_seqs > 1:
+    if kind not in (PROMPT_CHUNKS, DRAFTERS_READS) and scheduler.max_num_seqs > 1:
         return f"--max-num-seqs {scheduler.max_num_seqs} -> {scheduler.max_num_seqs // 2}"
     return f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} -> {scheduler.max_num_batched_tokens // 2}"

@@ -85,7 +85,7 @@ class _Uncaptured(Graphs):
 
 def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
     """Of each kind: of its largest runs the first, which has the longest context, and the last, which has the most
-    branches."""
+    branches. They may be one: ranks, whose lists may differ in length, have as many runs each."""
     by_kind: dict[str, list[Job]] = {}
     for job in jobs:
         if job.signatures:
@@ -94,8 +94,7 @@ def _largest(jobs: Iterator[Job]) -> Iterator[Job]:
         num_tokens = max(job.num_tokens for job in found)
         largest = [job for job in found if job.num_tokens == num_tokens]
         yield largest[0]
-        if len(largest) > 1:
-            yield largest[-1]
+        yield largest[-1]
 
 
 def _kv_cache_configs(runner: ModelRunner, budget: int) -> tuple[KVCacheConfig, int]:

@@ -16,8 +16,8 @@ from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
-from vllm_gaudi_spec.runner.graphs import Job, drafts_signature, report_signature
-from vllm_gaudi_spec.runner.memory import PROMPT_CHUNKS, WarmUpMemory
+from vllm_gaudi_spec.runner.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature
+from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:

@@ -181,8 +181,9 @@ def verify_listed(
     rules: Rules,
     logprobs_mode: str,
 ) -> Verification:
-    """The same by the strict rule, from logits of listed positions only: each of those is sampled by itself, as a row
-    with one position. What is returned for other positions does not count."""
+    """The same from logits of listed positions only: each of those is sampled by itself, as a row with one position.
+    That is the strict rule, and for rows with one position every rule. Other positions of what is returned do not
+    count."""
     row_N, query_N = listed.index_2N.unbind(0)
     of_positions = inputs.at(row_N)
     positions_N1 = positions_BQ.flatten().index_select(0, row_N * positions_BQ.shape[1] + query_N)[:, None]

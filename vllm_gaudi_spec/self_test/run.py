@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -109,7 +108,12 @@ def _run(check: Check, backend: DeviceBackend, dtype: torch.dtype, group: Group 
     )
 
 
-@cache
+_results: dict[tuple[torch.dtype, int], Result] = {}
+
+
 def of_this_process(dtype: torch.dtype, group: Group | None) -> Result:
-    """A process has one card: the next engine of it does not test again."""
-    return self_test(load_backend(), dtype, group)
+    """A process has one card: the next engine of it with as many ranks does not test again."""
+    key = dtype, 1 if group is None else group.world_size
+    if key not in _results:
+        _results[key] = self_test(load_backend(), dtype, group)
+    return _results[key]

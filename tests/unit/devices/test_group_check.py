@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Group:
 
     def __init__(self, name: str = "tp:0", communicator: Any = True) -> None:
         self.unique_name, self.device_communicator = name, communicator
+        self.device_group = "made"
         self.done: list[str] = []
         self.spoil: dict[str, Collective] = {}
 
@@ -41,13 +43,24 @@ class Group:
 
 
 def test_n01_both_collectives_of_every_group_that_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [Group("tp:0"), Group("ep:0"), Group("world:0", communicator=None), Group("pp:0")]
+    groups = [Group("tp:0"), Group("ep:0"), Group("world:0", communicator=None), Group("pp:0"), Group("tp:1")]
     groups[3].world_size = 1  # type: ignore[misc]
+    del groups[4].device_group  # destroyed, and still referred to
     registered = {group.unique_name: weakref.ref(group) for group in groups}
     registered["old:0"] = weakref.ref(Group())  # nobody has it any more
     monkeypatch.setattr(parallel_state, "_groups", registered)
     check_groups(CopyingMemory())
-    assert [group.done for group in groups] == [["all_gather", "all_reduce"]] * 2 + [[], []]
+    assert [group.done for group in groups] == [["all_gather", "all_reduce"]] * 2 + [[], [], []]
+
+
+def test_upstream_still_takes_its_group_from_a_coordinator_that_is_destroyed() -> None:
+    coordinator: Any = SimpleNamespace(
+        device_group=None, cpu_group=None, device_communicator=None, mq_broadcaster=None, world_size=2
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "destroy_process_group", lambda group: None)
+        parallel_state.GroupCoordinator.destroy(coordinator)
+    assert not hasattr(coordinator, "device_group")
 
 
 def test_upstream_still_registers_its_groups_there() -> None:

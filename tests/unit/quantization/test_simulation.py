@@ -87,7 +87,7 @@ def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
     assert replaced(model) == [n for n in ALL if n not in ("last", "impl.softmax", "impl.k_cache")]
 
 
-def test_q22_m17_modules_without_scales(tmp_path: Path) -> None:
+def test_q22_modules_without_scales(tmp_path: Path) -> None:
     record = scales()
     del record.nodes["last"], record.nodes["impl.softmax"]
     with pytest.raises(UnsupportedConfigError, match=r"2 of 7 modules have no scales .* the first is impl\.softmax"):

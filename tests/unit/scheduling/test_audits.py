@@ -386,3 +386,17 @@ def test_nothing_starts_while_paused(tmp_path: Path) -> None:
     scheduler._pause_state = PauseState.PAUSED_NEW
     assert not scheduler.schedule().num_scheduled_tokens
     assert not scheduler.has_requests()
+
+
+def test_a_user_without_a_home_has_no_file_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from vllm_gaudi_spec.scheduling import difference
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(difference, "_content", lambda *given: {})
+    monkeypatch.setattr(difference, "cache_folder", no_home)
+    given: Any = SimpleNamespace()
+    assert difference.write_difference(given, given, given, 0.0) is None

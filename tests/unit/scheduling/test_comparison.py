@@ -181,9 +181,9 @@ def test_fair_coins_are_silent_for_20000_requests(tails: str) -> None:
 K, PROMPT_LEN = 3, 20
 
 
-def drafter_of(stranger: bool) -> Any:
-    """The drafter of a small engine's model; a stranger's logits have nothing in common with it."""
-    return (lambda sums: _logits((sums * 7919 + 13) % _HASHED)) if stranger else _logits
+def drafter(sums: torch.Tensor) -> torch.Tensor:
+    """Logits that have nothing in common with those of a small engine's model."""
+    return _logits((sums * 7919 + 13) % _HASHED)
 
 
 def begin(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +196,7 @@ def begin(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def mean_scores_with_drafts(count: int, length: int) -> torch.Tensor:
     """Of texts of the small engine's model, sampled at temperature 1 by the standard rule with a stranger's drafts."""
     sums_R, keys_R2 = begin(count)
-    drafter, ones_R = drafter_of(stranger=True), torch.ones(count)
+    ones_R = torch.ones(count)
     lengths_R, totals_R, rows = torch.zeros(count, dtype=torch.int64), torch.zeros(count), torch.arange(count)
     while len(rows):
         last_B = (PROMPT_LEN - 1 + lengths_R[rows]).int()

@@ -25,12 +25,14 @@ _SIZE = 128
 
 
 def check_groups(memory: Memory) -> None:
-    """Of every group through which ranks exchange tensors: tensor-, data- and expert-parallel ones, and a drafter's
-    that is split over ranks. All ranks call this, and have their groups in the same order."""
+    """Of every group through which ranks exchange tensors: tensor-, data- and expert-parallel ones. All ranks call
+    this, and have their groups in the same order."""
     for reference in parallel_state._groups.values():
         group = reference()
         # One that was destroyed may still be referred to, and groups without a communicator are for the host.
-        if group is not None and group.world_size > 1 and getattr(group, "device_communicator", None) is not None:
+        if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
+            continue
+        if getattr(group, "device_communicator", None) is not None:
             check_group(group, memory)
 
 

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forwar
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden, SampleShape
 from vllm_gaudi_spec.runner.batch import make_padding
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ class TextDrafting(Drafting):
         for shape in reversed(shapes.prefills()):  # memory is claimed once, by the largest
             sizes = shape.rows, shape.queries, shape.context
             run = partial(self._read_chunks, [], *sizes)
-            yield Job("drafter's reads", run, (self._read_signature(*sizes),), shape.tokens)
+            yield Job(DRAFTERS_READS, run, (self._read_signature(*sizes),), shape.tokens)
         for of_round in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
             run = partial(self._draft_padding, sampling, *of_round)
             is_common = of_round[-1] == Branch()
