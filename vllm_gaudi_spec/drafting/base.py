@@ -111,6 +111,8 @@ class Drafting(ABC):
 
     reports_drafts = False
     """Whether `propose` drafts, so that the host may need drafts with the step's report."""
+    has_propose = True
+    """False: all is done by `propose_on_host`, and nothing is uploaded for `propose`."""
 
     # --- the scheduler ---
 

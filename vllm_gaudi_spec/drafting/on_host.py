@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class HostDrafting(Drafting):
+    has_propose = False
+
     def __init__(self, proposer: HostProposer, history: RequestHistory, vocab_size: int, agree: Agree) -> None:
         self._proposer = proposer
         self._history = history

@@ -313,7 +313,7 @@ class ModelRunner:
         if self.drafting is None:
             return self.send(step)
         of_drafting = batch
-        if batch.listed is not None:  # drafting has the rectangles of forwards
+        if batch.listed is not None and self.drafting.has_propose:  # drafting has the rectangles of forwards
             shape = SampleShape(self.shapes.fit_rows(len(requests)), num_queries)
             of_drafting = make_sample_batch(self.requests, shape, requests, ends)
             inputs = self.sampling.inputs_of(of_drafting, branch.of_drafting(), {})
