@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
 from tests.full_tests.captured import captured, programs_are_the_manifest
 from tests.full_tests.engines import engine
@@ -27,11 +29,14 @@ SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=256, max_num_batched_
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("VGS_SELF_TEST", "0")  # which wants more memory than this
     load_backend()  # puts the card in place
-    return emulator.device()
+    yield emulator.device()
+    # An engine that did not start leaves its groups of ranks, and the next one may need others.
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def start(model: str, **options: Any) -> Any:
