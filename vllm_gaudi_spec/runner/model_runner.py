@@ -450,7 +450,7 @@ class ModelRunner:
         acceptable_B: torch.Tensor,
         inputs: SamplingInputs,
     ) -> Verification:
-        """By the strict rule, over the positions that are listed."""
+        """Over the listed positions only, by a rule for which each stands alone."""
         adapters, row_N = self.target.adapters, listed.index_2N[0]
         slots_N = None if adapters is None else adapters.of_rows(rows_B.index_select(0, row_N))
         return verify_listed(

@@ -75,25 +75,35 @@ class Branch(NamedTuple):
     def coarse(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
         """A branch that includes this one, out of so few that each can be captured. Unused parts get neutral values,
         so the result is the same."""
-        has_edits = self.edited or self.constrained or self.masked or self.penalized
-        reported = self.reported or bool(self.scored)
         top_k, top_p = self.top_k, self.top_p
         if top_k == vocab_size or (top_k and top_p == SEARCHED):
             top_k, top_p = vocab_size, SEARCHED
         elif top_k:
             top_p = LISTED
+        return self._including(
+            (top_k, top_p),
+            edits=self.edited or self.constrained or self.masked or self.penalized,
+            reports=self.reported or bool(self.scored),
+            logprob_counts=logprob_counts,
+        )
+
+    def _including(
+        self, filters: tuple[int, int], *, edits: bool, reports: bool, logprob_counts: tuple[int, ...]
+    ) -> Branch:
+        """With top-k and top-p as given, and with all edits of logits, and all reports, or none."""
+        top_k, top_p = filters
         return Branch(
             random=self.random,
             min_p=self.random,
             top_k=top_k,
             top_p=top_p,
-            edited=has_edits,
-            constrained=has_edits,
-            masked=has_edits,
-            penalized=has_edits,
-            scored=_SCORED_COUNTS[-1] if reported else 0,
-            reported=reported,
-            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reported else 0,
+            edited=edits,
+            constrained=edits,
+            masked=edits,
+            penalized=edits,
+            scored=_SCORED_COUNTS[-1] if reports else 0,
+            reported=reports,
+            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if reports else 0,
         )
 
     @classmethod
@@ -123,19 +133,7 @@ class Branch(NamedTuple):
             top_k = listed
         elif top_k:
             top_p = LISTED
-        return Branch(
-            random=self.random,
-            min_p=self.random,
-            top_k=top_k,
-            top_p=top_p,
-            edited=is_full,
-            constrained=is_full,
-            masked=is_full,
-            penalized=is_full,
-            scored=_SCORED_COUNTS[-1] if is_full else 0,
-            reported=is_full,
-            num_logprobs=_fit(_coarse_counts(logprob_counts), max(self.num_logprobs, 1)) if is_full else 0,
-        )
+        return self._including((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
 
     @property
     def is_full(self) -> bool:

@@ -123,7 +123,7 @@ def test_s03_h15_the_mode_is_that_in_which_the_bridge_was_loaded(card: Any, monk
 
 
 def test_s28_a_card_belongs_to_one_process(card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For locks of files, one that opens them anew is another."""
+    """For locks of files, another opening of the same file is another holder."""
     from vllm_gaudi_spec import environment
     from vllm_gaudi_spec.emulator.gaudi import ownership
 

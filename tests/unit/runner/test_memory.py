@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 class Card(Memory):
-    """Its runs take what they are told to."""
+    """Each run takes as many bytes as the test sets."""
 
     def __init__(self, free: int) -> None:
         self.free = free

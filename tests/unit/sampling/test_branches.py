@@ -119,7 +119,7 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 
 class Case:
-    """Requests with random wishes, some with a grammar, and a step's logits, drafts and laws."""
+    """Requests with random wishes, some with a grammar, and a step's logits, drafts and draft probabilities."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self.rng, self.vocab = random.Random(seed), vocab
@@ -136,8 +136,8 @@ class Case:
         self.prompts = {name: self.tokens(self.rng.randint(1, 8), few) for name in self.params}
         self.outputs = {name: self.tokens(self.rng.randint(0, 8), few) for name in self.params}
         self.logits = torch.randn(ROWS, K + 1, vocab, generator=generator) * 2
-        self.laws = (torch.randn(ROWS, K, vocab, generator=generator) * 2).softmax(-1)
-        own = torch.multinomial(self.laws.flatten(0, 1), 1, generator=generator).view(ROWS, K)
+        self.draft_probs = (torch.randn(ROWS, K, vocab, generator=generator) * 2).softmax(-1)
+        own = torch.multinomial(self.draft_probs.flatten(0, 1), 1, generator=generator).view(ROWS, K)
         best = self.logits[:, :K].argmax(-1)
         self.drafts = torch.where(torch.rand(ROWS, K, generator=generator) < 0.6, best, own).int()
         self.num_drafts = torch.randint(0, K + 1, (ROWS,), generator=generator).int()
@@ -196,7 +196,7 @@ class Case:
             verification = verify_listed(logits[row_N, query_N], batch.listed, rules=TORCH, **common)  # type: ignore[arg-type]
         else:
             rule = choose_rule(speculation, HostBackend())
-            verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.laws, **common)  # type: ignore[arg-type]
+            verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.draft_probs, **common)  # type: ignore[arg-type]
         done = StepResult(members, verification._replace(num_drafts_B=num_drafts_B))
         return inputs.branch, Reports(backend, Downloads(backend, overlap=True)).send(done).get_output()
 
