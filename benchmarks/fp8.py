@@ -1,4 +1,4 @@
-"""What FP8 costs in quality: perplexity with a target in FP8, and acceptance with a drafter in FP8.
+"""What FP8 costs in quality: perplexity with a target, or its KV alone, in FP8, and acceptance with a drafter in FP8.
 
 Wants the folder of a calibration of the two models (`calibration/calibrate_model.sh MODEL --draft DRAFT --out FOLDER`).
 FP8 is the simulation that runs without a Gaudi: casts, scales and sums as a Gaudi has them, the rest in float32.
@@ -25,6 +25,8 @@ TEXT = Path(__file__).parent / "held_out.txt"
 WINDOW = 500
 METHODS = ("maxabs_pow2", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "maxabs_arbitrary", "maxabs_hw")
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
+KV = {"KV, gaudi3": "gaudi3", "KV, gaudi2": "gaudi2"}
+"""Cases of --kv-cache-dtype fp8, and whose range it has. Scales are 1.0: the model brings none."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -59,9 +61,13 @@ def windows(options: argparse.Namespace) -> list[list[int]]:
 def perplexity_of_engine(options: argparse.Namespace) -> float:
     from vllm import SamplingParams
 
-    texts = windows(options)
+    texts, case = windows(options), options.part.partition(":")[2]
+    kv: dict[str, Any] = {}
+    if case in KV:
+        kv = {"kv_cache_dtype": "fp8", "additional_config": {"gaudi_spec": {"fp8_range": KV[case]}}}
     # One window at a time: what attention computes on is then as long as a window, not as all of them.
-    with shared.engine(options.model, max_model_len=WINDOW + 16, max_num_seqs=1, max_num_batched_tokens=512) as llm:
+    sizes = dict(max_model_len=WINDOW + 16, max_num_seqs=1, max_num_batched_tokens=512)
+    with shared.engine(options.model, **sizes, **kv) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in texts],
             SamplingParams(max_tokens=1, prompt_logprobs=0),
@@ -161,6 +167,8 @@ def whole(options: argparse.Namespace) -> None:
         quant_config(options, "draft", method)
     common.warn_if_busy()
     perplexity = {FLOAT32: run(options, f"perplexity:{FLOAT32}"), BFLOAT16: run(options, f"transformers:{BFLOAT16}")}
+    for case in KV:
+        perplexity[case] = run(options, f"perplexity:{case}")
     for method, path in targets.items():
         perplexity[method] = run(options, f"perplexity:{method}", {"QUANT_CONFIG": str(path)})
     rates = {name: run(options, f"acceptance:{name}") for name in (FLOAT32, *options.methods)}

@@ -1,11 +1,15 @@
 """How many graphs a configuration needs on a Gaudi, from its shapes alone; and what the existing worker would warm up.
 
 python benchmarks/gaudi_graphs.py --json .bench/gaudi_graphs.json
-python benchmarks/gaudi_graphs.py --checkout vllm-gaudi    # with the existing worker's own bucket lists beside
+python benchmarks/gaudi_graphs.py --checkout ../vllm-gaudi    # with the existing worker's own bucket lists beside
 
 The lists are those that warm-up goes through: no engine, no model, no device. Every size that an engine would be given
-is a flag or a constant below. Times of warm-up are estimates of devices/hpu/compile_time.py from what Intel
-prints for Gaudi 2; nothing here ran on a Gaudi.
+is a flag or a constant below. Times of warm-up are estimates of devices/hpu/compile_time.py from what vllm-gaudi's
+documentation has for Gaudi 2; nothing here ran on a Gaudi.
+
+Memory of a step is a formula, of what torch holds at once beside weights and KV: see `Model`. The profile run of the
+emulated card counts 104.2 MB for a decode of which the formula says 103.1 (64 x 4 queries, 1024 blocks, 4 heads, 2 of
+KV, 32 numbers, float32). What kernels need inside, FusedSDPA's above all, nobody knows without a card.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 
 from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec.attention.flat import SLICE
 
 emulator.install(generation="gaudi2", lazy=True)  # the checkout imports habana_frameworks
 
@@ -38,7 +43,7 @@ from vllm_gaudi_spec.drafting.draft_model import DraftModelKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.head import HeadKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync  # noqa: E402
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting  # noqa: E402
-from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape  # noqa: E402
+from vllm_gaudi_spec.records import DECODE, PREFILL, SampleShape, Shape, WarmUpWork  # noqa: E402
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
 from vllm_gaudi_spec.sampling.params import Branch, Sampling  # noqa: E402
@@ -49,6 +54,7 @@ MAX_LOGPROBS = 20
 MAX_BATCHED_TOKENS = 2048
 SIZES = ((8, 1024), (64, 1024), (64, 4096), (128, 8192), (256, 8192), (256, 131072))
 DRAFTS = (0, 1, 3, 5)
+DAY_SIZES = ((128, 8192), (256, 8192), (256, 131072))
 NOBODY: Any = None
 """Who is not asked for a list of signatures."""
 
@@ -72,6 +78,10 @@ class Graphs:
     finish: int
     report: int
     prompt_logprobs: int
+    recipes: int
+    """Different ones of all these, on one card,"""
+    recipes_of_prompts: int
+    """and those of prompt chunks."""
     finish_probs: int
     """Finishes where the rule reads the probabilities of drafts (`standard`, `block` with probabilistic drafts)."""
     draft_greedy: int = 0
@@ -99,25 +109,29 @@ class Graphs:
 # ---- ours ----------------------------------------------------------------------------------------------
 
 
-def make_shapes(max_num_seqs: int, max_model_len: int, strategy: str, k: int, backend: Any) -> Shapes:
+def make_shapes(
+    max_num_seqs: int, max_model_len: int, strategy: str, k: int, backend: Any, num_blocks: int | None = None
+) -> Shapes:
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS),
         model_config=SimpleNamespace(max_model_len=max_model_len, is_moe=False),
         parallel_config=SimpleNamespace(data_parallel_size=1),
     )
-    return Shapes.from_config(config, Options(bucket_strategy=strategy), backend, k)
+    return Shapes.from_config(config, Options(bucket_strategy=strategy), backend, k, num_blocks=num_blocks)
 
 
 def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graphs:
     """As warm-up's manifest makes it up, of an n-gram drafter; a draft model's own beside."""
     backend = settings()
     shapes = make_shapes(max_num_seqs, max_model_len, strategy, k, backend)
-    sampling = Sampling(
-        backend, max_rows=max_num_seqs, vocab_size=VOCAB, max_logprobs=MAX_LOGPROBS, logprobs_mode="raw_logprobs"
-    )
+    sampling = sampling_of(backend, max_num_seqs)
     every = set(shapes.all())
     passes = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=False)
-    passes_probs = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=k > 0)
+    keeps_probs = k > 0
+    of_probs = sampling_of(backend, max_num_seqs, keeps_probs=keeps_probs)
+    passes_probs = sample_passes(shapes, of_probs, max_num_seqs, keeps_probs=keeps_probs)
+    others = len(reports_of(passes)) + len(sampling.prompt_logprob_counts())
+    recipes = compile_time.recipes_of(WarmUpWork(tuple(every), len(passes) + others, 0, 0, 1))
     model, head = (
         (lambda requests: DraftModelKVSync(NOBODY, requests, NOBODY, shapes, 1, k, NOBODY)),
         (
@@ -148,10 +162,23 @@ def count(max_num_seqs: int, max_model_len: int, strategy: str, k: int) -> Graph
         finish=len(passes),
         report=len(reports_of(passes)),
         prompt_logprobs=len(sampling.prompt_logprob_counts()),
+        recipes=recipes.total,
+        recipes_of_prompts=recipes.prompts,
         finish_probs=len(passes_probs),
         draft_greedy=draft_graphs["greedy"],
         draft_random=draft_graphs["probabilistic"],
         draft_head=_drafts(shapes, sampling, passes, backend, k, "greedy", head),
+    )
+
+
+def sampling_of(backend: Any, max_num_seqs: int, *, keeps_probs: bool = False) -> Sampling:
+    return Sampling(
+        backend,
+        max_rows=max_num_seqs,
+        vocab_size=VOCAB,
+        max_logprobs=MAX_LOGPROBS,
+        logprobs_mode="raw_logprobs",
+        by_rows=keeps_probs,
     )
 
 
@@ -207,6 +234,113 @@ def _drafts(
     return len({signature for job in drafting.jobs(sampling) for signature in job.signatures}) + with_drafts
 
 
+# ---- time and memory of a model ------------------------------------------------------------------------
+
+CARD_BYTES = int(94.62 * 2**30)
+"""What a Gaudi 2's allocator offers: vllm-gaudi's documentation, warmup.md."""
+FOR_KV = 0.9 * 0.9
+"""The default of --gpu-memory-utilization, and what the reserve for graphs leaves."""
+FULL_COPIES = 11.3
+"""Of a sampling pass's logits, held at once by a full branch: counted by the emulated card's profile run, 371.0 MB for
+256 positions of 32000 tokens. A greedy one holds them once."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """In bfloat16, as one rank has it."""
+
+    name: str
+    ranks: int
+    weights: float
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    head_size: int = 128
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.layers * self._kv_bytes(TRAITS.block_size)
+
+    def _kv_bytes(self, tokens: int) -> int:
+        """Keys of a layer; as many are values."""
+        return tokens * self.kv_heads * self.head_size * 2
+
+    def decode_bytes(self, shape: Shape) -> int:
+        """Keys and values of a slice, its scores in float32 four times (themselves, masked, their exponents, and
+        those rescaled), the mask, and which block is whose in two dtypes."""
+        blocks, size = min(shape.context, SLICE), TRAITS.block_size
+        scores = blocks * size * self.heads * shape.queries * 4
+        mask = shape.context * size * shape.queries * 4
+        return 2 * self._kv_bytes(blocks * size) + 4 * scores + mask + shape.context * shape.rows * 6
+
+    def prompt_bytes(self, shape: Shape) -> int:
+        """Keys and values of the context, the mask as bool, float32 and bfloat16, and the MLP's three products."""
+        mask = shape.tokens * shape.context * (1 + 4 + 2)
+        return 2 * self._kv_bytes(shape.rows * shape.context) + mask + 3 * shape.tokens * self.intermediate * 2
+
+
+def sampling_bytes(num_positions: int) -> int:
+    return int(FULL_COPIES * num_positions * VOCAB * 4)
+
+
+MODELS = (
+    Model("Llama 3.1 8B", 1, 8.03e9 * 2, layers=32, heads=32, kv_heads=8, intermediate=14336),
+    Model("Llama 3.1 70B, TP 8", 8, 70.55e9 * 2 / 8, layers=80, heads=8, kv_heads=1, intermediate=3584),
+)
+
+
+def first_day(model: Model, max_num_seqs: int, max_model_len: int, k: int) -> dict[str, Any]:
+    """One Gaudi 2 of `model.ranks`: what warm-up makes, how long that may take, and the step that needs most."""
+    backend = settings()
+    room = int((CARD_BYTES - model.weights) * FOR_KV)
+    # As the profile run has it: blocks as if no step needed anything.
+    shapes = make_shapes(max_num_seqs, max_model_len, EXPONENTIAL, k, backend, room // model.block_bytes)
+    sampling = sampling_of(backend, max_num_seqs)
+    passes = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=False)
+    forwards = tuple(shapes.all())
+    largest = {
+        "decode": max(model.decode_bytes(shape) for shape in forwards if shape.phase == DECODE),
+        "prompt": max(model.prompt_bytes(shape) for shape in forwards if shape.phase == PREFILL),
+        "sampling": sampling_bytes(max(shape.positions for shape, _ in passes)),
+    }
+    kind = max(largest, key=lambda kind: largest[kind])
+    others = len(reports_of(passes)) + len(sampling.prompt_logprob_counts())
+    recipes = compile_time.recipes_of(
+        WarmUpWork(forwards, len(passes) + others, len({shape for shape, _ in passes}), 0, model.ranks)
+    )
+    return {
+        "model": model.name,
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "k": k,
+        "decode": sum(shape.phase == DECODE for shape in forwards),
+        "prompt": sum(shape.phase == PREFILL for shape in forwards),
+        "finish": len(passes),
+        "others": others,
+        "recipes": recipes.total,
+        "minutes": {name: recipes.seconds(cached=cached) / 60 for name, cached in CACHES},
+        "bytes": largest,
+        "largest": kind,
+        "kv_bytes": room - largest[kind],
+        "kv_blocks": (room - largest[kind]) // model.block_bytes,
+    }
+
+
+def as_first_day_row(found: dict[str, Any]) -> list[str]:
+    names = ("decode", "prompt", "finish", "others", "recipes")
+    gib = {kind: f"{size / 2**30:.1f}" for kind, size in found["bytes"].items()}
+    return [
+        found["model"],
+        f"{found['max_num_seqs']} x {found['max_model_len']}",
+        str(found["k"] or "none"),
+        *(str(found[name]) for name in names),
+        f"{found['minutes']['cold']:.1f} / {found['minutes']['cached']:.1f}",
+        *gib.values(),
+        f"{found['kv_bytes'] / 2**30:.1f}",
+    ]
+
+
 # ---- the existing worker -------------------------------------------------------------------------------
 
 
@@ -250,13 +384,16 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def warmup_minutes(num_graphs: int) -> dict[str, float]:
-    kinds = (("cold", False), ("cached", True))
-    return {name: compile_time.warmup_seconds(num_graphs, recipe_cache=cached) / 60 for name, cached in kinds}
+CACHES = (("cold", False), ("cached", True))
+
+
+def warmup_minutes(graphs: Graphs) -> dict[str, float]:
+    recipes = compile_time.Recipes(graphs.recipes_of_prompts, graphs.recipes - graphs.recipes_of_prompts)
+    return {name: recipes.seconds(cached=cached) / 60 for name, cached in CACHES}
 
 
 def as_row(graphs: Graphs) -> list[str]:
-    minutes = warmup_minutes(graphs.total)
+    minutes = warmup_minutes(graphs)
     draft_graphs = (graphs.draft_greedy, graphs.draft_random, graphs.draft_head) if graphs.k else ("-", "-", "-")
     worker = [str(part) for part in (graphs.worker_decode, graphs.worker_prompt) if part is not None]
     return [
@@ -265,6 +402,7 @@ def as_row(graphs: Graphs) -> list[str]:
         str(graphs.k or "none"),
         *(str(part) for part in (graphs.decode_pairs, graphs.decode, graphs.prompt, graphs.finish, graphs.report)),
         *(str(part) for part in (graphs.prompt_logprobs, graphs.total, *draft_graphs, graphs.finish_probs)),
+        str(graphs.recipes),
         f"{minutes['cold']:.0f} / {minutes['cached']:.0f}",
         *worker,
     ]
@@ -293,16 +431,25 @@ def main() -> None:
     common.log(f"Graphs by signature: requests x context, chunks of up to {MAX_BATCHED_TOKENS} tokens, {VOCAB} tokens.")
     common.log("Minutes: estimate of compiling `all`, without / with a recipe cache; not measured on any card.")
     header = ["size", "strategy", "k", "pairs", "decode", "prompt", "finish", "report", "scores", "all"]
-    header += ["+greedy", "+random", "+head", "finish by probs", "min"]
+    header += ["+greedy", "+random", "+head", "finish by probs", "recipes", "min"]
     if options.checkout:
         header += ["worker decode", "worker prompt"]
     common.log(common.table(header, [as_row(one) for one in found]))
     check(found)
+    days = [first_day(model, *sizes, k) for model, sizes, k in product(MODELS, DAY_SIZES, (0, 3))]
+    header = ["model", "size", "k", "decode", "prompt", "finish", "others", "recipes", "min"]
+    header += ["decode GiB", "prompt GiB", "sampling GiB", "KV GiB"]
+    common.log("\nOn Gaudi 2: different recipes, minutes without / with a recipe cache, memory of the largest steps.")
+    common.log(common.table(header, [as_first_day_row(day) for day in days]))
+    if short := [day for day in days if day["kv_bytes"] <= 0]:
+        raise SystemExit(f"no memory is left for KV: {short}")
     rows = [
-        {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one.total)}
+        {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one)}
         for one in found
     ]
-    common.write_json(options.json, {"vocab_size": VOCAB, "max_num_batched_tokens": MAX_BATCHED_TOKENS, "rows": rows})
+    common.write_json(
+        options.json, {"vocab_size": VOCAB, "max_num_batched_tokens": MAX_BATCHED_TOKENS, "rows": rows, "days": days}
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Code of the existing Gaudi plugin on the emulated Gaudi: does the emulator count what is known of it?
 
 git clone https://github.com/vllm-project/vllm-gaudi && git -C vllm-gaudi checkout 091bbadd
-python benchmarks/gaudi_outside.py --checkout vllm-gaudi --json .bench/gaudi_outside.json
+python benchmarks/gaudi_outside.py --checkout ../vllm-gaudi --json .bench/gaudi_outside.json
 
 Two things are known from reading it: its acceptance of drafts copies four tensors to the host each step, and its verify
 rows list a request's blocks once for each of k + 1 rows. Its functions are imported from the checkout and run as they

@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "universal": shared.OTHER_VOCAB,
     "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
 }
-SKIPPED_STEPS = "vllm:gaudi_spec_spared_steps"
+SKIPPED_STEPS = "gaudi_spec:skipped_steps"
 RULE = {"additional_config": {"gaudi_spec": {"goodput": True}}}
 PROMISED = 0.97
 

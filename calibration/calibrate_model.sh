@@ -12,7 +12,7 @@ FP8 scales for MODEL, a folder or a name on the Hugging Face hub, and for its dr
   --out FOLDER              where everything goes; the same folder goes on with an interrupted calibration
   --draft DRAFT             the drafter; without one only MODEL is calibrated
   --method NAME             how it drafts, in vLLM's words (default: draft_model)
-  --num-drafts K            tokens it drafts (default: 3)
+  --num-speculative-tokens K  how many tokens it drafts (default: 3)
   --prompts SOURCE          a .jsonl or .txt file, or a data set of Hugging Face (default: a built-in set)
   --limit N                 take the first N prompts
   --chat                    ask each prompt in the chat template of MODEL
@@ -50,7 +50,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 ;;
         --draft) draft=$2; measure+=("$1" "$2") ;;
-        --method | --num-drafts | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
+        --method | --num-speculative-tokens | --num-drafts | --tensor-parallel-size | --engine) measure+=("$1" "$2") ;;
         --prompts | --limit) prompts+=("$1" "$2") ;;
         --card) card+=("$1" "$2") ;;
         --world-size) world+=("$1" "$2") ;;

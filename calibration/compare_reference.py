@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm_gaudi_spec.quantization.files import replace
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 from vllm_gaudi_spec.tools.tune.beside_reference import Comparison, compare
 from vllm_gaudi_spec.tools.tune.child import run_module
 from vllm_gaudi_spec.tools.tune.prompts import load_prompts
@@ -31,18 +32,34 @@ OURS = "vllm_gaudi_spec.tools.tune.beside_reference"
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face id or folder")
     add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
     add("--limit", type=positive, default=8, metavar="N", help="the first N of them")
-    add("--tokens", type=positive, default=32, help="of each answer, past any end token")
+    add_shared(
+        add,
+        "--output-len",
+        dest="tokens",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--python", default=sys.executable, help="of the reference's environment (default: this one)")
-    add("--speculative", type=json_object, metavar="JSON", help="our engine's speculative_config (default: none)")
+    add_shared(
+        add,
+        "--speculative-config",
+        dest="speculative",
+        type=json_object,
+        metavar="JSON",
+        help="as for vllm serve, for our engine",
+    )
     add("--engine", type=json_object, default={}, metavar="JSON", help="more options of our LLM(...)")
     add("--out", type=Path, default=Path(".calibration/reference"), metavar="FOLDER")
-    return parser.parse_args()
+    options: argparse.Namespace = parser.parse_args()
+    return options
 
 
 def run(options: argparse.Namespace) -> None:

@@ -4,17 +4,17 @@ Gaudi 2 and Gaudi 3 hold different ranges in FP8, so scales are made for one of 
 card is the one that is named; without a name it is a Gaudi 2, whose range is the smaller one.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.tune.folder import Folder
 from vllm_gaudi_spec.tools.tune.scales import CARDS
 from vllm_gaudi_spec.tools.tune.steps import detect_device, exit_status
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
     parser.add_argument("--card", choices=CARDS, help="make scales for this card (default: the one that is there)")
     options = parser.parse_args()

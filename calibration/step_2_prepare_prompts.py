@@ -5,17 +5,17 @@ Without --prompts it is a built-in set of many kinds of text. A .jsonl file has 
 Hugging Face, NAME or NAME:SPLIT, which is then downloaded and needs the package `datasets`.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.tune.folder import Folder
 from vllm_gaudi_spec.tools.tune.steps import exit_status, prepare_prompts
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
     parser.add_argument("--prompts", metavar="SOURCE", help="file or data set (default: the built-in set)")
     parser.add_argument(

@@ -4,12 +4,12 @@ It starts the engine that will serve the models, with QUANT_CONFIG in its enviro
 goes on after the last chunk of prompts when it is run again with the same options.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 from vllm_gaudi_spec.tools.tune.folder import TARGET, Folder
 from vllm_gaudi_spec.tools.tune.measure import Run, measure
 from vllm_gaudi_spec.tools.tune.steps import exit_status
@@ -18,13 +18,21 @@ HEADS_OF_THE_TARGET = ("mtp",)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="the target: a folder, or a name on the Hugging Face hub")
     add("--out", type=Path, required=True, help="the folder of this calibration")
-    add("--draft", metavar="DRAFT", help="the drafter; without one only the target is measured")
+    add_shared(add, "--draft", metavar="MODEL", help="the drafter; without one only the target is measured")
     add("--method", help="how it drafts, in vLLM's words (default with --draft: draft_model); mtp needs no --draft")
-    add("--num-drafts", type=positive, default=3, metavar="K", help="tokens it drafts (default: %(default)s)")
+    add_shared(
+        add,
+        "--num-speculative-tokens",
+        dest="num_drafts",
+        type=positive,
+        default=3,
+        metavar="K",
+        help="tokens it drafts (default: %(default)s)",
+    )
     add("--tensor-parallel-size", type=positive, default=1, metavar="N", help="ranks (default: %(default)s)")
     add("--batch-size", type=positive, default=8, metavar="N", help="prompts in a chunk (default: %(default)s)")
     add("--max-tokens", type=positive, default=32, metavar="N", help="length of answers (default: %(default)s)")

@@ -4,19 +4,19 @@ Matmuls of attention get the range of the cache that they read. A module that sa
 error, or with --allow-unseen a warning, and it stays in high precision.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 from vllm_gaudi_spec.tools.tune.folder import DRAFT, TARGET, Folder
 from vllm_gaudi_spec.tools.tune.steps import exit_status, postprocess_measurements
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of this calibration")
     parser.add_argument("--model", help="make sure that the target's measurements are of this model")
-    parser.add_argument("--draft", help="make sure that the drafter's measurements are of this model")
+    add_shared(parser.add_argument, "--draft", help="make sure that the drafter's measurements are of this model")
     parser.add_argument("--allow-unseen", action="store_true", help="leave modules that saw nothing in high precision")
     options = parser.parse_args()
     models = {name: model for name, model in ((TARGET, options.model), (DRAFT, options.draft)) if model}

@@ -4,17 +4,17 @@ All ranks get the same ranges, those that one rank would have measured. With --f
 any folder, given as QUANT_CONFIG's dump_stats_path gives them, without _hooks_maxabs and what follows.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.tune.folder import Folder
 from vllm_gaudi_spec.tools.tune.steps import exit_status, unify_ranks
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, help="the folder of this calibration")
     add("--from", type=Path, dest="source", metavar="PREFIX", help="instead: measurements to read")

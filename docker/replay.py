@@ -114,8 +114,8 @@ class Replay:
 
     def demo(self, container: str) -> None:
         say("the demo's script")
-        script = ["python", "tests/full_tests/spec_decode.py", "--task", "ngram", "--osl", "16"]
-        script += ["--batch_size", "1", "--num_prompts", "4", "--num_spec_tokens", "3"]
+        script = ["python", "tests/full_tests/spec_decode.py", "--task", "ngram", "--output-len", "16"]
+        script += ["--batch-size", "1", "--num-prompts", "4", "--num-speculative-tokens", "3"]
         self.in_container(container, *script, VLLM_LOGGING_LEVEL="WARNING")
 
     def serve(self, container: str) -> None:

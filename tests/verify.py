@@ -1,4 +1,7 @@
-"""Run every test there is, a file at a time, and go on where an earlier run stopped: `make verify`.
+"""Run every test, a file at a time, and go on where an earlier run stopped: `make verify`.
+
+Not among them are those below software of others, which is not installed for it: `make verify-torch-npu` (the tests of
+tests/emulated_cann), `make verify-vendor`, `make verify-optimum`.
 
 Each file is a pytest process of its own with its result in .verify/. A file that passed is not run again as
 long as the checkout is what it was then; --fresh runs all of them. A table of all files ends it.
@@ -20,13 +23,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".verify"
 SECONDS_PER_TEST = 3600
+GAUDI, COMPILED, NPU = "hpu-emulated", "hpu-emulated, compiled", "ascend-emulated"
 # Full tests whose files' names begin so need devices of their own; the first that fits counts.
 DEVICES = {
-    "test_emulated_fp8": ("hpu-emulated",),
-    "test_emulated_memory": ("hpu-emulated",),
-    "test_vendor_torch": ("hpu-emulated",),
-    "test_emulated": ("hpu-emulated", "ascend-emulated"),
-    "test_ascend": ("ascend-emulated",),
+    "test_emulated_fp8": (GAUDI,),
+    "test_emulated_memory": (GAUDI,),
+    "test_vendor_torch": (GAUDI,),
+    "test_emulated": (GAUDI, COMPILED, NPU),
+    "test_ascend": (NPU,),
     "test_cuda": ("cuda",),
 }
 # Tests of these folders run beside other releases, in an environment of their own: see requirements/environment.py.
@@ -35,7 +39,7 @@ OTHER_RELEASES = {"integrations": "vllm-ascend"}
 
 @dataclass(frozen=True)
 class Job:
-    """A file of tests, on the device that is chosen by itself or on one that it needs."""
+    """A file of tests, on the device that is chosen by itself or on one that it needs, with its mode."""
 
     file: Path
     device: str | None = None
@@ -47,7 +51,7 @@ class Job:
     @property
     def stem(self) -> Path:
         parts = self.file.relative_to(ROOT / "tests").with_suffix("").parts
-        return STATE / "-".join((*parts, *([self.device] if self.device else [])))
+        return STATE / "-".join((*parts, *([self.device.replace(", ", "-")] if self.device else [])))
 
     @property
     def other_release(self) -> str | None:
@@ -59,7 +63,8 @@ class Job:
             for name in ("VGS_DEVICE", "VLLM_PLUGINS"):
                 found.pop(name, None)
         if self.device:
-            found |= {"VGS_DEVICE": self.device, "PT_HPU_LAZY_MODE": "1"}
+            device, _, mode = self.device.partition(", ")
+            found |= {"VGS_DEVICE": device, "PT_HPU_LAZY_MODE": "0" if mode else "1"}
         return found
 
 

@@ -4,7 +4,8 @@ The import of this package must stay cheap and must not import vLLM or torch: vL
 of its own import.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.32.0.post1"
+"""The release of vLLM that this is made for, and which release of this package it is for that one."""
 
 
 def platform_plugin() -> str | None:
@@ -30,6 +31,7 @@ def platform_plugin() -> str | None:
         return REFUSING_PLATFORM
     if other_platform_plugins():
         compat.end_errors_with_their_message()  # vLLM may refuse to choose, without advice
+    compat.answer_for_vllm_distribution()
     return platform_class(device)
 
 

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ def in_one_line(error: BaseException) -> str:
     else:
         message = str(error)
     return " ".join(message.split()) or type(error).__name__
+
+
+OTHER_MODEL = "use a model in bfloat16 or float16"
+"""What is left where a quantised checkpoint is not read."""
 
 
 def pickled_weights(model: str, file: str | Path) -> str:
@@ -108,6 +113,9 @@ class Options:
     cpu_weights: str | None = None
     """On a CPU, in which format linear weights are kept: `float32`, `float16`, or `int8`. Without a choice float32, and
     for small steps a float16 copy of each matrix that is the same in both."""
+    weight_kernels: str | None = None
+    """How quantised checkpoints are computed with: `reference`, dequantised while they are read, or `native`, by the
+    device's kernels for their format. Without a choice native where there are such kernels."""
     draft_quant_config: str | None = None
     """The drafter's quantisation file, as QUANT_CONFIG of the environment is the target's."""
     fp8_range: str | None = None
@@ -120,14 +128,27 @@ class Options:
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Options:
-        requested = _object(_object(vllm_config.additional_config, "additional_config").get(ADDITIONAL_CONFIG_KEY))
+        every = _object(vllm_config.additional_config, "additional_config")
+        requested = _object(every.get(ADDITIONAL_CONFIG_KEY))
         names = [f.name for f in fields(cls)]
+        for key in every:
+            if meant := _meant(key, names):
+                raise UnsupportedConfigError(f"additional_config has no {shown(key)}; did you mean {meant}?")
         if unknown := [name for name in requested if name not in names]:
             raise UnsupportedConfigError(
                 f"additional_config.{ADDITIONAL_CONFIG_KEY} has unknown option(s) {shown(unknown)}; "
                 f"known are {', '.join(names)}."
             )
         return cls(**{name: _READ.get(name, bucket_list)(name, value) for name, value in requested.items()})
+
+
+def _meant(key: str, options: list[str]) -> str | None:
+    """What a key of `additional_config` beside ours was probably meant to be."""
+    if key in options:
+        return f"additional_config.{ADDITIONAL_CONFIG_KEY}.{key}"
+    if key != ADDITIONAL_CONFIG_KEY and get_close_matches(str(key).lower(), [ADDITIONAL_CONFIG_KEY]):
+        return ADDITIONAL_CONFIG_KEY
+    return None
 
 
 def shown(value: Any) -> str:
@@ -210,6 +231,9 @@ EXPONENTIAL, LINEAR = "exponential", "linear"
 MAP, RETOKENIZE = "map", "retokenize"
 TLI, SLEM = "tli", "slem"
 FLOAT32, FLOAT16, INT8 = "float32", "float16", "int8"
+FP8_KV = "fp8_e4m3"
+"""vLLM's name of the one --kv-cache-dtype that is not the model's; its other names for e4m3 become this."""
+REFERENCE, NATIVE = "reference", "native"
 GAUDI2, GAUDI3 = "gaudi2", "gaudi3"
 E4M3_MAX = {GAUDI2: 240.0, GAUDI3: 448.0}
 """The largest e4m3 number of each Gaudi. Gaudi 2 keeps the highest exponent for infinities, as IEEE numbers do."""
@@ -226,6 +250,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "goodput": _switch,
     "audit_every": _count,
     "cpu_weights": _one_of(FLOAT32, FLOAT16, INT8),
+    "weight_kernels": _one_of(REFERENCE, NATIVE),
     "draft_quant_config": _text,
     "fp8_range": _one_of(*GAUDIS),
 }

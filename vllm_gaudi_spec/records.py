@@ -317,3 +317,23 @@ class WorkerCounts(NamedTuple):
     compiled: int
     coverage: Mapping[str, float]
     """Share of the output that each vocabulary covers; empty where the drafter has the target's vocabulary."""
+    num_left: int = 0
+    """Runs of warm-up that wait for idle steps."""
+
+
+class WarmUpWork(NamedTuple):
+    """What warm-up makes, by kind, for estimates."""
+
+    forwards: tuple[Shape, ...]
+    """Of the target."""
+    num_passes: int
+    """Sampling passes, reports and scores of prompts."""
+    num_pass_sizes: int
+    """Sizes of sampling passes, whatever their branch."""
+    num_drafter_runs: int
+    num_ranks: int
+    """That the target is split over."""
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.forwards) + self.num_passes + self.num_drafter_runs

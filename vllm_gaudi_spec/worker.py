@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
@@ -26,7 +26,7 @@ from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
 from vllm_gaudi_spec.runner.weights import check_overrides
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, SPECULATION
+from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
 from vllm_gaudi_spec.self_test.run import of_this_process
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Worker(WorkerBase):
         in_use = {
             ASYNC_SCHEDULING: self.vllm_config.scheduler_config.async_scheduling,
             SPECULATION: self.vllm_config.speculative_config is not None,
+            KV_IN_FP8: self.cache_config.cache_dtype == FP8_KV,
             KV_FROM_FREE_MEMORY: self.cache_config.kv_cache_memory_bytes is None,
         }
         found.refuse({feature for feature, is_on in in_use.items() if is_on})

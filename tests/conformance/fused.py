@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from tests.conformance.paged import Kind
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
-# Where emulated cards keep the doubles of such operations.
+# Where the vendors' software and its doubles keep such operations.
 _NAMESPACES = ("hpu", "npu")
-_GAUDI, _ASCEND = "hpu-emulated", "ascend-emulated"
+_GAUDI, _ASCEND = "hpu", "ascend"
 LAYERS: dict[str, dict[str, set[str]]] = {
     _GAUDI: {"norm": {"rms_norm"}, "added norm": {"rms_norm"}, "rotary": {"rotary_pos_embedding"}, "gate": set()},
     _ASCEND: {
@@ -38,18 +38,22 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _card(backend: DeviceBackend) -> str:
+    """Real or emulated."""
+    return backend.traits.name.removesuffix("-emulated")
+
+
 def of_layer(backend: DeviceBackend, layer: str) -> set[str]:
-    return LAYERS.get(backend.traits.name, {}).get(layer, set())
+    return LAYERS.get(_card(backend), {}).get(layer, set())
 
 
 def of_attention(backend: DeviceBackend, kind: Kind, *, decode: bool) -> set[str]:
     plain = kind.value_size is None and not kind.soft_cap
-    if backend.traits.name == _GAUDI:
+    if _card(backend) == _GAUDI:
         return {"sdpa_fwd"} if plain and not decode else set()
-    if backend.traits.name == _ASCEND:
-        writes = {"npu_scatter_pa_kv_cache"} if kind.value_size is None else set()
-        attends = (
-            {"npu_fused_infer_attention_score"} if plain and kind.dtype in backend.attention.fused_dtypes else set()
-        )
+    if _card(backend) == _ASCEND:
+        fused = kind.dtype in backend.attention.fused_dtypes
+        writes = {"npu_scatter_pa_kv_cache"} if kind.value_size is None and fused else set()
+        attends = {"npu_fused_infer_attention_score"} if plain and fused else set()
         return writes | attends
     return set()

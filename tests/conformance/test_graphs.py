@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conformance.graphs import compiled
+from vllm_gaudi_spec.records import WarmUpWork
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -47,6 +48,8 @@ def test_one_graph_for_each_set_of_shapes_and_static_values(backend: DeviceBacke
         (numbers(1, 2), 3, Pair(one, numbers(7)), ("other", True)),
     ]
     made, asked = compiled(backend), []
+    # Regions do not read what is returned as it is: for three of the cases they are those of others.
+    num_different = len(cases) - (3 if backend.traits.mode == "compiled" else 0)
     for added in range(3):
         for x, by, pair, how in cases:
             right = None if pair.right is None else upload(pair.right + added)
@@ -58,7 +61,7 @@ def test_one_graph_for_each_set_of_shapes_and_static_values(backend: DeviceBacke
                 assert backend.memory.download(found.right).tolist() == [7.0 + added]
         asked.append(len(calls))
         if backend.traits.captures:
-            assert compiled(backend) == made + len(cases)
+            assert compiled(backend) == made + num_different
     if backend.traits.captures:
         assert asked[0] == asked[1] == asked[2], "the function is asked for new graphs only"
 
@@ -74,7 +77,8 @@ def test_results_stay_until_their_graph_runs_again(backend: DeviceBackend) -> No
     assert backend.memory.download(given).tolist() == [5, 6]
     second = negate(backend.memory.upload(numbers(3, 4)))
     assert backend.memory.download(second).tolist() == [-3, -4]
-    assert backend.memory.download(first).tolist() == ([-3, -4] if backend.traits.captures else [-1, -2])
+    is_overwritten = backend.traits.captures and backend.traits.mode != "compiled"
+    assert backend.memory.download(first).tolist() == ([-3, -4] if is_overwritten else [-1, -2])
     assert backend.memory.download(given).tolist() == [5, 6]
 
 
@@ -218,4 +222,4 @@ def test_counts(backend: DeviceBackend) -> None:
         run(*next_shape)
         assert late() == (1 if backend.traits.captures else 0)
     assert backend.traits.captures or backend.graphs.counts() == {}
-    assert isinstance(backend.graphs.describe_warm_up(100), str)
+    assert isinstance(backend.graphs.describe_warm_up(WarmUpWork((), 100, 10, 0, 1)), str)

@@ -42,6 +42,7 @@ from tests.full_tests.server import Server, end_with_parent
 from tests.full_tests.soak_load import Attempt, Clients, answers_of, body_of, catalogue
 from tests.full_tests.workload import Answer, run_alone
 from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_DRAFTS = 4
@@ -346,20 +347,20 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--seconds", type=positive, default=600, help="of load")
     parser.add_argument("--method", choices=METHODS, default="draft_model")
-    parser.add_argument("--model", help="a target of your own, and with it --draft_model and --kv_cache_bytes")
-    parser.add_argument("--draft_model", help="a drafter of your own")
-    parser.add_argument("--kv_cache_bytes", type=positive, help="so little that requests are preempted")
+    parser.add_argument("--model", help="a target of your own, and with it --draft and --kv-cache-bytes")
+    add_shared(parser.add_argument, "--draft", dest="draft_model", metavar="MODEL", help="a drafter of your own")
+    parser.add_argument("--kv-cache-bytes", type=positive, help="so little that requests are preempted")
     parser.add_argument("--requests", type=positive, default=44, help="with known answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there as well")
-    given = parser.parse_args()
+    given: argparse.Namespace = parser.parse_args()
     if given.model and not given.kv_cache_bytes:
-        parser.error("--model needs --kv_cache_bytes")
+        parser.error("--model needs --kv-cache-bytes")
     if given.model and METHODS[given.method].model is not None and not given.draft_model:
-        parser.error(f"--model with --method {given.method} needs --draft_model")
+        parser.error(f"--model with --method {given.method} needs --draft")
     return given
 
 

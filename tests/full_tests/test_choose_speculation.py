@@ -49,8 +49,8 @@ def test_choice_from_beginning_to_end(looping_llama: str, tmp_path: Path) -> Non
     """A drafter that is always right, for a target whose steps cost next to nothing: whether it pays is open."""
     done = script(
         tmp_path,
-        *(looping_llama, "--draft", looping_llama, "--num-drafts", "2", "--batches", "2", "--turns", "1"),
-        *("--tokens", "16", "--limit", "3", "--json"),
+        *(looping_llama, "--draft", looping_llama, "--num-speculative-tokens", "2", "--batches", "2", "--turns", "1"),
+        *("--output-len", "16", "--limit", "3", "--json"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -65,12 +65,12 @@ def test_choice_from_beginning_to_end(looping_llama: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_it_goes_on_where_it_was_interrupted(looping_llama: str, cousin: str, tmp_path: Path) -> None:
-    given = [looping_llama, "--draft", cousin, "--batches", "1", "3", "--turns", "1", "--tokens", "16"]
-    first = script(tmp_path, *given, "--num-drafts", "1")
+    given = [looping_llama, "--draft", cousin, "--batches", "1", "3", "--turns", "1", "--output-len", "16"]
+    first = script(tmp_path, *given, "--num-speculative-tokens", "1")
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("kept from an earlier run") == 0
     assert "| method | k | mean acceptance length |" in first.stdout
-    second = script(tmp_path, *given, "--num-drafts", "1", "3")
+    second = script(tmp_path, *given, "--num-speculative-tokens", "1", "3")
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("kept from an earlier run") == 2
     report = json.loads((tmp_path / "choice.json").read_text())
@@ -82,7 +82,18 @@ def test_it_goes_on_where_it_was_interrupted(looping_llama: str, cousin: str, tm
 @pytest.mark.slow
 def test_estimates_for_a_card(looping_llama: str, cousin: str, tmp_path: Path) -> None:
     """Acceptance is measured, each k by itself; costs are not."""
-    given = [looping_llama, "--draft", cousin, "--device", "gaudi3", "--tokens", "16", "--num-drafts", "1", "3"]
+    given = [
+        looping_llama,
+        "--draft",
+        cousin,
+        "--device",
+        "gaudi3",
+        "--output-len",
+        "16",
+        "--num-speculative-tokens",
+        "1",
+        "3",
+    ]
     done = script(tmp_path, *given)
     assert done.returncode == 0, done.stderr
     assert "nothing was run on a Gaudi" in done.stdout
@@ -101,7 +112,7 @@ def test_estimates_for_a_card(looping_llama: str, cousin: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_what_an_engine_refuses_is_told_in_the_last_line(looping_llama: str, stranger: str, tmp_path: Path) -> None:
-    done = script(tmp_path, looping_llama, "--draft", stranger, "--num-drafts", "1", "--batches", "1")
+    done = script(tmp_path, looping_llama, "--draft", stranger, "--num-speculative-tokens", "1", "--batches", "1")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("gaudi-spec tune: error: ")

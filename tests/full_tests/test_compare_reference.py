@@ -21,8 +21,8 @@ def script(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_transformers_say_the_same(speculative: dict[str, object] | None, looping_llama: str, tmp_path: Path) -> None:
-    drafting = ["--speculative", json.dumps(speculative)] if speculative else []
-    given = ["--limit", "4", "--tokens", "12", "--out", str(tmp_path), *drafting]
+    drafting = ["--speculative-config", json.dumps(speculative)] if speculative else []
+    given = ["--limit", "4", "--output-len", "12", "--out", str(tmp_path), *drafting]
     done = script(looping_llama, *given)
     assert done.returncode == 0, done.stderr
     assert "there is no Gaudi, so not optimum-habana" in done.stderr

@@ -121,7 +121,7 @@ def check(server: Running, speculates: bool) -> None:
     assert answer["usage"]["completion_tokens"] == 24
     if speculates:
         assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
-        assert server.metric("vllm:gaudi_spec_drafter_faults_total") == 0
+        assert server.metric("gaudi_spec:drafter_faults_total") == 0
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:

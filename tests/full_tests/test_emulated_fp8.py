@@ -1,4 +1,4 @@
-"""On the emulated Gaudi: measured and in FP8 as on the CPU, with all programs made in warm-up."""
+"""On the emulated Gaudi: measured and in FP8 as on the CPU, and KV alone in FP8, with all programs made in warm-up."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.full_tests import heads
 from tests.full_tests.engines import engine
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
 from tests.full_tests.speculation import accepted
 from tests.full_tests.test_refusals import refusal
+from vllm_gaudi_spec import emulator
 from vllm_gaudi_spec.config import REQUEST_OPTION
+from vllm_gaudi_spec.devices.hpu import backend as hpu
 from vllm_gaudi_spec.quantization import files
 
 pytestmark = pytest.mark.emulated
@@ -51,6 +54,43 @@ def test_drafts_change_nothing(method: str, looping_llama: str, calibrated: Cali
         before = accepted(llm)
         assert ask(llm, 4) == plain
         assert accepted(llm) > before + 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_kv_in_fp8(method: str, looping_llama: str) -> None:
+    """Lists of blocks, and prompt chunks by the fused kernel over tables."""
+    model, speculative = looping_llama, drafting(looping_llama)
+    if method == "eagle":
+        model, speculative = heads.target(method), heads.head(method, 3, rejection_sample_method="strict")
+    with engine(model, speculative_config=speculative, kv_cache_dtype="fp8", **SIZES) as llm:
+        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0})
+        before = accepted(llm)
+        assert ask(llm, 4) == plain
+        assert accepted(llm) > before + (20 if method == "draft_model" else 0)
+
+
+@pytest.mark.slow
+def test_kv_in_fp8_takes_half_of_the_card(looping_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the card's own count, of the target and a drafter, and in what is planned with."""
+    taken: list[int] = []
+
+    def counted(memory: Any, *args: Any) -> Any:
+        before = emulator.device().in_use
+        caches = allocate(memory, *args)
+        taken.append(emulator.device().in_use - before)
+        return caches
+
+    allocate = hpu.HpuMemory.allocate_kv
+    monkeypatch.setattr(hpu.HpuMemory, "allocate_kv", counted)
+    bytes_of_a_token = {}
+    for kv_dtype in ("auto", "fp8"):
+        options = SIZES | dict(dtype="bfloat16", kv_cache_dtype=kv_dtype, speculative_config=drafting(looping_llama))
+        with engine(looping_llama, **options) as llm:
+            cache = llm.llm_engine.vllm_config.cache_config
+            bytes_of_a_token[kv_dtype] = taken[-1] / (cache.num_gpu_blocks * cache.block_size)
+    layers, kv_heads, head_size = 4, 2, 32
+    assert bytes_of_a_token == {"auto": 2 * layers * kv_heads * head_size * 2, "fp8": 2 * layers * kv_heads * head_size}
 
 
 def test_another_cards_numbers_are_refused(looping_llama: str, calibrated: Calibrated, tmp_path: Path) -> None:

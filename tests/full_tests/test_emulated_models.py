@@ -19,10 +19,13 @@ def test_it_answers_as_transformers(case: str, tmp_path_factory: pytest.TempPath
     assert row.reference.startswith("equal"), row
 
 
-def test_kv_of_8_bits_is_refused_and_nothing_is_written(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_kv_of_8_bits_is_served_or_set_aside_and_nothing_is_written_outside(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """A checkpoint that asks for it alone, with weights in the model's dtype: what once overran the cache of a CPU."""
     run = Run({"ct-kv-only": CASES["ct-kv-only"]}, tmp_path_factory.mktemp("models"))
     (row,) = run.rows(os.environ["VGS_DEVICE"], with_upstream=False)
     assert not row.faults, row
-    assert row.ours.startswith("refused"), row
-    assert row.doctor == "problem", row
+    assert row.ours == RUNS, row
+    assert row.reference.startswith("equal"), row
+    assert row.doctor == "fine", row

@@ -1,6 +1,7 @@
 """A running server's /metrics: what the dashboard and the page ask for is there, and what ours say is right."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from tests.full_tests.tiny_models import VOCAB
 from tests.promql import check_all
 from vllm_gaudi_spec.drafting.universal.token_bytes import load_tokenizer, read_vocabulary
 from vllm_gaudi_spec.drafting.universal.vocab_map import match
-from vllm_gaudi_spec.scheduling.metrics import COVERAGE, SERIES
+from vllm_gaudi_spec.scheduling.metrics import COVERAGE, SERIES, old_name
 
 DRAFTERS_VOCAB, LONGEST, K = 300, 96, 3
 
@@ -53,7 +54,7 @@ def by_label(server: Server, series: str, label: str) -> dict[str, float]:
     """Over all engines."""
     found: dict[str, float] = {}
     for sample in (sample for family in families(server) for sample in family.samples):
-        if sample.name == f"vllm:{series}":
+        if sample.name == series:
             found[sample.labels[label]] = found.get(sample.labels[label], 0) + sample.value
     return found
 
@@ -74,10 +75,10 @@ def ask_for_much(server: Server) -> None:
 def check_sums(server: Server) -> dict[str, float]:
     """Figures of ours beside each other and beside vLLM's; returns the reasons."""
     rows, by_choice = (
-        {int(number): count for number, count in by_label(server, f"gaudi_spec_{name}_total", "num_drafts").items()}
+        {int(number): count for number, count in by_label(server, f"gaudi_spec:{name}_total", "num_drafts").items()}
         for name in ("rows", "rows_by_choice")
     )
-    reasons = by_label(server, "gaudi_spec_rows_without_drafts_total", "reason")
+    reasons = by_label(server, "gaudi_spec:rows_without_drafts_total", "reason")
     accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     # An answer's tokens: the prompt's, and of each row that decoded one and those that were accepted.
     made = server.metric("vllm:generation_tokens_total") - server.metric("vllm:request_success_total")
@@ -102,15 +103,16 @@ def test_the_dashboard_and_the_page_ask_for_what_is_there(drafting: Server) -> N
         assert described[name].type == ("gauge" if series.is_gauge else "counter")
         assert shown & {sample.name for sample in described[name].samples}, f"{name} is in no panel"
     # Of a counter there is also the time at which it began.
-    assert {name.removesuffix("_created") for name in described if "gaudi" in name} == set(SERIES)
+    exported = {name.removesuffix("_created") for name in described if "gaudi" in name}
+    assert exported == set(SERIES) | {old_name(name) for name in SERIES}
 
 
 def test_rows_add_up(drafting: Server) -> None:
     ask_for_much(drafting)
     reasons = check_sums(drafting)
     assert reasons["acceptance"] > 0, "the drafter is nearly always wrong"
-    assert by_label(drafting, "gaudi_spec_rows_by_choice_total", "num_drafts")["0"] >= reasons["acceptance"]
-    assert drafting.metric("vllm:gaudi_spec_spared_steps_total") > 0
+    assert by_label(drafting, "gaudi_spec:rows_by_choice_total", "num_drafts")["0"] >= reasons["acceptance"]
+    assert drafting.metric("gaudi_spec:skipped_steps_total") > 0
     assert [reasons[name] for name in ("load", "goodput", "unverified", "fault", "off")] == [0] * 5
 
 
@@ -124,9 +126,9 @@ def test_rows_add_up(drafting: Server) -> None:
     ids=["request", "length"],
 )
 def test_a_row_without_drafts_has_a_reason(asked: dict[str, int], expected: dict[str, int], drafting: Server) -> None:
-    before = by_label(drafting, "gaudi_spec_rows_without_drafts_total", "reason")
+    before = by_label(drafting, "gaudi_spec:rows_without_drafts_total", "reason")
     ask(drafting, **asked)
-    after = by_label(drafting, "gaudi_spec_rows_without_drafts_total", "reason")
+    after = by_label(drafting, "gaudi_spec:rows_without_drafts_total", "reason")
     assert {reason: after[reason] - before[reason] for reason in after if after[reason] != before[reason]} == expected
 
 
@@ -135,7 +137,7 @@ def test_coverage_is_that_of_the_map(drafting: Server, looping_llama: str, stran
     sides = [read_vocabulary(load_tokenizer(path)) for path in (looping_llama, stranger)]
     found = match(*sides, VOCAB, DRAFTERS_VOCAB).num_matched
     assert 0 < found < VOCAB
-    shown = by_label(drafting, COVERAGE.removeprefix("vllm:"), "vocabulary")
+    shown = by_label(drafting, COVERAGE, "vocabulary")
     assert shown == {"target": pytest.approx(found / VOCAB), "drafter": pytest.approx(found / DRAFTERS_VOCAB)}
 
 
@@ -143,7 +145,7 @@ def test_idle_steps_audit(drafting: Server) -> None:
     """A request that comes meanwhile is answered as ever; see `check_sums` for the figures."""
 
     def audits() -> dict[str, float]:
-        return by_label(drafting, "gaudi_spec_audits_total", "result")
+        return by_label(drafting, "gaudi_spec:audits_total", "result")
 
     before = audits()
     ask_for_much(drafting)
@@ -159,9 +161,9 @@ def test_the_device(drafting: Server) -> None:
     ask(drafting)
     drafting.wait_idle()
     # Audits go on, so steps are asked for after reads.
-    reads, steps = (drafting.metric(f"vllm:gaudi_spec_{name}_total") for name in ("host_reads", "steps"))
+    reads, steps = (drafting.metric(f"gaudi_spec:{name}_total") for name in ("host_syncs", "steps"))
     assert 0.8 * steps < reads <= steps
-    assert drafting.metric("vllm:gaudi_spec_compiled_after_warmup_total") == 0
+    assert drafting.metric("gaudi_spec:compiled_after_warmup_total") == 0
 
 
 @pytest.mark.slow
@@ -172,8 +174,8 @@ def test_several_ranks(kind: str, looping_llama: str, cousin: str, tmp_path: Pat
     with serving(looping_llama, tmp_path / "log.txt", f"--{kind}-parallel-size", "2", **drafter) as server:
         ask_for_much(server)
         check_sums(server)
-        steps = by_label(server, "gaudi_spec_steps_total", "engine")
-        reads = by_label(server, "gaudi_spec_host_reads_total", "engine")
+        steps = by_label(server, "gaudi_spec:steps_total", "engine")
+        reads = by_label(server, "gaudi_spec:host_syncs_total", "engine")
         assert set(steps) == ({"0"} if kind == "tensor" else {"0", "1"})
         for engine in steps:
             assert 0.8 * steps[engine] < reads[engine] <= steps[engine]
@@ -183,7 +185,7 @@ def test_several_ranks(kind: str, looping_llama: str, cousin: str, tmp_path: Pat
 def test_whoever_wants_no_figures_gets_none(looping_llama: str, tmp_path: Path) -> None:
     with serving(looping_llama, tmp_path / "log.txt", "--disable-log-stats", method="ngram_gpu") as server:
         ask(server)
-        assert "vllm:" not in server.client.get("/metrics").text
+        assert not {"vllm:", "gaudi_spec:"} & set(re.findall(r"(?m)^\w+:", server.client.get("/metrics").text))
 
 
 @pytest.mark.slow
@@ -195,7 +197,7 @@ def test_a_drafters_own_length_is_in_its_own_tokens(
     options = ["--additional-config", json.dumps({"gaudi_spec": own})]
     with serving(looping_llama, tmp_path / "log.txt", *options, method="universal_draft", model=twin) as server:
         ask(server, length=100, num_tokens=12)
-        reasons = by_label(server, "gaudi_spec_rows_without_drafts_total", "reason")
+        reasons = by_label(server, "gaudi_spec:rows_without_drafts_total", "reason")
         assert {reason: count for reason, count in reasons.items() if count} == dict(length=10, ending=1)
         ask_for_much(server)
         check_sums(server)

@@ -9,7 +9,7 @@ from tests.full_tests.engines import SMALL_KV, counter
 from tests.full_tests.speculation import accepted, ngram, speculating
 from tests.full_tests.workload import Plain, Request, check_same, mixed_requests, run_together
 
-SPARED = "vllm:gaudi_spec_spared_steps"
+SPARED = "gaudi_spec:skipped_steps"
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def refusal(model: str, **options: Any) -> str:
     [
         (dict(enable_lora=True, fully_sharded_loras=True), "--fully-sharded-loras"),
         (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
-        (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype auto"),
+        (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
         (dict(additional_config={"gaudi_spec": {"no_such_option": 1}}), "no_such_option"),
         (dict(speculative_config=dict(method="ngram", num_speculative_tokens=17)), "16 or less"),
         (dict(speculative_config=dict(method="suffix")), "set num_speculative_tokens"),

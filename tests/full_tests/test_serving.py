@@ -30,9 +30,9 @@ def test_completion_and_metrics(server: Server) -> None:
     assert text(answer) == text(server.complete(**GREEDY))
     server.wait_idle()
     assert server.metric("vllm:generation_tokens_total") - before == 48
-    steps, reads = (server.metric(f"vllm:gaudi_spec_{name}_total") for name in ("steps", "host_reads"))
+    steps, reads = (server.metric(f"gaudi_spec:{name}_total") for name in ("steps", "host_syncs"))
     assert 0 < reads <= steps
-    assert server.metric("vllm:gaudi_spec_compiled_after_warmup_total") == 0
+    assert server.metric("gaudi_spec:compiled_after_warmup_total") == 0
 
 
 def test_streaming(server: Server) -> None:

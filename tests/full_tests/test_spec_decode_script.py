@@ -164,7 +164,7 @@ def test_compare_without_a_drafter(tiny_llama: str) -> None:
     """On a model that has no drafter in demo/."""
     status, said = script("--task", "compare", "--osl", "16", "--batch_size", "2", "--model", tiny_llama)
     assert status == 0, said
-    assert "left out, for want of --draft_model: draft_model, universal" in said
+    assert "left out, for want of --draft: draft_model, universal" in said
     assert list(table_in(said)) == ["baseline", "ngram"]
 
 
@@ -222,16 +222,16 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        (["--task", "universal", "--model", "some/model"], 2, "needs --draft_model"),
+        (["--task", "universal", "--model", "some/model"], 2, "needs --draft"),
         pytest.param(["--task", "eagle", "mtp"], 2, "no target for", marks=pytest.mark.slow),
         pytest.param(["--task", "compare", "--accuracy_rate", "0.5"], 2, "one task", marks=pytest.mark.slow),
         pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic_rates", marks=pytest.mark.slow),
+        pytest.param(["--task", "ngram", "--acceptance", "synthetic"], 2, "--synthetic-rates", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--model", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
         pytest.param(["--task", "baseline", "--assert_accept_rate", "0.5"], 2, "drafts", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "strict", "block"], 2, "one rule", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--prompts", "/no/such"], 1, "/no/such", marks=pytest.mark.slow),
-        pytest.param(["--task", "ngram", "--limit", "5"], 2, "--accuracy_rate", marks=pytest.mark.slow),
+        pytest.param(["--task", "ngram", "--limit", "5"], 2, "--accuracy-rate", marks=pytest.mark.slow),
         pytest.param(["--task", "ngram", "--acceptance", "coupled"], 1, "use greedy", marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""Makes the checkpoints of the table, with what transformers answers beside each: `reference.json`.
+"""Makes the checkpoints of the table, with what transformers answers beside each: `REFERENCE`.
 
 Seeded, kept in a cache, and written as a whole or not at all. Weights are drawn so that the text is lively (it comes
 round, and deviates: n-grams are accepted in part) and logits are not flat: nearly equal ones would make every
@@ -29,6 +29,8 @@ transformers.utils.logging.disable_progress_bar()
 PROMPT_LENGTHS = (25, 73, 11)
 NUM_TOKENS = 40
 SEED = 1
+REFERENCE, ROUNDED = "reference.json", "reference_rounded.json"
+"""The second where a format rounds activations: as native kernels compute."""
 UNTIED, TIED = 0.7, 0.08
 _NORM_OR_SCALE = re.compile(r"norm|ln_|layernorm|\bln\b")
 _STATE = ("A_log", "dt_bias", ".D")
@@ -74,12 +76,13 @@ def write(recipe: Recipe, folder: Path) -> None:
         plain = folder.parent / "plain"
         formats.rewrite(folder, recipe.format, plain)
         model = type(model).from_pretrained(plain, dtype=torch.float32).eval()
-        formats.round_activations(model, recipe.format)
     if recipe.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
     if not recipe.pooling:
-        (folder / "reference.json").write_text(json.dumps(reference(model)))
+        (folder / REFERENCE).write_text(json.dumps(reference(model)))
+        if recipe.format is not None and formats.round_activations(model, recipe.format):
+            (folder / ROUNDED).write_text(json.dumps(reference(model)))
 
 
 # ---- weights ---------------------------------------------------------------------------------------------

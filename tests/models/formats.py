@@ -1,7 +1,7 @@
 """Checkpoints with weights in formats of their own: every projection of a tiny model rounded, in published layouts.
 
-The reference is transformers on what the rounded weights stand for; where a format rounds activations too, its
-reference does the same.
+The reference is transformers on what the rounded weights stand for, as our reference kernels compute; beside native
+kernels of a format that rounds activations too, it does the same.
 """
 
 import json
@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.models.architectures import EXPERTS, LATENT, ROUTED, Recipe, shape
 from tests.models.comparison import ROUGH
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, NATIVE, REFERENCE
 
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 GROUP = 128
@@ -64,12 +65,15 @@ def fp8_tensor(weight: torch.Tensor, shape: tuple[int, ...] = (1,), fixed_inputs
 
 
 def fp8_blocks(weight: torch.Tensor, name: str) -> Rounded:
-    rows, columns = (size // GROUP for size in weight.shape)
-    blocks = weight.reshape(rows, GROUP, columns, GROUP)
+    """The last block of a side may be a part of one."""
+    height, width = weight.shape
+    rows, columns = (-(-size // GROUP) for size in weight.shape)
+    whole = nn.functional.pad(weight, (0, columns * GROUP - width, 0, rows * GROUP - height))
+    blocks = whole.reshape(rows, GROUP, columns, GROUP)
     scale = blocks.abs().amax((1, 3), keepdim=True) / E4M3
     rounded = _fp8(blocks, scale)
-    meant = (rounded.float() * scale).reshape(weight.shape)
-    return {"weight": rounded.reshape(weight.shape), name: scale.reshape(rows, columns)}, meant
+    meant = (rounded.float() * scale).reshape(whole.shape)[:height, :width]
+    return {"weight": rounded.reshape(whole.shape)[:height, :width], name: scale.reshape(rows, columns)}, meant
 
 
 def int8_channel(weight: torch.Tensor, fixed_inputs: bool = False) -> Rounded:
@@ -137,15 +141,20 @@ def awq(weight: torch.Tensor) -> Rounded:
 
 
 def gptq(weight: torch.Tensor, bits: int = 4, reordered: bool = False) -> Rounded:
-    values, scale, zero = _grouped(weight, bits, zero_points=False)
-    groups = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    """`reordered`: inputs share scales in an order of their own (act-order)."""
+    num_inputs = weight.shape[1]
+    order = torch.arange(num_inputs)
+    if reordered:
+        order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+    values, scale, zero = _grouped(weight[:, order], bits, zero_points=False)
+    back = order.argsort()
     found = {
-        "qweight": _packed_columns(values, bits).T.contiguous(),
+        "qweight": _packed_columns(values[:, back], bits).T.contiguous(),
         "qzeros": _packed_columns(zero.T - 1, bits),
         "scales": scale.T.contiguous().half(),
-        "g_idx": groups.flip(0) if reordered else groups,
+        "g_idx": (torch.arange(num_inputs, dtype=torch.int32) // GROUP)[back],
     }
-    return found, _meant(values, scale, zero)
+    return found, _meant(values, scale, zero)[:, back]
 
 
 def _fp4_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,7 +338,7 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
     meant: Tensors = {}
     for key, tensor in load_file(folder / "model.safetensors").items():
         base = key.removesuffix("weight")
-        if chosen.weights is None or not base.endswith("_proj."):
+        if chosen.weights is None or not base.endswith(("_proj.", "_proj_with_mqa.")):
             found[key] = meant[key] = tensor
             continue
         tensors, meant[key] = chosen.weights(tensor.float())
@@ -344,13 +353,14 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def round_activations(model: nn.Module, name: str) -> None:
-    """Let a model of what the weights stand for round its activations as the format does."""
+def round_activations(model: nn.Module, name: str) -> bool:
+    """Let a model of what the weights stand for round its activations as the format does; False if it does not."""
     if (rounding := FORMATS[name].activations) is None:
-        return
+        return False
     for key, module in model.named_modules():
-        if isinstance(module, nn.Linear) and key.endswith("_proj"):
+        if isinstance(module, nn.Linear) and key.endswith(("_proj", "_proj_with_mqa")):
             module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]),))
+    return True
 
 
 # ---- the table -------------------------------------------------------------------------------------------
@@ -372,9 +382,14 @@ DEEPSEEK = Recipe(
 HALF = dict(dtype="bfloat16")
 
 
+def kernels(which: str) -> dict[str, Any]:
+    return dict(additional_config={ADDITIONAL_CONFIG_KEY: dict(weight_kernels=which)})
+
+
 def in_format(name: str, base: Recipe = LLAMA, **changes: Any) -> Recipe:
-    tolerance = ROUGH if FORMATS[name].activations is not None else base.tolerance
-    return replace(base, format=name, tolerance=tolerance, **changes)
+    # KV in FP8 rounds, and the reference does not.
+    tolerance = base.tolerance if FORMATS[name].kv is None else ROUGH
+    return replace(base, format=name, engine=kernels(REFERENCE), tolerance=tolerance, **changes)
 
 
 FORMAT_CASES: dict[str, Recipe] = {name: in_format(name) for name in FORMATS}
@@ -387,9 +402,13 @@ FORMAT_CASES |= {
     )
     for name in names
 }
-# These are refused in float32 by vLLM itself.
 FORMAT_CASES |= {
-    f"{name}@bf16": replace(FORMAT_CASES[name], engine=HALF, tolerance=ROUGH)
+    f"{name}@native": replace(FORMAT_CASES[name], engine=kernels(NATIVE), tolerance=ROUGH)
+    for name in FORMAT_CASES
+    if (of := FORMAT_CASES[name].format) is not None and FORMATS[of].activations is not None
+}
+FORMAT_CASES |= {
+    f"{name}@bf16": replace(FORMAT_CASES[name], engine=FORMAT_CASES[name].engine | HALF, tolerance=ROUGH)
     for name in (
         "awq",
         "gptq",

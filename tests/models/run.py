@@ -15,9 +15,10 @@ from typing import Any
 
 from tests.models import checkpoints, comparison, vision
 from tests.models.architectures import ARCHITECTURES, Recipe
-from tests.models.formats import FORMAT_CASES
+from tests.models.formats import FORMAT_CASES, kernels
 from tests.models.probe import TIMEOUT
 from tests.verify import tree_hash
+from vllm_gaudi_spec.config import NATIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ARCHITECTURES | FORMAT_CASES
@@ -71,7 +72,8 @@ class Run:
         return self.state / "torchvision"
 
     def _reference(self, case: str) -> dict[str, Any] | None:
-        path = self.folders[case] / "reference.json"
+        rounds = self.cases[case].engine.get("additional_config") == kernels(NATIVE)["additional_config"]
+        path = self.folders[case] / (checkpoints.ROUNDED if rounds else checkpoints.REFERENCE)
         return json.loads(path.read_text()) if path.exists() else None
 
     def _jobs(self, side: str, variants: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -98,6 +98,7 @@ class ThreadGroup:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks = ranks
         self.world_size, self.rank_in_group = len(ranks.sent), rank
+        self.unique_name, self.ranks = "tp:0", list(range(self.world_size))
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(input_)).sum(0)

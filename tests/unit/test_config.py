@@ -87,6 +87,27 @@ def test_additional_config_is_an_object(given: Any) -> None:
         Options.from_vllm(vllm_config(given))
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("gaudi-spec", "gaudi_spec"),
+        ("gaudi_specs", "gaudi_spec"),
+        ("GAUDI_SPEC", "gaudi_spec"),
+        ("goodput", "additional_config.gaudi_spec.goodput"),
+    ],
+)
+def test_a_key_that_means_ours_is_refused(key: str, meant: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=rf"^additional_config has no '{key}'; did you mean {meant}\?$"):
+        Options.from_vllm(vllm_config({key: {"goodput": True}}))
+
+
+def test_keys_of_other_platforms_have_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(platform.logger, "warning_once", lambda text, *values: found.append(text % values))
+    engine_config(tmp_path, None, additional_config={"ascend_scheduler_config": {}, "gaudi_spec": {}, 5: 1})
+    assert found == ["additional_config has no effect here in 'ascend_scheduler_config', 5."]
+
+
 @pytest.mark.parametrize("name", ["batch_buckets", "prefill_buckets"])
 def test_a_bucket_that_is_far_too_large_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=f"{name} goes up to {2**40}, .*leave the large ones out"):
@@ -556,8 +577,19 @@ def test_what_is_left_of_an_earlier_measurement_does_not_stop_the_next(
 
 
 def test_a_range_without_quantisation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG; leave it out"):
+    with pytest.raises(UnsupportedConfigError, match="fp8_range is for QUANT_CONFIG and --kv-cache-dtype fp8; leave"):
         engine_config(tmp_path, None, additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
+    engine_config(tmp_path, None, kv_cache_dtype="fp8", additional_config={"gaudi_spec": {"fp8_range": "gaudi3"}})
+
+
+def test_kv_is_measured_in_the_models_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "quant.json"
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    path.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "inc")}))
+    with pytest.raises(
+        UnsupportedConfigError, match="QUANT_CONFIG measures KV in the model's dtype; leave out --kv-cache-dtype"
+    ):
+        engine_config(tmp_path, None, kv_cache_dtype="fp8_inc")
 
 
 def test_custom_logits_processors_are_refused_with_speculation(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,9 +20,12 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Matmul, Operations, Softmax, VLLMKVCache
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common import torch_ops
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
 
 
 class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -39,6 +42,7 @@ class NoMetadataBuilder(AttentionMetadataBuilder[Any]):
 class RectangleAttentionBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", FP8_KV]
 
     @staticmethod
     def get_name() -> str:
@@ -120,9 +124,17 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
         self.matmul_qk, self.softmax, self.matmul_av = Matmul(), Softmax(), Matmul()
 
+    def quantize_kv(self, dtype: torch.dtype, k_cache: VLLMKVCache, v_cache: VLLMKVCache, matmul: Matmul) -> None:
+        """Keep KV in `dtype` from now on. `matmul`: of what comes out of the caches; a layer that has operations of its
+        own keeps its own."""
+        self.kv_dtype = dtype
+        self.k_cache, self.v_cache = k_cache, v_cache
+        if not self.layer_operations:
+            self.matmul_qk, self.softmax, self.matmul_av = matmul, Softmax(), matmul
+
     @property
     def _operations(self) -> Operations:
-        return self if self.layer_operations else PLAIN
+        return self if self.layer_operations or self.kv_dtype is not None else PLAIN
 
     def bind(self, layer: Any, kv_cache: Any) -> None:
         """Choose the kernel for a layer and its KV cache, which have to agree: kernels take dtype and shape from the
@@ -146,6 +158,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             value_size=self.value_size,
             attention_chunk=getattr(layer, "attention_chunk_size", None),
             layer_operations=self.layer_operations,
+            kv_dtype=self.kv_dtype,
             model_type=self.model_type,
         )
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops

@@ -45,6 +45,8 @@ class AttentionLayerSpec:
     """Queries see keys of their own chunk only: chunks have so many positions."""
     layer_operations: bool = False
     """Its matmuls, softmax and caches are modules of the layer, which no fused kernel would call."""
+    kv_dtype: torch.dtype | None = None
+    """Of its caches, where it is not `dtype`: keys and values are written and read through the layer's operations."""
     model_type: str = ""
     """As transformers names it: a kernel's precision may do for some models only."""
 

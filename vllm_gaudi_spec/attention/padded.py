@@ -38,7 +38,7 @@ def attend(
     values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
     scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
     scores = torch.where(seen, scores, LOWEST)
-    if operations is not PLAIN:
+    if spec.layer_operations:
         scores = scores.to(spec.dtype)  # replacements of the softmax take and return the model's dtype
     result = weigh(operations.softmax(scores, -1), values, spec, operations.matmul_av)
     return by_token(torch.where(sees_any, result, 0), spec)

@@ -10,21 +10,25 @@ from vllm_gaudi_spec.compat.configuration import (
     describe_drafters,
     leave_async_scheduling_to_the_platform,
     raise_refusals_unchanged,
+    read_inc_from_quant_config,
     widen_speculative_options,
 )
+from vllm_gaudi_spec.compat.distribution import answer_for_vllm_distribution
 from vllm_gaudi_spec.compat.loading import (
     answer_accelerator_calls,
     choose_cpu_linears,
     device_type_while_loading,
+    read_weights,
     refuse_pickled_weights,
 )
 from vllm_gaudi_spec.compat.messages import end_errors_with_their_message, quiet_our_scheduler, share_vllm_logging
-from vllm_gaudi_spec.compat.metrics import carry_metrics
+from vllm_gaudi_spec.compat.metrics import carry_metrics, list_metrics_of_ours
 from vllm_gaudi_spec.compat.ranks import assign_cpu_experts, ray_workers, tensor_parallel_group
 from vllm_gaudi_spec.compat.server import (
     answer_bad_adapters,
     end_engines_with_their_server,
     fail_with_the_engine,
+    leave_idle_work_at_shutdown,
     let_engine_finish,
 )
 
@@ -32,6 +36,7 @@ from vllm_gaudi_spec.compat.server import (
 __all__ = [
     "answer_accelerator_calls",
     "answer_bad_adapters",
+    "answer_for_vllm_distribution",
     "apply",
     "assign_cpu_experts",
     "choose_cpu_linears",
@@ -40,6 +45,7 @@ __all__ = [
     "fail_with_the_engine",
     "make_mla_layers",
     "ray_workers",
+    "read_weights",
     "return_attention_outputs",
     "tensor_parallel_group",
 ]
@@ -51,6 +57,7 @@ def apply() -> None:
     quiet_our_scheduler()
     let_engine_finish()
     end_engines_with_their_server()
+    leave_idle_work_at_shutdown()
     describe_drafters()
     refuse_pickled_weights()
     widen_speculative_options()
@@ -58,4 +65,6 @@ def apply() -> None:
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     leave_async_scheduling_to_the_platform()
+    read_inc_from_quant_config()
     carry_metrics()
+    list_metrics_of_ours()

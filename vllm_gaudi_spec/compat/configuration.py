@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vllm_gaudi_spec.compat.patching import do_nothing, raise_unchanged, widen, wrap
 from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedConfigError
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
-from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, trusts_draft_code
+from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
 from vllm_gaudi_spec.sampling.rules.table import RULES
 
 
@@ -133,6 +133,26 @@ def widen_speculative_options() -> None:
     from vllm.config import SpeculativeConfig
 
     widen(SpeculativeConfig, _MORE_VALUES)
+
+
+def read_inc_from_quant_config() -> None:
+    """With QUANT_CONFIG set, take `--quantization inc` for what the file alone asks for.
+
+    Reason: vllm-gaudi needs both. vLLM looks for a file of another kind in the checkpoint, and ends without one.
+    Remove when: upstream's `inc` reads QUANT_CONFIG.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    wrap(EngineArgs, "create_engine_config", _without_inc)
+
+
+def _without_inc(original: Callable[..., Any], args: Any, *more: Any, **named: Any) -> Any:
+    if args.quantization == "inc" and quant_config_path() is not None:
+        from vllm.logger import init_logger  # compat is imported beside other releases of vLLM, too
+
+        init_logger(__name__).info("--quantization inc: QUANT_CONFIG alone decides.")
+        args.quantization = None
+    return original(args, *more, **named)
 
 
 def admit_min_p_and_logit_bias() -> None:

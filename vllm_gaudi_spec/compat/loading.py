@@ -91,6 +91,21 @@ def _take_safetensors(
     return found
 
 
+def read_weights(read: Callable[..., Any]) -> None:
+    """Let vLLM's loader hand a model `read(tensors, model_config, model)` for the tensors of its files.
+
+    Reason: a quantised checkpoint is dequantised while it is read, and a loader of our own would have to be named by
+    --load-format, which is the user's.
+    Remove when: a quantisation method of vLLM's may change the tensors of a checkpoint.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    def all_weights(original: Callable[..., Any], loader: Any, model_config: Any, model: Any) -> Any:
+        return read(original(loader, model_config, model), model_config, model)
+
+    wrap(DefaultModelLoader, "get_all_weights", all_weights)
+
+
 def choose_cpu_linears(choose: Callable[..., None]) -> None:
     """Let `choose(original, layer, remove_weight)` find the kernel of each linear layer on a CPU.
 

@@ -35,6 +35,33 @@ def carry_metrics() -> None:
     wrap(PrometheusStatLogger, "record", _show_metrics)
 
 
+def list_metrics_of_ours() -> None:
+    """Let `LLM.get_metrics()` list our series too.
+
+    Reason: it takes what begins with `vllm:`, which is vLLM's own namespace.
+    Remove when: upstream lists the series of platforms.
+    """
+    from vllm.v1.engine import llm_engine
+
+    wrap(llm_engine, "get_metrics_snapshot", _with_ours)
+
+
+def _with_ours(original: Callable[[], list[Any]]) -> list[Any]:
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.reader import Counter, Gauge
+
+    found = original()
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(metrics.PREFIX):
+            continue
+        for sample in metric.samples:
+            if sample.name == metric.name:
+                found.append(Gauge(metric.name, sample.labels, sample.value))
+            elif sample.name == f"{metric.name}_total":
+                found.append(Counter(metric.name, sample.labels, int(sample.value)))
+    return found
+
+
 _LABELS = ["model_name", "engine"]
 """The labels of all of vLLM's series."""
 
@@ -43,6 +70,7 @@ def _add_metrics(
     original: Callable[..., None], logger: Any, vllm_config: Any, engine_indexes: list[int] | None = None
 ) -> None:
     original(logger, vllm_config, engine_indexes)
+    _forget_those_of_another_engine()
     spec_config = vllm_config.speculative_config
     setattr(
         logger,
@@ -55,6 +83,15 @@ def _add_metrics(
             None if spec_config is None else spec_config.num_speculative_tokens,
         ),
     )
+
+
+def _forget_those_of_another_engine() -> None:
+    """As vLLM's logger does with its own, when a process makes a second engine."""
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(metrics.PREFIX):
+            REGISTRY.unregister(collector)
 
 
 def _show_metrics(

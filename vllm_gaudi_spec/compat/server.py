@@ -67,6 +67,24 @@ def _end_with_server(server: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def leave_idle_work_at_shutdown() -> None:
+    """Let an engine that is to end call `shut_down` of its scheduler, if that is one of ours.
+
+    Reason: it ends when its scheduler has no requests, and with --shutdown-timeout it waits so long for that. Ours has
+    work for idle steps, and nothing informs it that there is no use for it any more.
+    Remove when: upstream's `EngineCoreProc` informs its scheduler that it is to end.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    wrap(EngineCoreProc, "_handle_shutdown", _shut_down_the_scheduler)
+
+
+def _shut_down_the_scheduler(original: Callable[..., bool], engine: Any) -> bool:
+    if not engine.is_running() and (shut_down := getattr(engine.scheduler, "shut_down", None)) is not None:
+        shut_down()
+    return original(engine)
+
+
 def fail_with_the_engine() -> None:
     """Let the server's process end with exit code 1 when its engine has died.
 

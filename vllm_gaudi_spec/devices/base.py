@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.fp8 import Arithmetic
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
+    from vllm_gaudi_spec.records import WarmUpWork
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
@@ -80,8 +82,9 @@ class Graphs:
         """`function`, run as one graph for each set of shapes and of arguments that are not tensors.
 
         Arguments are tensors, numbers, texts, None, and tuples of those. The function waits for nothing and reads no
-        value; what it changes besides, it changes as a whole tensor and not through a view. Where a device captures,
-        the result is overwritten when the same graph runs again.
+        value; what it changes besides, it changes as a whole tensor and not through a view. What it reads
+        besides stays the same tensor, which may get other values but no other shape. Where a device captures,
+        the result may be overwritten when the same graph runs again.
         """
         return function
 
@@ -89,9 +92,17 @@ class Graphs:
         """For warm-up: graphs are made in here and compute nothing, where the device knows such a mode."""
         return nullcontext()
 
-    def describe_warm_up(self, num_graphs: int) -> str:
-        """How long it may take to make so many graphs, as a text; empty where that is unknown."""
+    def describe_warm_up(self, work: WarmUpWork) -> str:
+        """What is to be compiled and how long it may take, as a text; empty where that is unknown."""
         return ""
+
+    def num_recipes(self) -> int:
+        """What was compiled so far, as the device itself counts it; 0 where it does not count."""
+        return 0
+
+    def warming_up_later(self) -> AbstractContextManager[None]:
+        """As `compiling_only`, for warm-up between two steps: what is compiled in here is none of serving's."""
+        return nullcontext()
 
     def warmed_up(self) -> None:
         """From here on nothing should be compiled. A no-op where nothing is."""
@@ -106,6 +117,12 @@ class Graphs:
     def counts(self) -> dict[str, Any]:
         """What the device itself counts, `compiled_after_warmup` above all; empty where it does not count."""
         return {}
+
+
+def size_text(num_bytes: int) -> str:
+    """For messages."""
+    gib, mib = num_bytes / 2**30, num_bytes / 2**20
+    return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{mib:.1f} MiB"
 
 
 class Memory:
@@ -203,6 +220,10 @@ class Weights:
 
     device_name = "this device"
     """For messages."""
+    fp8_arithmetic: Callable[[float], Arithmetic] | None = None
+    """Makes the arithmetic of e4m3 numbers up to a largest one; None: KV is not kept in FP8."""
+    multiplies_fp8 = False
+    """Whether it multiplies them faster than floats, so that linear layers of FP8 checkpoints keep them."""
 
     @property
     def fp8_range(self) -> str | None:

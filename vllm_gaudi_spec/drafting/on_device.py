@@ -17,7 +17,7 @@ from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
 from vllm_gaudi_spec.drafting.limits import max_drafts
 from vllm_gaudi_spec.records import SampleShape
 from vllm_gaudi_spec.runner.batch import make_padding
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class DeviceDrafting(Drafting):
         for (num_rows, context), branch in product(reversed(sizes), branches):
             run = partial(self._draft_padding, sampling, num_rows, context, branch)
             signature = self._signature(num_rows, context, branch)
-            yield Job("rounds of drafts", run, (signature,), num_rows, branch == Branch())
+            yield Job(DRAFTS, run, (signature,), num_rows, branch == Branch())
 
     def _draft_padding(self, sampling: Sampling, num_rows: int, context: int, branch: Branch) -> None:
         batch = make_padding(self._requests, SampleShape(num_rows, 1))

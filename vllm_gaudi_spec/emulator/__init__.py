@@ -12,18 +12,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import ModuleType
 
     import torch
 
+    from vllm_gaudi_spec.emulator.ascend.cann.card import Card
     from vllm_gaudi_spec.emulator.card import Device, Model
 
-__all__ = ["device", "install", "install_npu", "tag_kv"]
+_under_torch_npu: Card | None = None
+"""The card below the vendor's own torch_npu, where that runs."""
+
+__all__ = ["counted", "device", "install", "install_npu", "tag_kv"]
 
 
 def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     """Change torch in this process so that it has a Gaudi. A second call may only ask for the same one."""
-    from vllm_gaudi_spec.emulator.gaudi import accelerator, fused, habana, hpu, kernels
+    from vllm_gaudi_spec.emulator.gaudi import (
+        accelerator,
+        experts,
+        fused,
+        habana,
+        hpu,
+        kernels,
+        recomputing,
+        torch_parts,
+    )
     from vllm_gaudi_spec.emulator.gaudi.models import MODELS
 
     if generation not in MODELS:
@@ -31,29 +45,42 @@ def install(generation: str = "gaudi2", lazy: bool = True) -> None:
     if not _configured(MODELS[generation], lazy):
         return
     fused.register()
+    experts.register()
+    recomputing.register()
     kernels.register()
     module = hpu.make_module()
     habana.enter_modules(module)
     _enter(module)
     accelerator.install()
+    torch_parts.install()
 
 
-def install_npu() -> None:
-    """Change torch in this process so that it has an Ascend NPU. A second call does nothing."""
+def install_npu(torch_npu: Path | None = None, cache: Path | None = None) -> None:
+    """Change torch in this process so that it has an Ascend NPU. A second call does nothing. `torch_npu`: a folder with
+    the vendor's own, which then runs over an emulated CANN that is compiled into `cache`."""
     import torch
 
     from vllm_gaudi_spec.emulator.card import DEVICE
 
+    global _under_torch_npu
+    if torch_npu is not None:
+        assert cache is not None, "it is compiled into a folder"
+        if _under_torch_npu is None:
+            from vllm_gaudi_spec.emulator.ascend import cann
+
+            _under_torch_npu = cann.install(torch_npu, cache)
+        return
     if not DEVICE.installed:
         torch.utils.rename_privateuse1_backend("npu")
-    from vllm_gaudi_spec.emulator.ascend import fused, host, torch_npu
+    from vllm_gaudi_spec.emulator.ascend import fused, host
+    from vllm_gaudi_spec.emulator.ascend import torch_npu as stand_in
     from vllm_gaudi_spec.emulator.ascend.models import ASCEND_910B
 
     if not _configured(ASCEND_910B, lazy=False):
         return
     fused.register()
-    module = torch_npu.make_npu_module()
-    torch_npu.enter_modules(module)
+    module = stand_in.make_npu_module()
+    stand_in.enter_modules(module)
     _enter(module)
     host.install()
 
@@ -79,18 +106,24 @@ def _enter(module: ModuleType) -> None:
 
     import torch
 
-    from vllm_gaudi_spec.emulator import collectives, factories, guard, handlers, pinned
+    from vllm_gaudi_spec.emulator import collectives, factories, guard, handlers, parameters, pinned
     from vllm_gaudi_spec.emulator.card import DEVICE
 
     guard.install_device_guard()
     factories.register()
     handlers.register()
     guard.install_patches()
+    parameters.install()
     pinned.install()
     torch._register_device_module(DEVICE.where.type, module)
     collectives.register()
     os.register_at_fork(after_in_child=DEVICE.after_fork)
     DEVICE.installed = True
+
+
+def counted() -> Device | Card:
+    """What counts for reports: the card below torch_npu where that runs, else `device()`."""
+    return device() if _under_torch_npu is None else _under_torch_npu
 
 
 def device() -> Device:
@@ -101,7 +134,10 @@ def device() -> Device:
 
 
 def tag_kv(tensor: torch.Tensor) -> torch.Tensor:
-    """Count what is read from this tensor's memory, through any view of it, as KV bytes."""
+    """Count what is read from this tensor's memory, through any view of it, as KV bytes. Below torch_npu nothing is
+    known of tensors."""
+    if _under_torch_npu is not None:
+        return tensor
     from vllm_gaudi_spec.emulator.tensor import DeviceTensor
 
     if not isinstance(tensor, DeviceTensor):

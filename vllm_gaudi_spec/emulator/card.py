@@ -49,6 +49,8 @@ class Model:
     """Whether it has no kernel for an operation, by the names of its packet and of its overload."""
     negative_index: str
     """Why an index below zero is refused."""
+    counts_from_the_end: bool
+    """Whether index -1 is the last row, and so on; it is counted."""
     dies_without_memory: bool
     """Whether a process is of no use once memory ended."""
     downloads_late: bool

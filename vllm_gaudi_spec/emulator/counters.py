@@ -46,6 +46,8 @@ class Tally:
     collectives: int = 0
     garbage_reads: int = 0
     """Values used that compile-only mode never computed."""
+    negative_indices: int = 0
+    """Operations that were given one and counted it from the end."""
     late_compiles: int = 0
     """Compiles after the device was sealed."""
 

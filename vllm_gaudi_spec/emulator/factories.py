@@ -9,8 +9,9 @@ import torch
 from torch.library import Library
 
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.handlers import copy_
 from vllm_gaudi_spec.emulator.ops import OpInfo, classify
-from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, real
+from vllm_gaudi_spec.emulator.tensor import DeviceTensor, Operation, info_of, real
 
 aten = torch.ops.aten
 
@@ -71,7 +72,10 @@ def _make(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], computes: b
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return target.copy_(source)
+    # torch's C++ comes here with Python dispatch off (indices from a list, files read onto the card): `copy_` would
+    # end here again.
+    result: torch.Tensor = copy_(info_of(aten.copy_.default), (target, source, non_blocking), {})
+    return result
 
 
 def _local_scalar(tensor: DeviceTensor) -> Any:

@@ -96,37 +96,9 @@ def _patched_new_tensor(original: Any) -> Any:
     return new_tensor
 
 
-def _patched_parameter_new(original: Any) -> Any:
-    """torch returns the bare wrapper for a subclass of Parameter too, and so its __init__ never runs."""
-
-    def __new__(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
-        if not isinstance(data, DeviceTensor) or cls is torch.nn.Parameter or kwargs:
-            return original(cls, data, requires_grad, **kwargs)
-        # Without __init__: it takes what the subclass wants, and Python calls it next.
-        parameter: Any = DeviceTensor.__new__(_parameter_class(cls), data.inner, data.memory, data.part)
-        parameter._is_param = True
-        return parameter.requires_grad_(requires_grad)
-
-    return staticmethod(__new__)
-
-
-@functools.cache
-def _parameter_class(cls: type) -> Any:
-    body = {
-        "__new__": DeviceTensor.__new__,
-        "__torch_function__": torch._C._disabled_torch_function_impl,
-        **{name: DeviceTensor.__dict__[name] for name in ("__deepcopy__", "__repr__", "__reduce_ex__")},
-    }
-    return type(cls)(cls.__name__, (cls, DeviceTensor), body)
-
-
 def install_patches() -> None:
     patch(torch.Tensor, "to", _patched_to)
     patch(torch.Tensor, "new_tensor", _patched_new_tensor)
-    for name in ("tensor", "as_tensor"):
+    for name in ("tensor", "as_tensor", "asarray"):
         patch(torch, name, _patched_constructor)
-    original = torch.nn.Parameter.__new__
-    setattr(torch.nn.Parameter, "__new__", _patched_parameter_new(original))  # noqa: B010
     setattr(torch.Tensor, DEVICE.where.type, lambda self, *args, **kwargs: self.to(DEVICE.where))
-    # A parameter moved to the device must become one of ours; overwriting data in place would keep a plain one.
-    torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_gaudi_spec.emulator import kernels
-from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.card import DEVICE, Allocation, DeviceRefusal
 from vllm_gaudi_spec.emulator.ops import OpInfo
 from vllm_gaudi_spec.emulator.tensor import (
     DeviceTensor,
@@ -21,6 +21,7 @@ from vllm_gaudi_spec.emulator.tensor import (
     handle,
     info_of,
     real,
+    view_of,
     wide,
 )
 
@@ -49,7 +50,7 @@ def _upload(target: DeviceTensor, host: torch.Tensor) -> None:
     target.epoch = 0
 
 
-def _copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def copy_(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, DeviceTensor):
         DEVICE.host_read("copy to the host", source.inner.nbytes, waits=len(args) < 3 or not args[2])
@@ -136,8 +137,22 @@ def _never_pinned(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return False
 
 
+def _reshape_in_place(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The card's tensors know their own geometry, as the host's do: no operation for it. In a capture nobody ran it."""
+    target: DeviceTensor = args[0]
+    DEVICE.refuse_in_capture(f"aten.{info.name} changes the geometry of a device tensor in place")
+    rest = [item.inner if isinstance(item, DeviceTensor) else item for item in args[1:]]
+    source = next((item for item in args[1:] if isinstance(item, DeviceTensor)), target)
+    changed = info.func(torch.ops.aten.alias.default(target.inner), *rest, **kwargs)
+    memory = source.memory if info.packet == "set_" else target.memory
+    if memory.nbytes < changed.untyped_storage().nbytes():
+        memory = Allocation(changed.untyped_storage().nbytes())
+    target.data = view_of(target, changed, memory, target.part)
+    return target
+
+
 _BY_NAME: dict[str, Handler] = {
-    "copy_.default": _copy_,
+    "copy_.default": copy_,
     "_to_copy.default": _to_copy,
     "to.dtype": _to_dtype,
     "one_hot.default": _one_hot,
@@ -145,6 +160,7 @@ _BY_NAME: dict[str, Handler] = {
     "index_put_.default": _indexed,
     "index_put.default": _indexed,
     "is_pinned.default": _never_pinned,
+    "reshapes in place": _reshape_in_place,
 }
 
 

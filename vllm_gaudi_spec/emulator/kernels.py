@@ -12,20 +12,24 @@ from vllm_gaudi_spec.emulator.card import DEVICE
 aten = torch.ops.aten
 
 
-def checked(index: torch.Tensor, size: int, what: str) -> None:
-    """Nothing is known to catch those out of range on a card."""
+def checked(index: torch.Tensor, size: int, what: str) -> torch.Tensor:
+    """The index as the card takes it. Nothing is known to catch those out of range there."""
     if index.is_meta or index.numel() == 0:
-        return
+        return index
     low, high = index.aminmax()
+    if -size <= low < 0 and high < size and DEVICE.model.counts_from_the_end:
+        DEVICE.counters.step.negative_indices += 1
+        DEVICE.counters.event("negative index", what)
+        return index.where(index >= 0, index + size)
     if low < 0 or high >= size:
         wrong = int(low) if low < 0 else int(high)
         hint = DEVICE.model.negative_index if wrong < 0 else "the device does not check"
         raise IndexError(f"{what}: index {wrong} is out of range for a dimension of size {size}; {hint}")
+    return index
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    _check_indices(tensor, indices, "index")
-    return aten.index.Tensor(tensor, indices)
+    return aten.index.Tensor(tensor, _checked_all(tensor, indices, "index"))
 
 
 def _index_put(
@@ -34,8 +38,7 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    _check_indices(tensor, indices, "index_put")
-    return aten.index_put.default(tensor, indices, values, accumulate)
+    return aten.index_put.default(tensor, _checked_all(tensor, indices, "index_put"), values, accumulate)
 
 
 def _index_put_(
@@ -44,14 +47,14 @@ def _index_put_(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    _check_indices(tensor, indices, "index_put_")
-    return aten.index_put_.default(tensor, indices, values, accumulate)
+    return aten.index_put_.default(tensor, _checked_all(tensor, indices, "index_put_"), values, accumulate)
 
 
-def _check_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], what: str) -> None:
-    for dim, index in enumerate(indices):
-        if index is not None and index.dtype not in (torch.bool, torch.uint8):
-            checked(index, tensor.shape[dim], what)
+def _checked_all(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], what: str) -> list[torch.Tensor | None]:
+    return [
+        index if index is None or index.dtype in (torch.bool, torch.uint8) else checked(index, tensor.shape[dim], what)
+        for dim, index in enumerate(indices)
+    ]
 
 
 def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
@@ -59,8 +62,23 @@ def _along(func: Any, what: str) -> Callable[..., torch.Tensor]:
 
     def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if tensor.dim():
-            checked(index, tensor.shape[dim], what)
+            index = checked(index, tensor.shape[dim], what)
         return func(tensor, dim, index, *args, **kwargs)
+
+    return run
+
+
+def _rows_of_bytes(name: str) -> Callable[..., torch.Tensor]:
+    """torch on a CPU copies no FP8 rows, and a card does: vllm-gaudi's FP8 cache is written so (extension/utils.py)."""
+    copy = _along(getattr(aten, name).default, name)
+
+    def run(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float8_e4m3fn:
+            return copy(tensor, dim, index, source)
+        if source.dtype is not tensor.dtype:
+            raise RuntimeError(f"{name}: the tensor is {tensor.dtype} and its source {source.dtype}")
+        copied = copy(tensor.view(torch.uint8), dim, index, source.view(torch.uint8))
+        return tensor if name.endswith("_") else copied.view(tensor.dtype)
 
     return run
 
@@ -69,14 +87,14 @@ def _flat(func: Any, what: str) -> Callable[..., torch.Tensor]:
     """A kernel whose arguments begin with (tensor, index), the index counting through the whole tensor."""
 
     def run(tensor: torch.Tensor, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        checked(index, tensor.numel(), what)
+        index = checked(index, tensor.numel(), what)
         return func(tensor, index, *args, **kwargs)
 
     return run
 
 
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    checked(indices, weight.shape[0], "embedding")
+    indices = checked(indices, weight.shape[0], "embedding")
     return aten.embedding.default(weight, indices, *args, **kwargs)
 
 
@@ -128,8 +146,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
             ("index_select", "out"),
             ("gather", "default"),
             ("gather", "out"),
-            ("index_copy", "default"),
-            ("index_copy_", "default"),
             ("index_add", "default"),
             ("index_add_", "default"),
             ("index_reduce", "default"),
@@ -152,5 +168,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
             ("scatter_reduce_", "two"),
         )
     },
+    **{f"{name}.default": _rows_of_bytes(name) for name in ("index_copy", "index_copy_")},
     **{f"{name}.default": _flat(getattr(aten, name).default, name) for name in ("take", "put", "put_")},
 }

@@ -62,12 +62,22 @@ def _flops_of_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
     return result
 
 
+def _flops_of_experts(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Of the experts that tokens are sent to."""
+    lists = [list_ for list_ in args if isinstance(list_, (list, tuple)) and list_ and list_[0].dim() == 2]
+    result: int = 2 * args[1].numel() * sum(weights[0].numel() for weights in lists)
+    return result
+
+
 # By packet, from arguments and the first result.
 FLOPS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], int]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot"), _flops_of_product),
     **dict.fromkeys(("addmm", "baddbmm", "_scaled_mm"), _flops_of_addmm),
-    **dict.fromkeys(("scaled_dot_product_attention", "sdpa_fwd"), _flops_of_attention),
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "sdpa_fwd", "sdpa_recomp_fwd", "fp8_sdpa_recomp_fwd"), _flops_of_attention
+    ),
     "fp8_gemm_v2": _flops_of_product,
+    "mixture_of_experts": _flops_of_experts,
 }
 
 
@@ -149,5 +159,5 @@ def classify(func: Any, lacks: Callable[[str, str], bool]) -> OpInfo:
         gathers=packet in _GATHERS,
         flops=FLOPS.get(packet),
     )
-    info.special = info.dynamic or info.reads or info.on_host or info.reshapes or info.random or info.sorts
+    info.special = info.dynamic or info.reads or info.on_host or info.random or info.sorts
     return info

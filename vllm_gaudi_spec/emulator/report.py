@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
+from vllm_gaudi_spec.devices.hpu.compile_time import Recipes
 from vllm_gaudi_spec.emulator import cost
 
 if TYPE_CHECKING:
+    from vllm_gaudi_spec.emulator.ascend.cann.card import Card
     from vllm_gaudi_spec.emulator.card import Device
     from vllm_gaudi_spec.emulator.counters import Tally
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-def as_json(device: Device) -> dict[str, Any]:
+def as_json(device: Device | Card) -> dict[str, Any]:
     counters = device.counters
     total = counters.total
     free, limit = device.mem_get_info()
@@ -32,11 +33,11 @@ def as_json(device: Device) -> dict[str, Any]:
         "graphs_held": device.graphs_held,
         "graph_recipes": len(device.graph_recipes),
         "memory": {"limit": limit, "in_use": device.in_use, "free": free, "graphs": device.graph_bytes},
-        "estimate": _estimate(device.generation, steps, total),
+        "estimate": _estimate(device.generation, steps, len(device.graph_recipes)),
     }
 
 
-def _estimate(generation: str, steps: list[Tally], total: Tally) -> dict[str, Any] | None:
+def _estimate(generation: str, steps: list[Tally], num_recipes: int) -> dict[str, Any] | None:
     """None for a card of which nothing is published that could be counted with."""
     if generation not in cost.CARDS:
         return None
@@ -45,7 +46,8 @@ def _estimate(generation: str, steps: list[Tally], total: Tally) -> dict[str, An
         "mean_step_seconds": (
             sum(cost.step_seconds(step, generation) for step in steps) / len(steps) if steps else None
         ),
-        "warmup_seconds": warmup_seconds(total.compiles),
+        # It does not know which are of prompt chunks, and those take longer: a lower bound.
+        "warmup_seconds_at_least": Recipes(prompts=0, others=num_recipes).seconds(),
     }
 
 
@@ -79,5 +81,7 @@ def as_table(device: Device) -> str:
     if estimate is not None:
         if estimate["mean_step_seconds"] is not None:
             lines.append(f"estimate: {estimate['mean_step_seconds'] * 1e3:.3f} ms a step")
-        lines.append(f"estimate: {estimate['warmup_seconds']:.0f} s for {report['total']['compiles']} compiles")
+        lines.append(
+            f"estimate: {estimate['warmup_seconds_at_least']:.0f} s or more for {report['graph_recipes']} recipes"
+        )
     return "\n".join(lines)

@@ -71,16 +71,25 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def data(self) -> DeviceTensor:
-        # No autograd here, so it is the tensor itself; `detach` fails on weights made outside inference mode.
-        return self
+        # A parameter's is a tensor without its class, and may be changed in place whatever autograd thinks.
+        found: DeviceTensor = self.detach() if isinstance(self, torch.nn.Parameter) else self
+        return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
         if not isinstance(value, DeviceTensor):
-            raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {DEVICE.where}")
+            if not isinstance(self, torch.nn.Parameter):
+                raise RuntimeError(f"cannot assign a tensor on {value.device} to the data of one on {DEVICE.where}")
+            self.leave(value)
+            return
         torch.Tensor.data.__set__(self, value)
         self.inner, self.memory, self.part = value.inner, value.memory, value.part
         self.ghost, self.twin = value.ghost, None
+
+    leave: Callable[[torch.Tensor], None]
+    """Makes a parameter one of the host."""
 
     def data_ptr(self) -> int:
         return real(self).data_ptr()
@@ -116,7 +125,7 @@ class DeviceTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
         if id(self) not in memo:
             copy = DeviceTensor.__new__(type(self), real(self).clone())
-            for name in ("_is_param", *(key for key in self.__dict__ if key not in _OWN_STATE)):
+            for name in ("_is_param", *(key for key in self.__dict__ if key not in OWN_STATE)):
                 if name in self.__dict__:
                     setattr(copy, name, self.__dict__[name])
             memo[id(self)] = copy
@@ -127,7 +136,7 @@ class DeviceTensor(torch.Tensor):
         return _from_host, (download("pickle", self),)
 
 
-_OWN_STATE = frozenset(
+OWN_STATE = frozenset(
     ("inner", "memory", "part", "ghost", "twin", "epoch", "index", "pending", "capture", "slot", "_is_param")
 )
 
@@ -303,11 +312,18 @@ class Operands:
             if info.view or (
                 info.maybe_view and out.untyped_storage()._cdata == self.inners[0].untyped_storage()._cdata
             ):
-                tensor = DeviceTensor(out, base.memory, base.part if info.same else True)
+                tensor = view_of(base, out, base.memory, base.part if info.same else True)
             else:
                 tensor = DeviceTensor(out)
         self.new.append(tensor)
         return tensor
+
+
+def view_of(base: DeviceTensor, inner: torch.Tensor, memory: Allocation, part: bool) -> DeviceTensor:
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):  # torch counts the changes of such a tensor with those of its views
+            return DeviceTensor(inner, memory, part)
+    return DeviceTensor(inner, memory, part)
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
@@ -334,8 +350,6 @@ def _before(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     """What is counted or refused before anything runs."""
     device = DEVICE
     name = f"aten.{info.name}"
-    if info.reshapes:
-        raise DeviceRefusal(f"{name} changes the geometry of a device tensor in place, at {here()}")
     if info.on_host:
         device.fallback(name)
     if info.dynamic and kwargs.get("output_size") is None:
@@ -437,5 +451,6 @@ def info_of(func: Any) -> OpInfo:
     info = _infos.get(func)
     if info is None:
         info = _infos[func] = classify(func, DEVICE.model.lacks)
-        info.handler = _HANDLERS.get(info.name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
+        name = "reshapes in place" if info.reshapes else info.name
+        info.handler = _HANDLERS.get(name) if func.namespace == "aten" else _NAMESPACES.get(func.namespace)
     return info

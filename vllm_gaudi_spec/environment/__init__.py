@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_gaudi_spec.config import GAUDI2, GAUDIS, UnsupportedConfigError
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    EXPONENTIAL,
+    GAUDI2,
+    GAUDIS,
+    LINEAR,
+    UnsupportedConfigError,
+)
 
 
 class Variable(NamedTuple):
@@ -30,8 +39,8 @@ class Variable(NamedTuple):
 
     @property
     def value_or_default(self) -> str:
-        """For a default that is a value."""
-        return os.environ.get(self.name, self.default)
+        """For a default that is a value. An empty one is none."""
+        return self.value or self.default
 
 
 DEVICE = Variable(
@@ -42,6 +51,17 @@ DEVICE = Variable(
 SKIP_WARMUP = Variable(
     "VGS_SKIP_WARMUP", "0", "1 compiles graphs while serving instead of before: for trying things out only"
 )
+VENDORS_SKIP_WARMUP = Variable(
+    "VLLM_SKIP_WARMUP", "false", "vllm-gaudi's name of VGS_SKIP_WARMUP, which comes first: true or false"
+)
+VENDORS_BUCKETING = Variable(
+    "VLLM_BUCKETING_STRATEGY", "exp", "vllm-gaudi's name of the option bucket_strategy, which comes first: exp or lin"
+)
+WARMUP = Variable(
+    "VGS_WARMUP",
+    "before",
+    "background serves as soon as the largest buckets are warm, and warms up the others while no request is there",
+)
 SELF_TEST = Variable("VGS_SELF_TEST", "1", "0 skips the self-test of a card before its model is loaded")
 EMULATED_GENERATION = Variable(
     "VGS_EMULATED_GENERATION", GAUDI2, "the card that hpu-emulated emulates: gaudi2 or gaudi3"
@@ -49,13 +69,20 @@ EMULATED_GENERATION = Variable(
 EMULATOR = Variable(
     "VGS_EMULATOR", "hostile", "kind lets hpu-emulated take what is only known to fail on some cards or releases"
 )
+TORCH_NPU = Variable(
+    "VGS_TORCH_NPU",
+    "none",
+    "a folder with torch_npu: ascend-emulated runs it over an emulated CANN, in place of a stand-in for torch_npu",
+)
 TRUST_DRAFT_CODE = Variable(
     "VGS_TRUST_DRAFT_CODE", "0", "1 lets --trust-remote-code hold for the drafter's folder as well"
 )
 PLUGINS = Variable("VLLM_PLUGINS", "all", "which plugins vLLM loads; gaudi_spec has to be among them")
 TARGET_DEVICE = Variable("VLLM_TARGET_DEVICE", "not used", "cpu makes vLLM take its own CPU platform and ask no plugin")
 LAZY_MODE = Variable(
-    "PT_HPU_LAZY_MODE", "1", "on a Gaudi, real or emulated: 0 runs eagerly and compiled, 1 records graphs"
+    "PT_HPU_LAZY_MODE",
+    "1 where torch has lazy mode, else 0",
+    "on a Gaudi, real or emulated: 1 records graphs, 0 compiles regions",
 )
 WEIGHT_SHARING = Variable(
     "PT_HPU_WEIGHT_SHARING", "0", "on a Gaudi: 1 lays weights out again for each graph that reads them"
@@ -70,6 +97,10 @@ LAYERS_OF_A_RECIPE = Variable(
     "VLLM_CONFIG_HIDDEN_LAYERS", "1", "on a Gaudi: how many decoder layers are compiled as one; 0: all of them"
 )
 VISIBLE_MODULES = Variable("HABANA_VISIBLE_MODULES", "all", "which Gaudis this process may open, by module")
+TASK_QUEUE = Variable("TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is refused, since torch_npu captures no graphs with it")
+NPU_ALLOCATOR = Variable(
+    "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is refused, for the same reason"
+)
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
@@ -81,13 +112,19 @@ START_METHOD = Variable(
     "VLLM_WORKER_MULTIPROC_METHOD", "chosen by a test", "how the engine process starts: fork or spawn"
 )
 ENGINE_PROCESS = Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "1", "0 runs the engine in the caller's process")
+# Not in the table below, whose values are printed.
+API_KEY = Variable("OPENAI_API_KEY", "none", "sent to servers by gaudi-spec chat")
 CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "where the demo model and vocabulary maps are kept")
 VARIABLES = (
     DEVICE,
     SKIP_WARMUP,
+    VENDORS_SKIP_WARMUP,
+    VENDORS_BUCKETING,
+    WARMUP,
     SELF_TEST,
     EMULATED_GENERATION,
     EMULATOR,
+    TORCH_NPU,
     TRUST_DRAFT_CODE,
     PLUGINS,
     TARGET_DEVICE,
@@ -99,6 +136,8 @@ VARIABLES = (
     Variable("HABANA_VISIBLE_DEVICES", "all", "in a container: which Gaudis it sees"),
     VISIBLE_MODULES,
     Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
+    TASK_QUEUE,
+    NPU_ALLOCATOR,
     Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
     QUANT_CONFIG,
     KV_CACHE_SPACE,
@@ -120,8 +159,42 @@ def requested_device() -> str | None:
     return DEVICE.value or None
 
 
+# vllm-gaudi's words for true, and their opposites.
+_VENDORS_TRUE = ("true", "t", "1", "yes", "y", "on")
+_VENDORS_FALSE = ("false", "f", "0", "no", "n", "off")
+
+
 def skip_warmup() -> bool:
-    return SKIP_WARMUP.is_on
+    if SKIP_WARMUP.value:
+        return SKIP_WARMUP.is_on
+    value = VENDORS_SKIP_WARMUP.value_or_default.lower()
+    if value not in _VENDORS_TRUE + _VENDORS_FALSE:
+        raise UnsupportedConfigError(
+            f"{VENDORS_SKIP_WARMUP.name}={VENDORS_SKIP_WARMUP.value} is neither true nor false; use one of them."
+        )
+    return value in _VENDORS_TRUE
+
+
+_VENDORS_STRATEGIES = {"exp": EXPONENTIAL, "lin": LINEAR}
+
+
+def vendors_bucket_strategy() -> str:
+    """What vllm-gaudi's variable asks for, in our words."""
+    asked = VENDORS_BUCKETING.value_or_default
+    if asked not in _VENDORS_STRATEGIES:
+        raise UnsupportedConfigError(
+            f"{VENDORS_BUCKETING.name}={asked} is not supported; use {' or '.join(_VENDORS_STRATEGIES)}, or the lists "
+            f"of additional_config.{ADDITIONAL_CONFIG_KEY}."
+        )
+    return _VENDORS_STRATEGIES[asked]
+
+
+def warms_up_in_background() -> bool:
+    """Whether warm-up goes on while the server serves."""
+    when = WARMUP.value_or_default
+    if when not in ("before", "background"):
+        raise UnsupportedConfigError(f"{WARMUP.name}={when} is unknown; use before or background.")
+    return when == "background"
 
 
 def runs_self_test() -> bool:
@@ -210,8 +283,6 @@ def environment_of_children(only: Path | None = None) -> dict[str, str]:
 
 # Defaults of a Gaudi process for variables that the bridge reads at its import.
 _GAUDI_DEFAULTS = {
-    # Graphs are counted and tested in lazy mode; without the variable releases differ.
-    LAZY_MODE.name: LAZY_MODE.default,
     # Shared weights would be laid out again for each graph that reads them.
     WEIGHT_SHARING.name: WEIGHT_SHARING.default,
     # Without it a collective inside a graph fails: tensor parallel steps have one in each layer.
@@ -224,12 +295,23 @@ _GAUDI_DEFAULTS = {
 def set_gaudi_defaults() -> None:
     for name, value in _GAUDI_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # Without the variable releases of the bridge differ.
+    os.environ.setdefault(LAZY_MODE.name, "1" if gaudi_has_lazy_mode() else "0")
 
 
 def gaudi_is_lazy() -> bool:
     """As the bridge reads the variable: 0 is eager and compiled, every other value is lazy."""
     set_gaudi_defaults()
     return os.environ[LAZY_MODE.name] != "0"
+
+
+def gaudi_has_lazy_mode() -> bool:
+    """With stock torch the bridge refuses to load in lazy mode, and goes by the version (1.19, habana_frameworks/torch,
+    __init__.py). A bridge that torch has loaded by itself has its mode already."""
+    if (bridge := sys.modules.get("habana_frameworks.torch.utils.internal")) is not None:
+        is_lazy: bool = bridge.is_lazy()
+        return is_lazy
+    return DEVICE.value == "hpu-emulated" or version("torch").partition("+")[2].startswith("git")
 
 
 def gaudi_has_lazy_collectives() -> bool:
@@ -270,6 +352,27 @@ def emulator_is_hostile() -> bool:
     if mood not in ("hostile", "kind"):
         raise UnsupportedConfigError(f"{EMULATOR.name}={mood} is unknown; use hostile or kind.")
     return mood == "hostile"
+
+
+def npu_variables() -> dict[str, str]:
+    """Those of torch_npu that decide whether graphs can be captured, as far as they are set."""
+    return {variable.name: variable.value for variable in (TASK_QUEUE, NPU_ALLOCATOR) if variable.value is not None}
+
+
+def torch_npu_folder() -> Path | None:
+    """Where the vendor's own torch_npu is, for the emulated NPU."""
+    return Path(TORCH_NPU.value).absolute() if TORCH_NPU.value else None
+
+
+def set_torch_npu_defaults() -> None:
+    """Children get this process's path: theirs would import torch_npu with torch, before its libraries are there."""
+    if TORCH_NPU.value:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def api_key() -> str | None:
+    """For a server that wants one. It is a secret: nothing prints it."""
+    return (API_KEY.value or "").strip() or None
 
 
 def quant_config_path() -> str | None:

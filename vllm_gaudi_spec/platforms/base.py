@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,19 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.config import RETOKENIZE, Options, Speculation, UnsupportedConfigError, target_of
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    RETOKENIZE,
+    Options,
+    Speculation,
+    UnsupportedConfigError,
+    target_of,
+)
 from vllm_gaudi_spec.devices import load_backend, refuse_unknown_device
-from vllm_gaudi_spec.environment import DEVICE, choose_start_method
-from vllm_gaudi_spec.quantization.kv_scheme import set_aside_kv_scheme
+from vllm_gaudi_spec.environment import DEVICE, choose_start_method, skip_warmup
+from vllm_gaudi_spec.platforms.dropped_flags import accept_dropped_flags
+from vllm_gaudi_spec.quantization.dequantized import choose_kernels, read_weights, use_device
+from vllm_gaudi_spec.quantization.kv_scheme import choose_kv_dtype, drop_scales_set_aside
 from vllm_gaudi_spec.refusals import installed_logits_processors, refuse_unsupported, unsupported_request
 from vllm_gaudi_spec.refusals.models import models_of
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -34,6 +44,7 @@ _SCHEDULERS = {
 _ATTENTION = "vllm_gaudi_spec.attention.backend.RectangleAttentionBackend"
 _LATENT_ATTENTION = "vllm_gaudi_spec.attention.latent.LatentAttentionBackend"
 _LATENT_PREFILL = "vllm_gaudi_spec.attention.latent.NoPrefill"
+_QUANTIZATION_METHOD = "vllm_gaudi_spec.quantization.method"
 _LORA = "vllm_gaudi_spec.lora.application.TokenSlots"
 
 
@@ -49,6 +60,11 @@ def apply_patches() -> None:
 
     compat.apply()
     compat.answer_accelerator_calls(current_platform.device_type)
+    importlib.import_module(_QUANTIZATION_METHOD)  # it needs a platform, which this module is imported for
+    use_device(load_backend)
+    compat.read_weights(
+        lambda tensors, model, loaded: read_weights(drop_scales_set_aside(tensors, model), model, loaded)
+    )
 
 
 class SpecPlatform(Platform):
@@ -62,6 +78,7 @@ class SpecPlatform(Platform):
             compat.end_errors_with_their_message()
             compat.answer_bad_adapters()
             compat.fail_with_the_engine()
+            accept_dropped_flags(parser)
         refuse_unknown_device()
 
     @classmethod
@@ -70,10 +87,14 @@ class SpecPlatform(Platform):
 
         if vllm_config.model_config is not None:
             for model, _ in models_of(vllm_config):
-                set_aside_kv_scheme(vllm_config, model)
+                has_fp8 = load_backend().weights.fp8_arithmetic is not None
+                choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
+                choose_kernels(vllm_config, model, load_backend())
         refuse_unsupported(vllm_config, load_backend())
         _warn_of_unused_options(vllm_config)
-        options = Options.from_vllm(vllm_config)  # mistakes in them stop the front end, not the engine
+        # Mistakes in options and variables stop the front end, not the engine.
+        options = Options.from_vllm(vllm_config)
+        skip_warmup()
         if vllm_config.model_config is not None:
             speculation = Speculation.from_vllm(vllm_config)
             num_drafts = speculation.num_drafts if speculation else 0
@@ -147,7 +168,8 @@ class SpecPlatform(Platform):
 
     @classmethod
     def is_sleep_mode_available(cls) -> bool:
-        return False
+        """vLLM asks where it was switched on, and its own refusal names no option."""
+        raise UnsupportedConfigError("Sleep mode is not supported; leave out --enable-sleep-mode.")
 
 
 class CapturingPlatform(SpecPlatform):
@@ -243,6 +265,8 @@ def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
                 "its own.",
                 backend.name,
             )
+    if unused := [key for key in vllm_config.additional_config or () if key != ADDITIONAL_CONFIG_KEY]:
+        logger.warning_once("additional_config has no effect here in %s.", ", ".join(map(repr, unused)))
     if speculation is not None and (unused := installed_logits_processors()):
         logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
 

@@ -9,11 +9,21 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, UnsupportedConfigError, read_named_file
+from vllm_gaudi_spec.config import (
+    ADDITIONAL_CONFIG_KEY,
+    FLOAT32,
+    FP8_KV,
+    Options,
+    UnsupportedConfigError,
+    read_named_file,
+)
 from vllm_gaudi_spec.environment import quant_config_path
 from vllm_gaudi_spec.quantization import files
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MEASURE, QUANTIZE = "MEASURE", "QUANTIZE"
 
@@ -154,6 +164,18 @@ def drafter_config(options: Options) -> QuantConfig | None:
     path = options.draft_quant_config
     name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.draft_quant_config"
     return None if path is None else QuantConfig.read(path, name)
+
+
+def cpu_weights_of(vllm_config: VllmConfig) -> str | None:
+    """The option `cpu_weights`; float32 where the user left it and anything is rounded to FP8, by --kv-cache-dtype or
+    a file: oneDNN's kernel computes a token alike however many there are, the float16 kernel does not, and a last bit
+    can be the next FP8 number."""
+    options = Options.from_vllm(vllm_config)
+    if options.cpu_weights is not None:
+        return options.cpu_weights
+    configs = target_config(), drafter_config(options)
+    has_fp8 = vllm_config.cache_config.cache_dtype == FP8_KV or any(c and not c.measures for c in configs)
+    return FLOAT32 if has_fp8 else None
 
 
 def missing_scales(config: QuantConfig, world: int) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """A layer's parts in FP8, with the scales of a file: linears, the matmuls and the softmax of attention, caches.
 
 As Intel Neural Compressor's on a Gaudi: operands are cast, products are scaled back in the dtype of the model, and a
-bias is added after that. What a cache keeps is cast and scaled back before it is written, since a simulation has
-nothing to save by keeping 8 bits.
+bias is added after that. A cache keeps 8 bits a number, whoever asked for them: a QUANT_CONFIG or --kv-cache-dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +10,17 @@ import torch
 from torch import nn
 
 from vllm_gaudi_spec.attention.operations import Matmul, Rows, Softmax, VLLMKVCache
+from vllm_gaudi_spec.config import GAUDI3
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic
+
+KV_DTYPE = torch.float8_e4m3fn
+"""Of quantised caches."""
+
+
+def kv_range(fp8_range: str | None) -> str:
+    """Whose e4m3 numbers KV is kept in. `fp8_range`: the device's, or the user's choice. Without either it is that of a
+    Gaudi 3, simulated, which checkpoints' scales are made for."""
+    return fp8_range or GAUDI3
 
 
 class Cast(nn.Module):
@@ -29,9 +38,9 @@ class Cast(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._arithmetic.cast(x, self.inverse)
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """x as it comes back from e4m3."""
-        return self._arithmetic.uncast(self(x), self.scale, x.dtype)
+    def back(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """e4m3 numbers scaled back."""
+        return self._arithmetic.uncast(x, self.scale, dtype)
 
 
 class Fp8Linear(nn.Module):
@@ -76,13 +85,18 @@ class Fp8Softmax(Softmax):
         self.output = Cast(scale, arithmetic)
 
     def forward(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return self.output.rounded(super().forward(x, dim))
+        return self.output.back(self.output(super().forward(x, dim)), x.dtype)
 
 
 class Fp8Cache(VLLMKVCache):
-    def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic) -> None:
+    def __init__(self, scale: torch.Tensor, arithmetic: Arithmetic, dtype: torch.dtype) -> None:
+        """`scale`: [], or [heads, 1]. `dtype`: the model's, in which blocks are read."""
         super().__init__()
         self.input = Cast(scale, arithmetic)
+        self._dtype = dtype
 
     def forward(self, input: torch.Tensor, cache: Rows, slot_mapping: torch.Tensor) -> Rows:
-        return super().forward(self.input.rounded(input), cache, slot_mapping)
+        return super().forward(self.input(input).to(KV_DTYPE), cache, slot_mapping)
+
+    def fetch_from_cache(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        return self.input.back(super().fetch_from_cache(cache, blocks), self._dtype)

@@ -60,19 +60,21 @@ class Quantization:
             model=self.model,
             rank=get_tensor_model_parallel_rank(),
             world=get_tensor_model_parallel_world_size(),
-            fp8_range=self._range_on(backend),
+            fp8_range=range_on(backend, self.fp8_range),
             apart=apart,
         )
         return backend.weights.quantize(model, self.quant_config, load_context)
 
-    def _range_on(self, backend: DeviceBackend) -> str | None:
-        device_range = backend.weights.fp8_range
-        if self.fp8_range is not None and device_range is not None and self.fp8_range != device_range:
-            raise UnsupportedConfigError(
-                f"fp8_range {self.fp8_range} in additional_config.{ADDITIONAL_CONFIG_KEY} is not that of this "
-                f"{device_range}; leave it out."
-            )
-        return device_range or self.fp8_range
-
     def _takes_any(self, name: str) -> bool:
         return any(self.quant_config.takes(f"{name}.{part}", kind) for part, kind in OWN.items())
+
+
+def range_on(backend: DeviceBackend, requested: str | None) -> str | None:
+    """Whose e4m3 numbers are computed with. `requested`: the option fp8_range."""
+    device_range = backend.weights.fp8_range
+    if requested is not None and device_range is not None and requested != device_range:
+        raise UnsupportedConfigError(
+            f"fp8_range {requested} in additional_config.{ADDITIONAL_CONFIG_KEY} is not that of this {device_range}; "
+            "leave it out."
+        )
+    return device_range or requested

@@ -19,7 +19,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
-from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
+from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.linear_shape import linear_shape
 from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.quantization.observers import (
@@ -192,6 +192,7 @@ def quantize(
     chosen = list(modules_of(model, quant_config, load_context.apart))
     _refuse_another_model(quant_config, chosen, scales)
     served = [found for found in chosen if found.name in scales]
+    _refuse_half_a_cache(quant_config, served)
     for found in served:
         node = scales[found.name]
         try:
@@ -226,6 +227,18 @@ def _refuse_another_model(quant_config: QuantConfig, chosen: list[Found], scales
         logger.warning("%s: %d modules without scales stay as they are.", quant_config.option, len(unknown))
 
 
+def _refuse_half_a_cache(quant_config: QuantConfig, served: list[Found]) -> None:
+    caches = {found.name for found in served if found.kind == CACHE}
+    for name in sorted(caches):
+        parent, _, last = name.rpartition(".")
+        for other in _CACHE_OF.values():
+            if f"{parent}.{other}" not in caches:
+                raise files.QuantFilesError(
+                    f"{quant_config.path} quantises {last} of {parent} and not {other}, and KV has one dtype; name "
+                    "both of them, or none"
+                )
+
+
 def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithmetic) -> None:
     if found.kind in _LINEARS:
         weight_NK, scale = found.module.weight.detach(), _weight_scale(node, found.module.weight.shape[0])
@@ -238,7 +251,8 @@ def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithme
     elif found.kind == SOFTMAX:
         replaced = Fp8Softmax(_tensor(node.outputs[0]), arithmetic)
     else:
-        replaced = Fp8Cache(_tensor(node.inputs[0]), arithmetic)
+        replaced = Fp8Cache(_tensor(node.inputs[0]), arithmetic, found.parent.dtype)
+        found.parent.kv_dtype = KV_DTYPE
     setattr(found.parent, found.last, replaced)
 
 

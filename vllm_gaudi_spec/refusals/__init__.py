@@ -9,6 +9,7 @@ from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.refusals.features import adapter_refusals, feature_refusals
 from vllm_gaudi_spec.refusals.files import damage_refusals, pickle_refusals, weight_files
 from vllm_gaudi_spec.refusals.formats import format_refusals, quantization_refusals, weight_refusals
+from vllm_gaudi_spec.refusals.kv_scales import kv_scale_refusals
 from vllm_gaudi_spec.refusals.models import expert_refusals, model_refusals
 from vllm_gaudi_spec.refusals.requests import unsupported_request
 from vllm_gaudi_spec.refusals.speculation import installed_logits_processors, speculation_refusals
@@ -41,5 +42,6 @@ _IN_ORDER: tuple[Callable[[VllmConfig, DeviceBackend], Iterator[str]], ...] = (
     format_refusals,
     weight_refusals,
     quantization_refusals,
+    kv_scale_refusals,
     adapter_refusals,
 )

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, target_of
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, REFERENCE, Options, ranks_in_step, target_of
+from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, keeps_fp8
+from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
 
@@ -28,10 +31,25 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield "Dual-batch overlap is not supported; leave out --enable-dbo."
     if vllm_config.kv_transfer_config is not None:
         yield "KV transfer is not supported; leave out --kv-transfer-config."
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        yield "KV offloading is not supported; leave out --kv-offloading-size."
+    if vllm_config.offload_config.uva.cpu_offload_gb or vllm_config.offload_config.prefetch.offload_group_size:
+        yield "Weights are not offloaded to the host; leave out --cpu-offload-gb and --offload-group-size."
+    if parallel.enable_eplb:
+        yield "Expert load balancing is not supported; leave out --enable-eplb."
+    if parallel.enable_elastic_ep:
+        yield "Elastic expert parallelism is not supported; leave out --enable-elastic-ep."
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        yield "Routed experts are not reported; leave out --enable-return-routed-experts."
+    if warms_up_in_background() and not backend.traits.captures:
+        yield f"{WARMUP.name}=background is for devices that make graphs; unset it on {backend.traits.name}."
+    if warms_up_in_background() and skip_warmup():
+        yield f"{WARMUP.name}=background warms up what {SKIP_WARMUP.name} leaves out; unset one of them."
+    if warms_up_in_background() and ranks_in_step(vllm_config) > 1:
+        yield f"Data-parallel ranks that share experts warm up before they serve; unset {WARMUP.name}."
     if model.enable_prompt_embeds:
         yield "Prompt embeddings are not supported; leave out --enable-prompt-embeds."
-    if vllm_config.cache_config.cache_dtype != "auto":
-        yield "The KV cache has the model's dtype, or that of QUANT_CONFIG; use --kv-cache-dtype auto."
+    yield from _kv_dtype_refusals(vllm_config, backend)
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         yield "Fast prefill with shared KV is not supported; leave out --kv-sharing-fast-prefill."
     if vllm_config.ec_transfer_config is not None:
@@ -49,6 +67,24 @@ def feature_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
     for name, instead in _OTHERS_ADDITIONAL_CONFIG.items():
         if name in (vllm_config.additional_config or {}):
             yield f"additional_config.{name} is vllm-ascend's and is not read here; leave it out{instead}."
+
+
+def _kv_dtype_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    cache, name = vllm_config.cache_config, backend.traits.name
+    if cache.cache_dtype == "auto":
+        return
+    if backend.weights.fp8_arithmetic is None:
+        yield f"KV is kept in the model's dtype on {name}, got {cache.cache_dtype}; use --kv-cache-dtype auto."
+    elif cache.cache_dtype != FP8_KV:
+        yield (
+            f"KV is kept in the model's dtype or in FP8 (e4m3), got {cache.cache_dtype}; use --kv-cache-dtype auto or "
+            "fp8."
+        )
+    if cache.kv_cache_dtype_skip_layers:
+        yield "All layers keep KV in one dtype; leave out --kv-cache-dtype-skip-layers."
+    if (config := target_config()) is not None and config.measures:
+        remedy = how_to_keep_the_models_dtype(vllm_config)
+        yield f"QUANT_CONFIG measures KV in the model's dtype; {remedy} while it does."
 
 
 # vllm-ascend's options for speculation, and what to set here instead.
@@ -70,6 +106,14 @@ _USELESS_LORA_OPTIONS = (
 )
 
 
+def _is_dequantised(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
+    """Whether all layers are those of a model that is not quantised."""
+    requested = Options.from_vllm(vllm_config).weight_kernels
+    return model.quantization == DEQUANTIZED and not keeps_fp8(
+        format_of(model), model.dtype, requested, backend.weights
+    )
+
+
 def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     lora, model = vllm_config.lora_config, vllm_config.model_config
     if lora is None or model is not target_of(vllm_config):
@@ -78,10 +122,11 @@ def adapter_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterato
         yield f"{model.model} has experts, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if model.use_mla:
         yield f"{model.model} has latent attention (MLA), for which LoRA is not supported yet; leave out --enable-lora."
-    if model.quantization is not None:
+    if model.quantization is not None and not _is_dequantised(vllm_config, model, backend):
+        name = f"weight_kernels in additional_config.{ADDITIONAL_CONFIG_KEY}"
         yield (
-            f"{model.model} has quantized weights ({model.quantization}), for which LoRA adapters are not supported "
-            "yet; leave out --enable-lora."
+            f"{model.model} has quantized weights ({model.quantization}) in native kernels, for which LoRA adapters "
+            f"are not supported yet; set {name} to {REFERENCE}, or leave out --enable-lora."
         )
     if target_config() is not None:
         yield "LoRA adapters are not supported with QUANT_CONFIG; unset it, or leave out --enable-lora."

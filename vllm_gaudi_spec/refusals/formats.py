@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, Options, target_of
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT16, FP8_KV, NATIVE, OTHER_MODEL, Options, target_of
 from vllm_gaudi_spec.drafting.table import has_model
+from vllm_gaudi_spec.quantization.checkpoint import misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, FP8_INPUTS, described, format_of
+from vllm_gaudi_spec.quantization.formats import UnknownFormatError
+from vllm_gaudi_spec.refusals.files import weight_files
 from vllm_gaudi_spec.refusals.models import models_of
 
 if TYPE_CHECKING:
@@ -18,12 +23,52 @@ if TYPE_CHECKING:
 
 
 def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
-    for model, _ in models_of(vllm_config):
-        if model.quantization is not None and (reason := backend.weights.missing_kernel(vllm_config, model)):
-            yield (
-                f"{model.model} has quantized weights ({model.quantization}), {reason}; use a model in bfloat16 or "
-                "float16."
-            )
+    for model, load_format in models_of(vllm_config):
+        if model.quantization is None:
+            continue
+        if model.quantization == DEQUANTIZED:
+            yield from _unreadable(model, load_format)
+        elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
+            yield from _without_kernel(vllm_config, model, backend, reason)
+
+
+def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend, reason: str) -> Iterator[str]:
+    """Of a method that is not to be ours: by --quantization or by `weight_kernels`."""
+    if not described(model):
+        yield f"--quantization {model.quantization} is a format, {reason}; leave it out."
+        return
+    remedy, is_native = "leave --quantization out", Options.from_vllm(vllm_config).weight_kernels == NATIVE
+    try:
+        format = format_of(model)
+        if is_native and format.has_fp8 and backend.weights.multiplies_fp8 and str(model.dtype) not in FP8_INPUTS:
+            reason, remedy = "which are multiplied by inputs in bfloat16 or float32", "use --dtype bfloat16"
+        elif is_native:
+            remedy = "leave weight_kernels out"
+    except UnknownFormatError:
+        remedy = OTHER_MODEL
+    yield f"{model.model} has quantized weights ({model.quantization}), {reason}; {remedy}."
+
+
+def _unreadable(model: ModelConfig, load_format: str) -> Iterator[str]:
+    """Of a checkpoint that is to be dequantised while it is read."""
+    try:
+        format = format_of(model)
+    except UnknownFormatError as error:
+        yield f"{model.model} has quantized weights, which {error}; {OTHER_MODEL}."
+        return
+    folder = Path(model.model)
+    if load_format == "dummy":
+        return
+    if (files := weight_files(folder, load_format)) is None:
+        yield (
+            f"{model.model} has quantized weights, which are not read with --load-format {load_format}; leave that out."
+        )
+    elif folder.is_dir():
+        from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+        found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
+        if (reason := misfit(model.model, format, map(Path, found))) is not None:
+            yield reason
 
 
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -37,6 +82,9 @@ def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         yield f"{name} is for models that run in float32; leave it out, or use --dtype float32."
     if model.quantization is not None:
         yield f"{model.model} has quantized weights ({model.quantization}); leave {name} out."
+    if cpu_weights == FLOAT16 and vllm_config.cache_config.cache_dtype == FP8_KV:
+        # Its kernel rounds by the number of rows, and a last bit can be the next FP8 number.
+        yield f"{name} float16 computes a verify step's KV in FP8 otherwise than a plain step's; leave it out."
 
 
 def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -50,8 +98,9 @@ def quantization_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> It
             yield f"{drafter.option} is for drafters that are models; leave it out."
             return
         quantized.append((drafter, spec_config.draft_model_config))
-    if not quantized and options.fp8_range is not None:
-        yield f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range is for QUANT_CONFIG; leave it out."
+    if not quantized and options.fp8_range is not None and vllm_config.cache_config.cache_dtype != FP8_KV:
+        name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.fp8_range"
+        yield f"{name} is for QUANT_CONFIG and --kv-cache-dtype fp8; leave it out."
     if target is not None and options.cpu_weights is not None:
         name = f"additional_config.{ADDITIONAL_CONFIG_KEY}.cpu_weights"
         yield f"QUANT_CONFIG decides the format of weights; leave {name} out."

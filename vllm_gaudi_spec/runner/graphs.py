@@ -3,7 +3,9 @@ observer that measures steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm.logger import init_logger
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.devices.base import DeviceBackend, Memory
     from vllm_gaudi_spec.records import Planned
 
 logger = init_logger(__name__)
@@ -25,6 +27,7 @@ _ASK_EVERY = 16
 """Steps between two queries of the device's count of compiled graphs: a query's cost depends on its software."""
 
 
+DRAFTS, PROMPT_LOGPROBS = "rounds of drafts", "prompt logprobs"
 PROMPT_CHUNKS, DRAFTERS_READS = "prompt chunks", "drafter's reads"
 """Kinds of jobs that are as large as `--max-num-batched-tokens` allows."""
 
@@ -41,6 +44,8 @@ class Job(NamedTuple):
     """Compared with the limit of warm-up, `warmup_tokens`."""
     is_common: bool = True
     """False for a branch other than greedy, which is run only where warm-up has no limit."""
+    size: Hashable = None
+    """What a batch may be padded to a larger one of, see `ColdSizes`; None for what every server needs at once."""
 
 
 def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashable:
@@ -53,12 +58,33 @@ def drafts_signature(num_rows: int) -> Hashable:
     return ("drafts", num_rows)
 
 
+class ColdSizes:
+    """Sizes whose graphs are not all made, while warm-up goes on in idle steps: batches are padded to larger ones."""
+
+    def __init__(self) -> None:
+        self._left = Counter[Hashable]()
+        """Runs of each size."""
+
+    def postpone(self, jobs: Iterable[Job]) -> None:
+        self._left.update(job.size for job in jobs)
+
+    def made(self, job: Job) -> None:
+        self._left[job.size] -= 1
+
+    def __contains__(self, size: Hashable) -> bool:
+        return self._left[size] > 0
+
+
 class StepRecorder:
     def __init__(self) -> None:
         self.manifest: set[Hashable] = set()
         self.warmed: set[Hashable] = set()
         self.unexpected: list[Hashable] = []
+        self._num_unlisted = 0
         self._seen: set[Hashable] = set()
+        self._postponed: set[Hashable] = set()
+        self.num_left = 0
+        """Runs of warm-up that wait for idle steps."""
         self.num_steps = 0
         self._syncs_before = 0
         self._compiled = 0
@@ -76,10 +102,27 @@ class StepRecorder:
         # Counts of warm-up's own steps include graphs that were compiled for warm-up.
         self._compiled = 0
 
+    def postpone(self, jobs: Sequence[Job]) -> None:
+        """Warm-up runs these in idle steps, and is done with all others."""
+        self.num_left = len(jobs)
+        self._postponed = {signature for job in jobs for signature in job.signatures} - self.warmed
+
+    @contextmanager
+    def making(self, job: Job, memory: Memory) -> Iterator[None]:
+        """Around a postponed run, whose device-to-host syncs are none of a step's."""
+        before = memory.num_host_syncs
+        self._postponed.difference_update(job.signatures)
+        yield
+        self.warmed.update(job.signatures)
+        self._syncs_before += memory.num_host_syncs - before
+        self.num_left -= 1
+
     def saw(self, signature: Hashable) -> None:
         self._seen.add(signature)
-        if signature not in self.manifest:
+        if signature not in self.manifest or signature in self._postponed:
+            self._num_unlisted += signature not in self.manifest
             self.manifest.add(signature)
+            self._postponed.discard(signature)
             self.unexpected.append(signature)
             logger.warning("Step signature %s was not part of the warm-up.", signature)
 
@@ -92,14 +135,16 @@ class StepRecorder:
             # A device whose counter was reset, or that does not answer, counts from 0: the earlier count still holds.
             self._compiled = max(self._compiled, backend.graphs.compiled_after_warmup())
         syncs = backend.memory.num_host_syncs - self._syncs_before
-        return WorkerCounts(self.num_steps, syncs, max(len(self.unexpected), self._compiled), self.coverage)
+        compiled = max(len(self.unexpected), self._compiled)
+        return WorkerCounts(self.num_steps, syncs, compiled, self.coverage, self.num_left)
 
     def report(self, num_host_syncs: int) -> dict[str, object]:
         return {
             "graphs": {
                 "warmup": len(self.warmed),
-                "listed": len(self.manifest) - len(self.unexpected),
+                "listed": len(self.manifest) - self._num_unlisted,
                 "after_warmup": len(self.unexpected),
+                "left": self.num_left,
                 "unexpected": [str(signature) for signature in self.unexpected],
             },
             "steps": self.num_steps,

@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, PROMPT_CHUNKS
+from vllm_gaudi_spec.devices.base import size_text
+from vllm_gaudi_spec.environment import WARMUP
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, PROMPT_CHUNKS, PROMPT_LOGPROBS
+from vllm_gaudi_spec.sampling.params import USUAL_LOGPROBS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import Memory
     from vllm_gaudi_spec.runner.graphs import Job
-
-_MIB, _GIB = 2**20, 2**30
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if abs(num_bytes) >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
 
 
 class WarmUpMemory:
@@ -60,8 +57,25 @@ class WarmUpMemory:
         """One line; None where the device does not report its memory."""
         if not self._runs:
             return None
-        kinds = ", ".join(f"{size(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
-        return f"Graphs keep {size(self._kept.total())} ({kinds}); {size(self._memory.free_bytes() or 0)} are free."
+        kinds = ", ".join(f"{size_text(self._kept[kind])} in {runs} {kind}" for kind, runs in self._runs.items())
+        free = self._memory.free_bytes() or 0
+        return f"Graphs keep {size_text(self._kept.total())} ({kinds}); {size_text(free)} are free."
+
+    def refuse_without_room(self, postponed: Sequence[Job]) -> None:
+        """Before anything is served, where what idle steps will make may not fit: memory that ends in one of them ends
+        the server."""
+        expected = Counter[str]()
+        for job in postponed:
+            expected[job.kind] += self._expected(job)
+        free = self._memory.free_bytes()
+        if free is None or (missing := expected.total() - free) <= 0:
+            return
+        kind = expected.most_common(1)[0][0]
+        raise UnsupportedConfigError(
+            f"{size_text(free)} of the card's memory are free, and {len(postponed)} runs of warm-up in the background "
+            f"may keep {size_text(expected.total())}, as those before them did; lower "
+            f"{lower(self._vllm_config, kind, self._kv_bytes, missing)}, or leave out {WARMUP.name}."
+        )
 
     def _advice(self, job: Job, rest: Sequence[Job], asked: int) -> str:
         try:
@@ -69,8 +83,8 @@ class WarmUpMemory:
         except RuntimeError:  # the card may answer nothing any more
             free = 0
         missing = asked - free + sum(map(self._expected, rest))
-        found = f"{size(asked)} were asked for" if asked else "a run asked for more than there is"
-        found += f", {size(free)} are free"
+        found = f"{size_text(asked)} were asked for" if asked else "a run asked for more than there is"
+        found += f", {size_text(free)} are free"
         number = self._runs.total() + 1
         return (
             f"The card's memory ended {self._where} at {number} of {number + len(rest)} runs, in {job.kind}: {found}; "
@@ -94,6 +108,18 @@ def lower(vllm_config: VllmConfig, kind: str, kv_bytes: int, missing: int) -> st
             return f"--num-gpu-blocks-override {num_blocks} -> {int(num_blocks * share)}"
         percent = min(int(100 * cache.gpu_memory_utilization * share), round(100 * cache.gpu_memory_utilization) - 1)
         return f"--gpu-memory-utilization {cache.gpu_memory_utilization:g} -> {percent / 100:g}"
+    if kind == PROMPT_LOGPROBS:
+        return _lower_prompt_logprobs(vllm_config)
     if kind not in (PROMPT_CHUNKS, DRAFTERS_READS) and scheduler.max_num_seqs > 1:
         return f"--max-num-seqs {scheduler.max_num_seqs} -> {scheduler.max_num_seqs // 2}"
     return f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} -> {scheduler.max_num_batched_tokens // 2}"
+
+
+def _lower_prompt_logprobs(vllm_config: VllmConfig) -> str:
+    """They take the same for requests and chunks of all sizes. What their number does not need is other memory: a
+    rank of more has smaller weights."""
+    max_logprobs = vllm_config.model_config.max_logprobs
+    if not 0 <= max_logprobs <= USUAL_LOGPROBS:
+        return f"--max-logprobs {max_logprobs} -> {USUAL_LOGPROBS}"
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return f"the weights of a rank: --tensor-parallel-size {ranks} -> {2 * ranks}"

@@ -19,6 +19,7 @@ from vllm_gaudi_spec import compat
 from vllm_gaudi_spec.attention import latent, packing
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
+from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class LoadedModel:
             if adapt is not None:
                 adapt(self.model)
             self.measuring = quantization.apply(self.model, backend) if quantization else None
+            quantize_kv(vllm_config, backend, (model_config or vllm_config.model_config).model, others)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
         self._layers = {name: layer for name, layer in layers.items() if name not in others}
         self._kv_owners = {

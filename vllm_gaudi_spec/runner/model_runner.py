@@ -33,12 +33,14 @@ from vllm_gaudi_spec.runner.warmup import warm_up
 from vllm_gaudi_spec.runner.weights import ModelWeights
 from vllm_gaudi_spec.sampling import grammar
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
-from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -112,8 +114,8 @@ class ModelRunner:
         return self.speculation is not None and self.speculation.retokenizes
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
-        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for; nobody drafts in it, and
-        no processor of a user's is made."""
+        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Of drafters only models
+        are in it, unless they have a KV region of their own, and no processor of a user's is made."""
         model = self.vllm_config.model_config
         device = self.backend.traits.torch_device
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
@@ -147,6 +149,7 @@ class ModelRunner:
             vocab_size=model.get_vocab_size(),
             max_logprobs=model.max_logprobs,
             logprobs_mode=model.logprobs_mode,
+            by_rows=needs_rectangle(self.speculation, Branch(random=True)),
         )
         self.sample_shapes = SampleShapes(
             self.shapes,
@@ -174,7 +177,8 @@ class ModelRunner:
         )
         self.reports = Reports(self.backend, downloads)
         self.drafting: Drafting | None = None
-        if self.speculation is not None and profiled_blocks is None:
+        is_profiled = self.drafter is not None and not self._has_kv_region
+        if self.speculation is not None and (profiled_blocks is None or is_profiled):
             self.drafting = load_drafting(
                 DraftingContext(
                     speculation=self.speculation,
@@ -194,7 +198,8 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         max_tokens = self.options.warmup_tokens
-        warm_up(self, self.backend.traits.warmup_tokens if max_tokens is None else max_tokens)
+        limit = self.backend.traits.warmup_tokens if max_tokens is None else max_tokens
+        self.idle_warm_up = warm_up(self, limit)
 
     # --- a step, in the two halves that vLLM calls ---
 
@@ -204,6 +209,8 @@ class ModelRunner:
             self.observer.step_begins()
         self.apply(scheduled)
         if not scheduled.total_num_scheduled_tokens:
+            if scheduled.warms_up:
+                self.idle_warm_up.run_next()
             # vLLM's step after the last requests ended: the next one may be long after it.
             return CountedOutput([], {}, worked=self.recorder.worked(self.backend, is_last=True))
         self.scheduled = scheduled
@@ -307,14 +314,15 @@ class ModelRunner:
         batch = make_sample_batch(self.requests, shape, requests, ends, num_positions)
         inputs = self.sampling.inputs_of(batch, branch, grammars)
         step = self.sample(batch, inputs)
+        if not self.sampling.reports(requests):
+            leave_out_scores(step, batch.shape)
         step.unfinished = unfinished
         step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]
         step.prompt_logprobs = take(requests)
         if self.drafting is None:
             return self.send(step)
-        of_drafting = batch
-        if batch.listed is not None and self.drafting.has_propose:  # drafting has the rectangles of forwards
-            shape = SampleShape(self.shapes.fit_rows(len(requests)), num_queries)
+        of_drafting, shape = batch, SampleShape(self.shapes.fit_rows(len(requests)), num_queries)
+        if batch.shape != shape and self.drafting.has_propose:  # drafting has the rectangles of forwards
             of_drafting = make_sample_batch(self.requests, shape, requests, ends)
             inputs = self.sampling.inputs_of(of_drafting, branch.of_drafting(), {})
         return self.send_and_propose(step, self.drafting, batch, of_drafting, inputs, max_drafts)
@@ -322,8 +330,7 @@ class ModelRunner:
     def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult:
         self.recorder.saw(self.sampling.signature(batch.shape, inputs.branch))
         verification = self._run_finish(batch.num_queries, batch.rows_B, batch.listed, inputs)
-        signature = (batch.shape.rows, batch.num_queries, inputs.branch.of_reports())
-        return StepResult(batch.requests, verification, signature=signature)
+        return StepResult(batch.requests, verification, signature=sizes_of_report(batch.shape, inputs.branch))
 
     def send_and_propose(
         self,
@@ -503,3 +510,16 @@ class ModelRunner:
             status = self.drafter_status
             report["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}
         return report
+
+
+def sizes_of_report(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
+    """Of the tensors that a step's report takes to the host."""
+    return shape.rows, shape.queries, branch.of_reports()
+
+
+def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
+    """For a step in which a full branch computed log-probabilities that nobody asked for: they stay on the device. Its
+    report is that of a step of the same size that computed none, so it is no graph more."""
+    assert step.verification is not None
+    step.verification = step.verification._replace(logprobs=None, scores=None)
+    step.signature = sizes_of_report(shape, Branch())

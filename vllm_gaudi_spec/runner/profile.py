@@ -16,9 +16,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.devices.base import Graphs
+from vllm_gaudi_spec.devices.base import Graphs, size_text
 from vllm_gaudi_spec.runner.graphs import StepRecorder
-from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower, size
+from vllm_gaudi_spec.runner.memory import WarmUpMemory, lower
 from vllm_gaudi_spec.runner.warmup import jobs, manifest
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _BLOCKS = 2
 
 
 def peak_bytes(runner: ModelRunner, budget: int) -> int:
-    """What the largest steps of the target need beside weights and KV; 0 on a device that does not measure it.
-    `budget`: bytes that KV could have without them."""
+    """What the largest steps of the target and of its drafter need beside weights and KV; 0 on a device that does not
+    measure it. `budget`: bytes that KV could have without them."""
     if not runner.backend.memory.measures_peak:
         return 0
     before = dict(vars(runner))
@@ -46,13 +46,13 @@ def peak_bytes(runner: ModelRunner, budget: int) -> int:
         vars(runner).update(before)
         clear_layer_kv_caches(runner.vllm_config.compilation_config.static_forward_context.values())
         gc.collect()  # parts of the runner refer to each other
-    needed = ", ".join(f"{size(peak)} ({kind})" for kind, peak in peaks.items())
+    needed = ", ".join(f"{size_text(peak)} ({kind})" for kind, peak in peaks.items())
     logger.info("The largest steps need %s.", needed)
     kind = max(peaks, key=lambda kind: peaks[kind])
     if peaks[kind] >= budget:
         raise UnsupportedConfigError(
-            f"The largest steps need {size(peaks[kind])} ({kind}), and there are {size(budget)} for them and the KV "
-            f"cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
+            f"The largest steps need {size_text(peaks[kind])} ({kind}), and there are {size_text(budget)} for them and "
+            f"the KV cache; lower {lower(runner.vllm_config, kind, kv_bytes=0, missing=0)}."
         )
     return peaks[kind]
 

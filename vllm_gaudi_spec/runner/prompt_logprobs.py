@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_spec.records import PREFILL, PromptScores
-from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
@@ -93,11 +93,12 @@ class PromptLogprobs:
         num_tokens = 0 if self._backend.traits.captures else _SLICE
         for count in self._sampling.prompt_logprob_counts():
             run = partial(self._run_padding, count, saw)
-            yield Job("prompt logprobs", run, (self._signature(count),), num_tokens)
+            yield Job(PROMPT_LOGPROBS, run, (self._signature(count),), num_tokens)
 
     def _run_padding(self, count: int, saw: Callable[[Hashable], None]) -> None:
         saw(self._signature(count))
-        self._piece(0, [0], count, 0)
+        wait, _ = self._piece(0, [0], count, 0)
+        wait()
 
     @staticmethod
     def _signature(count: int) -> Hashable:

@@ -75,7 +75,7 @@ class Report(AsyncModelRunnerOutput):
         self.worker_counts: WorkerCounts | None = None
         """The worker's counters, reported with this step."""
 
-    def _to_host(self) -> StepResult:
+    def to_host(self) -> StepResult:
         """Wait for the device."""
         if self._wait is None:
             return self.sent
@@ -92,7 +92,7 @@ class Report(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
-        step = self.step = self._to_host()
+        step = self.step = self.to_host()
         sampled = _sampled_tokens(step)
         names = [request.req_id for request in (*step.requests, *step.unfinished)]
         common: dict[str, Any] = dict(

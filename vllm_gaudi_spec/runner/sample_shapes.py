@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SMALLEST = 16
 """Fewer positions cost about as much: reading the weights of the output layer takes longer than computing with them."""
+_NUM_LISTED, _NUM_RECTANGLES = 7, 5
+"""At most so many sizes for a branch, the largest: so a configuration has at most 40 of these graphs."""
 
 
 class SampleShapes:
@@ -33,15 +35,22 @@ class SampleShapes:
         self._max_queries = shapes.decode_queries[-1]
         self._queries = shapes.decode_queries
         self._rows, self._fit_rows = shapes.decode_rows, shapes.fit_rows
-        self._usual = _halved(max_rows * self._max_queries, _SMALLEST)
-        self._rare = tuple(reversed(self._usual[::-2]))
-        """Every second, for branches that few requests need."""
+        self._rectangles = _halved(max_rows, 1)[-_NUM_RECTANGLES:]
+        self._cold = shapes.cold
+        self._usual = _halved(max_rows * self._max_queries, _SMALLEST)[-_NUM_LISTED:]
 
     def fit(self, num_queries: int, num_positions: Sequence[int], branch: Branch) -> SampleShape:
         """For a step whose requests have up to `num_queries` positions each: each has `num_positions`."""
         if self._is_rectangle(num_queries, branch):
-            return SampleShape(self._fit_rows(len(num_positions)), num_queries)
-        return self._listed(fit(self._sizes(branch), sum(num_positions)))
+            num_rows = len(num_positions)
+            rows = fit(_fewer(self._rectangles, branch), num_rows) if self._lists else self._fit_rows(num_rows)
+            shape = SampleShape(rows, num_queries)
+        else:
+            shape = self._listed(fit(self._sizes(branch), sum(num_positions)))
+        if (shape, branch) not in self._cold:
+            return shape
+        every = (one for one in self.every([branch]) if one not in self._cold and holds(one, (shape, branch)))
+        return min(every)[0]
 
     def every(self, branches: Iterable[Branch]) -> Iterator[tuple[SampleShape, Branch]]:
         """All that `fit` can return, the largest of each branch first."""
@@ -49,7 +58,8 @@ class SampleShapes:
             if self._lists:
                 for size in reversed(self._sizes(branch)):
                     yield self._listed(size), branch
-            for rows, queries in product(reversed(self._rows), reversed(self._queries)):
+            all_rows = _fewer(self._rectangles, branch) if self._lists else self._rows
+            for rows, queries in product(reversed(all_rows), reversed(self._queries)):
                 if self._is_rectangle(queries, branch):
                     yield SampleShape(rows, queries), branch
 
@@ -57,14 +67,27 @@ class SampleShapes:
         return not self._lists or (num_queries > 1 and self._needs_rectangle(branch))
 
     def _sizes(self, branch: Branch) -> tuple[int, ...]:
-        sizes = self._rare if branch.is_full else self._usual
         if not self._needs_rectangle(branch):
-            return sizes
-        # Only plain steps: a position a row.
-        return tuple(size for size in sizes if size <= fit(sizes, self._max_rows))
+            return _fewer(self._usual, branch)
+        # Only plain steps: a position a row. Verify steps have as many graphs again.
+        plain = tuple(size for size in self._usual if size <= fit(self._usual, self._max_rows))
+        return _fewer(plain, branch, at_least=2)
 
     def _listed(self, num_positions: int) -> SampleShape:
         return SampleShape(min(num_positions, self._max_rows), self._max_queries, num_positions)
+
+
+def _fewer(sizes: tuple[int, ...], branch: Branch, at_least: int = 1) -> tuple[int, ...]:
+    """For branches that few requests need: every second, or every fourth; for all, every `at_least`-th."""
+    step = 4 if branch.is_rarest else 2 if branch.is_full else 1
+    return sizes[:: -max(step, at_least)][::-1]
+
+
+def holds(large: tuple[SampleShape, Branch], small: tuple[SampleShape, Branch]) -> bool:
+    """Whether a pass can be padded to another: of the same branch, over more positions or rows."""
+    (of_large, branch), (of_small, same) = large, small
+    alike = branch == same and of_large.queries == of_small.queries
+    return alike and bool(of_large.positions) == bool(of_small.positions) and of_large >= of_small
 
 
 def _halved(largest: int, smallest: int) -> tuple[int, ...]:

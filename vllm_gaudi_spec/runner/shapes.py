@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import LINEAR, Options, UnsupportedConfigError, bucket_list, ranks_in_step, read_named_file
+from vllm_gaudi_spec.environment import vendors_bucket_strategy
 from vllm_gaudi_spec.records import DECODE, PREFILL, Shape
+from vllm_gaudi_spec.runner.graphs import ColdSizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +46,8 @@ class Shapes:
     """As `--max-num-batched-tokens` allows; the same for `prefill_queries`."""
     buckets: Buckets
     """How the lists were made."""
+    cold: ColdSizes = field(default_factory=ColdSizes, compare=False, repr=False)
+    """Those that are not made yet."""
 
     @classmethod
     def from_config(
@@ -107,7 +111,13 @@ class Shapes:
         """The same batches for rows of up to `max_len` tokens with block tables."""
         # A drafter's step may read one token more than a verify step has.
         widest = max(self.longest_chunk, self.decode_queries[-1] + 1)
-        return replace(self, contexts=_contexts(self.buckets, max_len, widest, backend), entries=(), max_len=max_len)
+        return replace(
+            self,
+            contexts=_contexts(self.buckets, max_len, widest, backend),
+            entries=(),
+            max_len=max_len,
+            cold=ColdSizes(),
+        )
 
     @property
     def max_context(self) -> int:
@@ -151,17 +161,37 @@ class Shapes:
             # So many rows have more blocks than these, or it would be another shape.
             sizes = (size for of_rows, size in self.decode_sizes() if of_rows == rows and size >= context)
             context = min(sizes, default=context)
-        return Shape(DECODE, rows, num_queries, context)
+        return self._warm(Shape(DECODE, rows, num_queries, context))
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
         queries = self.fit_queries(longest)
         # Padding extends to the end of the bucket, so the context must cover that too.
-        return Shape(
+        shape = Shape(
             PREFILL,
             fit(self.prefill_rows, num_rows),
             queries,
             fit(self.contexts, end + queries - longest),
         )
+        return self._warm(shape)
+
+    def _warm(self, shape: Shape) -> Shape:
+        """The shape, or while its graphs are not made the smallest that holds it and has its graphs."""
+        if shape not in self.cold:
+            return shape
+        return min(
+            (other for other in self.all() if other not in self.cold and self.holds(other, shape)),
+            key=lambda other: (other.tokens, other.context),
+        )
+
+    def holds(self, large: Shape, small: Shape) -> bool:
+        """Whether a batch of one shape can be padded to another."""
+        wider = large.queries - small.queries
+        if large.phase != small.phase or large.rows < small.rows or wider < 0:
+            return False
+        if large.phase == DECODE:
+            return wider == 0 and large.context >= small.context
+        # Padding extends to the end of the chunk's bucket, for which the longest context has room after any chunk.
+        return large.context >= min(small.context + wider, self.max_context)
 
     def prefill_rows_at(self, queries: int) -> int:
         """How many chunks of this bucket may share a step without exceeding the longest single one."""
@@ -289,7 +319,7 @@ class Buckets:
             prefill=listed.get("prefill"),
             blocks=listed.get("blocks"),
             coarse=backend.traits.captures,
-            linear=options.bucket_strategy == LINEAR,
+            linear=(options.bucket_strategy or vendors_bucket_strategy()) == LINEAR,
         )
 
     def growing(self, smallest: int, largest: int, growth: float) -> tuple[int, ...]:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from tqdm import tqdm
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
-from vllm_gaudi_spec.records import DECODE
+from vllm_gaudi_spec.records import DECODE, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
-from vllm_gaudi_spec.runner.graphs import PROMPT_CHUNKS, Job, drafts_signature, report_signature
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, PROMPT_CHUNKS, Job, drafts_signature, report_signature
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
+from vllm_gaudi_spec.runner.sample_shapes import holds
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from vllm.config import VllmConfig
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Drafting
-    from vllm_gaudi_spec.records import Batch, Drafts, SampleBatch, SampleShape, Shape, StepResult
+    from vllm_gaudi_spec.records import Batch, Drafts, SampleBatch, SampleShape, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
 
 logger = init_logger(__name__)
+
+Size = TypeVar("Size")
+
+
+class Sent(Protocol):
+    """A step's results on their way to the host."""
+
+    def to_host(self) -> object: ...
 
 
 class Runner(Protocol):
@@ -60,7 +69,7 @@ class Runner(Protocol):
     def compute(self, batch: Batch) -> None: ...
     def sample(self, batch: SampleBatch, inputs: SamplingInputs) -> StepResult: ...
     def drafts_after(self, batch: SampleBatch) -> Drafts: ...
-    def send(self, step: StepResult) -> object: ...
+    def send(self, step: StepResult) -> Sent: ...
 
 
 def jobs(runner: Runner) -> Iterator[Job]:
@@ -69,7 +78,7 @@ def jobs(runner: Runner) -> Iterator[Job]:
     yield from runner.prompt_logprobs.jobs(runner.recorder.saw)
     for shape in runner.shapes.all():
         kind = "decodes" if shape.phase == DECODE else PROMPT_CHUNKS
-        yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens)
+        yield Job(kind, partial(_forward, runner, shape), (shape,), shape.tokens, size=shape)
     for of_pass, branch in runner.sample_shapes.every(sorted(runner.sampling.branches())):
         yield _sampling_pass(runner, of_pass, branch)
     if runner.drafting is not None:
@@ -87,16 +96,21 @@ def is_run(job: Job, max_tokens: int) -> bool:
     return max_tokens < 0 or (job.is_common and job.num_tokens <= max_tokens)
 
 
-def warm_up(runner: Runner, max_tokens: int) -> None:
+def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
+    """What is returned is left for idle steps."""
     recorder, backend = runner.recorder, runner.backend
+    memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     recorder.expect(manifest(runner))
     if backend.traits.captures and runner.shows_progress:
         write_manifest(runner)
     if environment.skip_warmup():
-        logger.warning("Warm-up skipped (VGS_SKIP_WARMUP): first steps of each shape may be slow.")
+        logger.warning("Warm-up skipped (VGS_SKIP_WARMUP, or VLLM_SKIP_WARMUP): first steps of each shape may be slow.")
         _done(runner)
-        return
+        return IdleWarmUp(runner, [], memory)
     chosen = [job for job in jobs(runner) if is_run(job, max_tokens)]
+    postponed: list[Job] = []
+    if environment.warms_up_in_background():
+        chosen, postponed = split(runner, chosen)
     kinds = Counter(job.kind for job in chosen)
     logger.info("Warm-up: %s.", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     shapes = runner.shapes
@@ -108,21 +122,22 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
         _listed(shapes.prefill_queries),
         _listed(shapes.contexts),
     )
-    if estimate := backend.graphs.describe_warm_up(len(recorder.manifest)):
-        logger.info("It may take %s.", estimate)
+    if estimate := backend.graphs.describe_warm_up(work_of(runner, chosen)):
+        logger.info("It makes %s.", estimate)
     started = time.perf_counter()
-    memory = WarmUpMemory(backend.memory, runner.vllm_config, runner.kv_cache.num_bytes)
     with (
         backend.graphs.compiling_only(),
         tqdm(chosen, desc="Warm-up", unit="run", disable=not runner.shows_progress) as bar,
     ):
         for number, job in enumerate(bar, start=1):
-            bar.set_postfix_str(job.kind, refresh=False)
-            with memory.measuring(job, chosen[number:]):
+            recipes = backend.graphs.num_recipes()
+            bar.set_postfix_str(f"{job.kind}, {recipes} recipes" if recipes else job.kind, refresh=False)
+            with memory.measuring(job, [*chosen[number:], *postponed]):
                 job.run()
     backend.memory.synchronize()
     if summary := memory.summary():
         logger.info(summary)
+    memory.refuse_without_room(postponed)
     if kinds["decodes"]:
         for loaded in (runner.target, runner.drafter):
             if loaded is not None:
@@ -135,6 +150,73 @@ def warm_up(runner: Runner, max_tokens: int) -> None:
         time.perf_counter() - started,
         len(recorder.warmed),
         len(recorder.manifest),
+    )
+    if postponed:
+        estimate = backend.graphs.describe_warm_up(work_of(runner, postponed))
+        makes = f", which make {estimate}" if estimate else ""
+        logger.info("Warm-up goes on with %d runs while no request is there%s.", len(postponed), makes)
+    return IdleWarmUp(runner, postponed, memory)
+
+
+def split(runner: Runner, chosen: list[Job]) -> tuple[list[Job], list[Job]]:
+    """Runs that serving needs: those of a size that no other can stand in for, and all that have none. And the others,
+    the smallest sizes first, which most batches of a server have that has just begun."""
+    shapes: list[Shape] = []
+    passes: list[tuple[SampleShape, Branch]] = []
+    for job in chosen:
+        if isinstance(job.size, Shape):
+            shapes.append(job.size)
+        elif job.size is not None:
+            passes.append(cast("tuple[SampleShape, Branch]", job.size))
+    needed = {None, *_largest(shapes, runner.shapes.holds), *_largest(passes, holds)}
+    postponed = [job for job in chosen if job.size not in needed]
+    return [job for job in chosen if job.size in needed], sorted(postponed, key=lambda job: job.num_tokens)
+
+
+def _largest(sizes: list[Size], holds: Callable[[Size, Size], bool]) -> Iterator[Size]:
+    return (size for size in sizes if not any(other != size and holds(other, size) for other in sizes))
+
+
+class IdleWarmUp:
+    """The rest of warm-up, a run at a time: while no client has a request."""
+
+    def __init__(self, runner: Runner, postponed: list[Job], memory: WarmUpMemory) -> None:
+        self._runner = runner
+        self._jobs = deque(postponed)
+        self._memory = memory
+        runner.recorder.postpone(postponed)
+        runner.shapes.cold.postpone(postponed)
+
+    def run_next(self) -> None:
+        """A no-op where nothing is left."""
+        if not self._jobs:
+            return
+        job, backend, recorder = self._jobs.popleft(), self._runner.backend, self._runner.recorder
+        with (
+            backend.graphs.warming_up_later(),
+            recorder.making(job, backend.memory),
+            self._memory.measuring(job, list(self._jobs)),
+        ):
+            job.run()
+        self._runner.shapes.cold.made(job)
+        if not self._jobs:
+            logger.info("Warm-up is complete: all %d step signatures are warm.", len(recorder.warmed))
+            if summary := self._memory.summary():
+                logger.info(summary)
+
+
+def work_of(runner: Runner, chosen: list[Job]) -> WarmUpWork:
+    """What these runs make, for the device's estimate."""
+    made = {signature for job in chosen for signature in job.signatures}
+    passes = {job.size for job in chosen if isinstance(job.size, tuple) and not isinstance(job.size, Shape)}
+    forwards = tuple(signature for signature in made if isinstance(signature, Shape))
+    of_drafter = {signature for job in chosen if job.kind in (DRAFTS, DRAFTERS_READS) for signature in job.signatures}
+    return WarmUpWork(
+        forwards=forwards,
+        num_passes=len(made) - len(forwards) - len(of_drafter),
+        num_pass_sizes=len({size for size, _ in cast("set[tuple[SampleShape, Branch]]", passes)}),
+        num_drafter_runs=len(of_drafter),
+        num_ranks=runner.vllm_config.parallel_config.tensor_parallel_size,
     )
 
 
@@ -181,7 +263,7 @@ def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)
     run = partial(_sample, runner, shape, branch)
     num_tokens = shape.positions or shape.rows * shape.queries
-    return Job("sampling passes", run, signatures, num_tokens, branch == Branch())
+    return Job("sampling passes", run, signatures, num_tokens, branch == Branch(), (shape, branch))
 
 
 def _reports_drafts(runner: Runner) -> bool:
@@ -191,7 +273,8 @@ def _reports_drafts(runner: Runner) -> bool:
 def _sample(runner: Runner, shape: SampleShape, branch: Branch) -> None:
     batch = make_padding(runner.requests, shape)
     step = runner.sample(batch, runner.sampling.inputs_of(batch, branch, {}))
-    runner.send(step)
+    # Waited for: a device may keep the host's memory of a download for the next one.
+    runner.send(step).to_host()
     if _reports_drafts(runner):
         step.drafts = runner.drafts_after(batch)
-        runner.send(step)
+        runner.send(step).to_host()

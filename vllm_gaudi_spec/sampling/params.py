@@ -27,7 +27,7 @@ _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
 _USUAL_TOP_K = 64
 _TOP_K_LISTS = (_USUAL_TOP_K, 1024)
 _SCORED_COUNTS = (8, 32, 128)
-_USUAL_LOGPROBS = 20
+USUAL_LOGPROBS = 20
 LISTED, SEARCHED = 1, 2
 
 
@@ -117,8 +117,9 @@ class Branch(NamedTuple):
             branch = choice._replace(edited=has_edits, reported=report.reported, num_logprobs=report.num_logprobs)
             yield branch.coarse(vocab_size, logprob_counts)
 
-    def merged(self, vocab_size: int, logprob_counts: tuple[int, ...]) -> Branch:
-        """The same out of fewer branches, so that each can be compiled.
+    def merged(self, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False) -> Branch:
+        """The same out of fewer branches, so that each can be compiled. `by_rows`: out of fewer still, where the rule
+        reads the positions of a row together, and sampled verify steps have graphs of their own.
 
         What a step pays for is chosen from what many requests use: nothing but the argmax, noise, a short list for
         top-k, a search for top-p. All that few requests use is in a `full` branch: edits of logits, penalties, masks,
@@ -127,10 +128,12 @@ class Branch(NamedTuple):
         listed = usual_list(vocab_size)
         is_full = any(self._replace(random=False, min_p=False, top_k=0, top_p=0)) or self.top_k > listed
         top_k, top_p = self.top_k, self.top_p
-        if is_full and (top_k or top_p):
+        # With as many counts of log-probabilities as these, whatever is sampled in a full branch has all filters.
+        has_few_full = by_rows or len(_coarse_counts(logprob_counts)) > 1
+        if is_full and (top_k or top_p or (self.random and has_few_full)):
             top_k, top_p = vocab_size, SEARCHED
-        elif top_p == SEARCHED:
-            top_k = listed
+        elif top_p == SEARCHED or (by_rows and top_k):
+            top_k, top_p = listed, SEARCHED
         elif top_k:
             top_p = LISTED
         return self._including((top_k, top_p), edits=is_full, reports=is_full, logprob_counts=logprob_counts)
@@ -140,16 +143,23 @@ class Branch(NamedTuple):
         """Of merged branches: with all that few requests use."""
         return self.edited and self.reported
 
+    @property
+    def is_rarest(self) -> bool:
+        """Full, with more log-probabilities than most servers allow."""
+        return self.is_full and self.num_logprobs > USUAL_LOGPROBS
+
     @classmethod
-    def every_merged(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
+    def every_merged(
+        cls, vocab_size: int, logprob_counts: tuple[int, ...], *, by_rows: bool = False
+    ) -> Iterator[Branch]:
         """All branches that `merged` can return."""
         listed = usual_list(vocab_size)
         choices = [cls(), cls(random=True), cls(random=True, top_p=SEARCHED)]
         usual = [*choices, *([cls(random=True, top_k=listed)] if listed else [])]
         counts = _coarse_counts(logprob_counts)
         full = (choice._replace(edited=True, num_logprobs=count) for count, choice in product(counts, choices))
-        for branch in (*usual, *full):
-            yield branch.merged(vocab_size, logprob_counts)
+        merged = (branch.merged(vocab_size, logprob_counts, by_rows=by_rows) for branch in (*usual, *full))
+        yield from dict.fromkeys(merged)
 
     @classmethod
     def every(cls, vocab_size: int, logprob_counts: tuple[int, ...]) -> Iterator[Branch]:
@@ -233,12 +243,21 @@ class SamplingInputs(NamedTuple):
 
 class Sampling:
     def __init__(
-        self, backend: DeviceBackend, *, max_rows: int, vocab_size: int, max_logprobs: int, logprobs_mode: str
+        self,
+        backend: DeviceBackend,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        max_logprobs: int,
+        logprobs_mode: str,
+        by_rows: bool = False,
     ) -> None:
+        """`by_rows`: as `Branch.merged` has it."""
         self.backend = backend
+        self._by_rows = by_rows
         self.vocab_size = vocab_size
         largest = vocab_size if max_logprobs < 0 else min(max_logprobs, vocab_size)
-        self.logprob_counts = tuple(sorted({0, *(count for count in (5, _USUAL_LOGPROBS) if count < largest), largest}))
+        self.logprob_counts = tuple(sorted({0, *(count for count in (5, USUAL_LOGPROBS) if count < largest), largest}))
         self.logprobs_mode = logprobs_mode
         self._floats_np = np.tile(np.array(_NEUTRAL, dtype=np.float32), (max_rows + 1, 1))
         # top-k, prompt length, two words of the seed
@@ -310,10 +329,14 @@ class Sampling:
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
         if self.backend.traits.compiles:
-            return branch.merged(self.vocab_size, self.logprob_counts)
+            return branch.merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
         if self.backend.traits.captures:
             return branch.coarse(self.vocab_size, self.logprob_counts)
         return branch
+
+    def reports(self, requests: list[Request]) -> bool:
+        """Whether one of them asks for log-probabilities, which a merged branch computes for others too."""
+        return any(Branch.largest(self._branches_np[[request.row for request in requests]]).of_reports())
 
     def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplingInputs:
         """Gather the rows of a batch and upload them. `branch`: covers its requests. `grammars`: by request."""
@@ -373,9 +396,9 @@ class Sampling:
         return (*shape, branch, self.logit_edits.shape if branch.edited else None)
 
     def branches(self) -> Iterator[Branch]:
-        every = Branch.every
-        if self.backend.traits.captures:
-            every = Branch.every_merged if self.backend.traits.compiles else Branch.every_coarse
+        if self.backend.traits.compiles:
+            return Branch.every_merged(self.vocab_size, self.logprob_counts, by_rows=self._by_rows)
+        every = Branch.every_coarse if self.backend.traits.captures else Branch.every
         return every(self.vocab_size, self.logprob_counts)
 
 
@@ -386,7 +409,7 @@ def usual_list(vocab_size: int) -> int:
 
 def _coarse_counts(logprob_counts: tuple[int, ...]) -> tuple[int, ...]:
     """The counts from the usual maximum on, up to what the configuration allows."""
-    return tuple(count for count in logprob_counts if count >= _USUAL_LOGPROBS) or logprob_counts[-1:]
+    return tuple(count for count in logprob_counts if count >= USUAL_LOGPROBS) or logprob_counts[-1:]
 
 
 def _fit(sizes: tuple[int, ...], needed: int) -> int:

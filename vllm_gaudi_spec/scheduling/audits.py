@@ -267,7 +267,7 @@ class Audits:
             path = write_difference(outcome.difference, self._vllm_config, self._speculation, self._tolerance)
             logger.warning(
                 "Audit: output token %d of a request is another without drafts, and it is no tie. The request is in "
-                "%s; later ones are only counted, in vllm:gaudi_spec_audits_total. docs/audit.md has what to do.",
+                "%s; later ones are only counted, in gaudi_spec:audits_total. docs/audit.md has what to do.",
                 outcome.difference.position,
                 path or "no file, see above",
             )

@@ -60,24 +60,27 @@ class Series(NamedTuple):
         return map(str, range(num_drafts + 1)) if self.label == NUM_DRAFTS else self.values
 
 
-STEPS = "vllm:gaudi_spec_steps"
-HOST_SYNCS = "vllm:gaudi_spec_host_reads"
-COMPILED = "vllm:gaudi_spec_compiled_after_warmup"
-ROWS = "vllm:gaudi_spec_rows"
-ROWS_BY_CHOICE = "vllm:gaudi_spec_rows_by_choice"
-ROWS_WITHOUT_DRAFTS = "vllm:gaudi_spec_rows_without_drafts"
-SKIPPED_STEPS = "vllm:gaudi_spec_spared_steps"
-COVERAGE = "vllm:gaudi_spec_vocabulary_coverage"
-DRAFTER_FAULTS = "vllm:gaudi_spec_drafter_faults"
-DRAFTER_SWITCHED_OFF = "vllm:gaudi_spec_drafter_switched_off"
-AUDITS = "vllm:gaudi_spec_audits"
-AUDITS_SKIPPED = "vllm:gaudi_spec_audits_skipped"
-AUDIT_EVIDENCE = "vllm:gaudi_spec_audit_evidence"
+PREFIX = "gaudi_spec:"
+"""vLLM's own series begin with `vllm:`."""
+STEPS = "gaudi_spec:steps"
+HOST_SYNCS = "gaudi_spec:host_syncs"
+COMPILED = "gaudi_spec:compiled_after_warmup"
+WARM_UP_LEFT = "gaudi_spec:warm_up_left"
+ROWS = "gaudi_spec:rows"
+ROWS_BY_CHOICE = "gaudi_spec:rows_by_choice"
+ROWS_WITHOUT_DRAFTS = "gaudi_spec:rows_without_drafts"
+SKIPPED_STEPS = "gaudi_spec:skipped_steps"
+COVERAGE = "gaudi_spec:vocabulary_coverage"
+DRAFTER_FAULTS = "gaudi_spec:drafter_faults"
+DRAFTER_SWITCHED_OFF = "gaudi_spec:drafter_switched_off"
+AUDITS = "gaudi_spec:audits"
+AUDITS_SKIPPED = "gaudi_spec:audits_skipped"
+AUDIT_EVIDENCE = "gaudi_spec:audit_evidence"
 
 SERIES = {
     STEPS: Series("Steps of the worker (of rank 0) that had something to compute.", speculative=False),
     HOST_SYNCS: Series(
-        "Device-to-host syncs (of rank 0). Its rate over that of vllm:gaudi_spec_steps_total is the number of "
+        "Device-to-host syncs (of rank 0). Its rate over that of gaudi_spec:steps_total is the number of "
         "syncs per step: at most 1, except universal_match slem and a grammar with universal_context retokenize, which "
         "need a second, and prompt log-probabilities, which need one for every 64 tokens.",
         speculative=False,
@@ -86,6 +89,12 @@ SERIES = {
         "Graphs compiled after warm-up (of rank 0), while requests waited: shapes missing from the warm-up or, where "
         "larger, the device's own count. The device is queried at every 16th step and when no request is left, so it "
         "may show up to 16 steps late. Should be 0.",
+        speculative=False,
+    ),
+    WARM_UP_LEFT: Series(
+        "Runs of warm-up that wait until no request is there (VGS_WARMUP=background; of rank 0). Until it is 0, steps "
+        "are padded to larger buckets.",
+        is_gauge=True,
         speculative=False,
     ),
     ROWS: Series(
@@ -127,7 +136,7 @@ SERIES = {
     AUDITS: Series(
         "Finished requests that were decoded again without drafts (audit_every), by result. "
         "identical: the same tokens. tie: the same up to a rounding error. different: neither; should be 0. "
-        "sampled: only the distribution can be compared; see vllm:gaudi_spec_audit_evidence.",
+        "sampled: only the distribution can be compared; see gaudi_spec:audit_evidence.",
         "result",
         AUDIT_RESULTS,
     ),
@@ -147,6 +156,16 @@ SERIES = {
         is_gauge=True,
     ),
 }
+
+
+_OLD_PREFIX = "vllm:gaudi_spec_"
+_OLD_NAMES = {HOST_SYNCS: "host_reads", SKIPPED_STEPS: "spared_steps"}
+
+
+def old_name(name: str) -> str:
+    """What a series was called up to the first release. Shown for one release more."""
+    return _OLD_PREFIX + _OLD_NAMES.get(name, name.removeprefix(PREFIX))
+
 
 Figures = dict[str, dict[str, float]]
 """By metric and label value: the increment of a counter, or the value of a gauge."""
@@ -204,16 +223,19 @@ class Shown:
         """`counter` and `gauge`: the logger's metric classes; `engines`: the values of `labels` for each engine;
         `num_drafts`: None without speculation."""
         self._engines = engines
-        self._metrics: dict[str, Any] = {}
-        self._of_engine: dict[tuple[str, int, str], Any] = {}
+        self._metrics: dict[str, list[Any]] = {}
+        """By metric: the series of that name, and of the old one."""
+        self._of_engine: dict[tuple[str, int, str], list[Any]] = {}
         for name, series in SERIES.items():
             if series.speculative and num_drafts is None:
                 continue
-            options = dict(name=name, documentation=series.help, labelnames=[*labels, *filter(None, [series.label])])
+            labelnames = [*labels, *filter(None, [series.label])]
+            texts = {name: series.help, old_name(name): f"The same as {name}, whose old name this is."}
             if series.is_gauge:  # exposed from its first value on
-                self._metrics[name] = gauge(**options, multiprocess_mode="mostrecent")
+                mode = "mostrecent"
+                self._metrics[name] = [gauge(*one, labelnames, multiprocess_mode=mode) for one in texts.items()]
                 continue
-            self._metrics[name] = counter(**options)
+            self._metrics[name] = [counter(*one, labelnames) for one in texts.items()]
             for engine in engines:
                 for value in series.label_values(num_drafts or 0):
                     self._labelled(name, engine, value)
@@ -221,14 +243,15 @@ class Shown:
     def update(self, engine: int, news: Figures) -> None:
         for name, figures in news.items():
             for value, number in figures.items():
-                metric = self._labelled(name, engine, value)
-                if SERIES[name].is_gauge:
-                    metric.set(number)
-                else:
-                    metric.inc(number)
+                for metric in self._labelled(name, engine, value):
+                    if SERIES[name].is_gauge:
+                        metric.set(number)
+                    else:
+                        metric.inc(number)
 
-    def _labelled(self, name: str, engine: int, value: str) -> Any:
+    def _labelled(self, name: str, engine: int, value: str) -> list[Any]:
         key = name, engine, value
         if key not in self._of_engine:
-            self._of_engine[key] = self._metrics[name].labels(*self._engines[engine], *filter(None, [value]))
+            labels = (*self._engines[engine], *filter(None, [value]))
+            self._of_engine[key] = [metric.labels(*labels) for metric in self._metrics[name]]
         return self._of_engine[key]

@@ -47,6 +47,8 @@ class SpecSchedulerOutput(SchedulerOutput):
     """None if it is unchanged."""
     skip_reason: str = metrics.LOAD
     """Why no request drafts after this step, if `num_spec_tokens_to_schedule` is 0: one of `metrics.REASONS`."""
+    warms_up: bool = False
+    """Whether nobody waits for this step, so that the worker can go on with its warm-up. It computes nothing then."""
     pace: Pace | None = None
     """For the scheduler, when the step is done; None without pacing."""
 

@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_spec.config import Options, Speculation
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.environment import warms_up_in_background
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.audits import AUDITOR, Audits, is_audit
@@ -72,6 +73,9 @@ class _Speculating(Scheduler):
         self._audits: Audits | None = None
         if options.audit_every and speculation is not None:
             self._audits = Audits(options.audit_every, self.vllm_config, speculation, self.step_metrics)
+        self._is_warm = not warms_up_in_background()
+        """Whether the worker's warm-up is done, as far as it has reported."""
+        self._is_shut_down = False
         self._drafts = False
         """Whether the newest paced step is to draft."""
         self._last: tuple[float, Pace | None] = (0.0, None)
@@ -88,10 +92,12 @@ class _Speculating(Scheduler):
     # --- while a step is scheduled ---
 
     def schedule(self, throttle_prefills: bool = False) -> SpecSchedulerOutput:
-        if self._audits is not None and self._may_audit():
+        warms_up = self._may_warm_up()
+        if self._audits is not None and not warms_up and self._is_idle():
             for request in self._audits.start(self.max_num_running_reqs):
                 self.add_request(request)
         scheduled = SpecSchedulerOutput(**vars(super().schedule(throttle_prefills)))
+        scheduled.warms_up = warms_up
         self._apply_health(scheduled)
         if self._audits is not None and is_audit(scheduled.num_scheduled_tokens):
             self._skip_drafts(scheduled, metrics.REQUEST)
@@ -186,6 +192,8 @@ class _Speculating(Scheduler):
         self.step_metrics.total(metrics.STEPS, worked.steps)
         self.step_metrics.total(metrics.HOST_SYNCS, worked.num_host_syncs)
         self.step_metrics.total(metrics.COMPILED, worked.compiled)
+        self.step_metrics.put(metrics.WARM_UP_LEFT, worked.num_left, "")
+        self._is_warm = not worked.num_left
         for vocabulary, share in worked.coverage.items():
             self.step_metrics.put(metrics.COVERAGE, share, vocabulary)
 
@@ -213,11 +221,19 @@ class _Speculating(Scheduler):
                 if tokens := output.sampled_token_ids[output.req_id_to_index[req_id]]:
                     lengths.observe(req_id, num_drafts, len(tokens) - 1)
 
-    # --- audits ---
+    # --- idle steps ---
 
-    def _may_audit(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether no client has a request, not even one that waits for its next turn."""
         return self._pause_state == PauseState.UNPAUSED and self.get_request_counts() == (0, 0)
+
+    def _may_warm_up(self) -> bool:
+        return not (self._is_warm or self._is_shut_down) and self._is_idle()
+
+    def shut_down(self) -> None:
+        """Called once the engine is to end: it waits for what clients asked for, and for nothing else."""
+        self._is_shut_down = True
+        self._drop_audits()
 
     def _take_audits(self, audits: Audits, ours: EngineCoreOutputs, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Takes what no front end is to see; statistics travel with any client's outputs."""
@@ -261,11 +277,11 @@ class _Speculating(Scheduler):
         return super().get_request_counts()
 
     def has_requests(self) -> bool:
-        if super().has_requests():
+        if super().has_requests() or self._may_warm_up():
             return True
         if self._audits is None:
             return False
-        return self._audits.is_running or (self._audits.is_waiting and self._may_audit())
+        return self._audits.is_running or (self._audits.is_waiting and self._is_idle())
 
     # --- to the front end ---
 

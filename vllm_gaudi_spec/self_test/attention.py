@@ -6,6 +6,8 @@ a query that sees one of them is far off.
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +21,25 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.attention.operations import PLAIN
+from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.quantization.fp8 import to_e4m3
+from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, kv_range
 from vllm_gaudi_spec.runner.requests import host_lengths
-from vllm_gaudi_spec.self_test.subject import Failed, Subject, random
+from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject, random
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.quantization.fp8 import Arithmetic
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 128
 _VERIFY_QUERIES = 4
+# Powers of two, by which the keys of the checks are e4m3 numbers: one for all heads, or one for each.
+_KV_SCALE = torch.tensor(0.25)
+_KV_SCALES_BY_HEAD = torch.tensor([[0.25], [0.5]])
+# Of e4m3 numbers that are not 0.
+_SMALLEST = 2.0**-9
 # In every dtype, and with sums of 128 products in float32.
 _HUGE = 3e4
 # Of results of size 1. The inputs are the same bits; kernels round scores, weights and results to the model's dtype.
@@ -90,7 +102,7 @@ def check_writes(subject: Subject) -> str:
     subject.backend.graphs.graph(self_test_step)(*map(subject.backend.memory.upload, (*inputs, *kv)))
 
     found_RSKD = layer.attend(keys_RSKD.flatten(0, 1), [0] * 3, [length] * 3, length, table).unflatten(0, (3, length))
-    wrong = ((found_RSKD - values_RSKD).abs().flatten(2).amax(-1) > 0.25).nonzero()
+    wrong = (~((found_RSKD - values_RSKD).abs() <= 0.25)).flatten(2).any(-1).nonzero()  # NaN as well
     if len(wrong):
         row, position = wrong[0].tolist()
         written = 0 <= position - starts[row] < real[row]
@@ -102,6 +114,50 @@ def check_writes(subject: Subject) -> str:
     return f"{3 * length} positions after a step with padding"
 
 
+def check_fp8_kv(subject: Subject) -> str:
+    """Values of all sizes, read back as `check_writes` does: each is the e4m3 number next to it, or the largest."""
+    weights = subject.backend.weights
+    if weights.fp8_arithmetic is None:
+        raise NotChecked("this device keeps it in the model's dtype")
+    largest = E4M3_MAX[kv_range(weights.fp8_range)]
+    arithmetic = weights.fp8_arithmetic(largest)
+    for scale in (_KV_SCALE, _KV_SCALES_BY_HEAD):
+        _check_kv_by(subject, scale, arithmetic, largest)
+    return f"values up to the largest of {largest:g}, by scale {_KV_SCALE:g} and by head"
+
+
+def _check_kv_by(subject: Subject, scale: torch.Tensor, arithmetic: Arithmetic, largest: float) -> None:
+    layer = _Layer(subject, num_blocks=2, num_heads=_KV_HEADS, fp8=(arithmetic, scale))
+    block = layer.spec.block_size
+    length = min(block, _HEAD_SIZE)
+    keys_SKD = torch.zeros(length, _KV_HEADS, _HEAD_SIZE)
+    keys_SKD[torch.arange(length), :, torch.arange(length)] = 30.0
+    sizes_S11 = torch.logspace(math.log10(_SMALLEST), math.log10(10 * largest), length)[:, None, None]
+    values_SKD = (random(tuple(keys_SKD.shape), seed=4).sign() * sizes_S11 * scale).to(subject.dtype)
+    layer.write(keys_SKD, values_SKD, block + torch.arange(length))
+    expected_SKD = to_e4m3(values_SKD.float() / scale, largest).double() * scale
+    table = torch.ones((1, 1), dtype=torch.int32)
+    found = {"a chunk": layer.attend(keys_SKD, [0], [length], length, table)}
+    flat = None
+    if subject.backend.traits.flat_decode:
+        flat = torch.tensor([(1, row, 0) for row in range(length)], dtype=torch.int32).T.contiguous()
+    ends, real = list(range(length)), [1] * length
+    found["decodes"] = layer.attend(keys_SKD, ends, real, 1, table.expand(length, 1).contiguous(), flat)
+    for what, found_SKD in found.items():
+        # Half of the smallest step between two of them; a comparison with NaN is false.
+        wrong = ~((found_SKD - expected_SKD).abs() <= expected_SKD.abs() / 32)
+        if not wrong.any():
+            continue
+        position, head, _ = wrong.nonzero()[0].tolist()
+        numbers = (
+            float(part[position, head][wrong[position, head]][0]) for part in (values_SKD, found_SKD, expected_SKD)
+        )
+        raise Failed(
+            "{:g} reads as {:g} and not as {:g}".format(*numbers)
+            + f" in {what}, by scale {float(scale.expand(_KV_HEADS, 1)[head]):g}"
+        )
+
+
 def _verify_queries(backend: DeviceBackend) -> int:
     return min(_VERIFY_QUERIES, 1 + backend.traits.max_drafts)
 
@@ -109,13 +165,28 @@ def _verify_queries(backend: DeviceBackend) -> int:
 class _Layer:
     """A layer's KV cache and the kernels that serve it."""
 
-    def __init__(self, subject: Subject, num_blocks: int, num_heads: int = _HEADS) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        num_blocks: int,
+        num_heads: int = _HEADS,
+        fp8: tuple[Arithmetic, torch.Tensor] | None = None,
+    ) -> None:
+        """`fp8`: of KV in FP8, and the scale of keys and values."""
         backend = self.backend = subject.backend
+        self._parts: Any = PLAIN
+        if fp8 is not None:
+            (arithmetic, scale), device = fp8, backend.traits.torch_device
+            k_cache, v_cache = (Fp8Cache(scale, arithmetic, subject.dtype).to(device) for _ in range(2))
+            matmul = arithmetic.matmul
+            self._parts = SimpleNamespace(
+                k_cache=k_cache, v_cache=v_cache, matmul_qk=matmul, softmax=PLAIN.softmax, matmul_av=matmul
+            )
         kv_spec = FullAttentionSpec(
             block_size=backend.traits.block_size,
             num_kv_heads=_KV_HEADS,
             head_size=_HEAD_SIZE,
-            dtype=subject.dtype,
+            dtype=subject.dtype if fp8 is None else KV_DTYPE,
         )
         size = kv_spec.page_size_bytes * num_blocks
         name = "self-test"
@@ -134,6 +205,7 @@ class _Layer:
             logits_soft_cap=0.0,
             dtype=subject.dtype,
             block_size=backend.traits.block_size,
+            kv_dtype=None if fp8 is None else KV_DTYPE,
         )
         served = backend.attention.supports_attention(self.spec)
         self.operations: Any = backend.attention if served else torch_ops
@@ -142,7 +214,7 @@ class _Layer:
         """To slots that are all different."""
 
         def self_test_write(key_TKD: torch.Tensor, value_TKD: torch.Tensor, slots_T: torch.Tensor) -> None:
-            self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec)
+            self.operations.write_kv(key_TKD, value_TKD, self.kv_cache, slots_T, self.spec, self._parts)
 
         inputs = key_TKD.to(self.spec.dtype), value_TKD.to(self.spec.dtype), slots_T.long()
         self.backend.graphs.graph(self_test_write)(*map(self.backend.memory.upload, inputs))
@@ -173,7 +245,7 @@ class _Layer:
                 flat=None if flat is None else FlatBlocks(*flat.unbind(0)),
                 host_lengths_B=lengths_B,
             )
-            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec)
+            attended: torch.Tensor = self.operations.attend(query_THD, self.kv_cache, call, self.spec, self._parts)
             return attended
 
         memory = self.backend.memory

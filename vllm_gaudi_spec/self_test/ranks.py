@@ -1,4 +1,5 @@
-"""Collectives between the ranks of a model, each alone and in a captured graph. All ranks run this together."""
+"""Collectives between the ranks of a model in captured graphs, after a worker's own of each group (`group_check.py`),
+which set up the connections. All ranks run this together."""
 
 from __future__ import annotations
 
@@ -31,11 +32,9 @@ def check_collectives(subject: Subject) -> str:
     }
     memory = subject.backend.memory
     for name, (run, expected) in collectives.items():
-        # Uncaptured first: what sets up a connection may not be captured.
-        for how, function in (("", run), (" in a captured graph", subject.backend.graphs.graph(run))):
-            found = memory.download(function(memory.upload(sent))).float()
-            if found.shape != expected.shape or not torch.equal(found, expected):
-                raise Failed(f"{name} of {size} ranks{how} gave other numbers than the ranks sent")
+        found = memory.download(subject.backend.graphs.graph(run)(memory.upload(sent))).float()
+        if found.shape != expected.shape or not torch.equal(found, expected):
+            raise Failed(f"{name} of {size} ranks in a captured graph gave other numbers than the ranks sent")
     return f"{' and '.join(collectives)} of {size} ranks"
 
 

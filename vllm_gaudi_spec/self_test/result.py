@@ -13,6 +13,7 @@ PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 # What a check may be needed by, and what can be switched off.
 ASYNC_SCHEDULING = "async scheduling"
 SPECULATION = "speculation"
+KV_IN_FP8 = "KV in FP8"
 KV_FROM_FREE_MEMORY = "a KV cache of the memory that is free"
 
 

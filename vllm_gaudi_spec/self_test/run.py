@@ -15,16 +15,18 @@ from vllm_gaudi_spec.self_test.result import (
     ASYNC_SCHEDULING,
     FAILED,
     KV_FROM_FREE_MEMORY,
+    KV_IN_FP8,
     NOT_CHECKED,
     PASSED,
     SPECULATION,
     CheckResult,
     Result,
 )
-from vllm_gaudi_spec.self_test.subject import Failed, Group, NotChecked, Subject
+from vllm_gaudi_spec.self_test.subject import Failed, NotChecked, Subject
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.devices.common.group_check import Group
 
 _DOWNLOAD_SECONDS = 4.0
 """Of the ten that a start may take."""
@@ -51,6 +53,7 @@ NOISE = "noise"
 KV_WRITES = "KV writes"
 ATTENTION = "attention"
 VERIFY_ATTENTION = "verify attention"
+FP8_KV = "KV in FP8"
 CAPTURED_STEP = "captured step"
 SECOND_CALL = "second call"
 DOWNLOADS = "async downloads"
@@ -64,6 +67,7 @@ CHECKS = (
     Check(KV_WRITES, attention.check_writes, _NOTHING_TO_SWITCH_OFF),
     Check(ATTENTION, attention.check_decode, _NOTHING_TO_SWITCH_OFF),
     Check(VERIFY_ATTENTION, attention.check_verify, "leave out --speculative-config", SPECULATION),
+    Check(FP8_KV, attention.check_fp8_kv, "leave out --kv-cache-dtype", KV_IN_FP8),
     Check(CAPTURED_STEP, graphs.check_captured, _NOTHING_TO_SWITCH_OFF),
     Check(
         SECOND_CALL,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
+    from vllm_gaudi_spec.devices.common.group_check import Group
 
 
 class Failed(Exception):
@@ -19,17 +20,6 @@ class Failed(Exception):
 
 class NotChecked(Exception):
     """The text is why nothing was measured."""
-
-
-class Group(Protocol):
-    """Ranks that share a model; vLLM's `GroupCoordinator`."""
-
-    world_size: int
-    rank_in_group: int
-
-    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor: ...
-
-    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import re
 import subprocess
@@ -215,3 +216,18 @@ def test_steps_overlap_with_a_drafter_on_the_device(method: str, asked: bool | N
     compat.apply()
     made = engine_config(tmp_path, here(method, tmp_path), async_scheduling=asked)
     assert made.scheduler_config.async_scheduling is (asked is not False)
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_inc_is_read_from_quant_config(has_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vllm-gaudi's users have both. Without the file vLLM looks for another of its own."""
+    compat.apply()
+    if has_file:
+        file = tmp_path / "measure.json"
+        file.write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(tmp_path / "measured")}))
+        monkeypatch.setenv("QUANT_CONFIG", str(file))
+        assert engine_config(tmp_path / "model", None, quantization="inc").model_config.quantization is None
+    else:
+        monkeypatch.delenv("QUANT_CONFIG", raising=False)
+        with pytest.raises(ValueError, match="Cannot find the config file for inc"):
+            engine_config(tmp_path / "model", None, quantization="inc")

@@ -75,6 +75,43 @@ def test_upstreams_engine_still_never_looks_for_its_server() -> None:
     assert "engine_core.run_busy_loop()" in source
 
 
+@pytest.mark.parametrize("seconds", [0, 30])
+def test_idle_work_does_not_keep_an_engine_from_ending(seconds: int) -> None:
+    """By an abort of its requests, or by waiting for them. Without the patch the first two would go on for ever; fails
+    when upstream's engine informs its scheduler: then `leave_idle_work_at_shutdown` can go."""
+    calls: list[str] = []
+
+    class Scheduler:
+        has_idle_work = True
+
+        def has_requests(self) -> bool:
+            return self.has_idle_work
+
+        def shut_down(self) -> None:
+            calls.append("shut down")
+            self.has_idle_work = False
+
+        def get_num_unfinished_requests(self) -> int:
+            return 0
+
+        def finish_requests(self, *_: Any) -> list[Any]:
+            return []
+
+    compat.leave_idle_work_at_shutdown()
+    engine = object.__new__(engine_core.EngineCoreProc)
+    engine.scheduler = Scheduler()  # type: ignore[assignment]
+    engine.vllm_config = SimpleNamespace(shutdown_timeout=seconds)  # type: ignore[assignment]
+    engine.engines_running, engine.batch_queue = False, None
+    engine.shutdown_state = engine_core.EngineShutdownState.RUNNING
+    assert engine._handle_shutdown()
+    assert not calls
+    engine.shutdown_state = engine_core.EngineShutdownState.REQUESTED
+    unpatched = inspect.unwrap(engine_core.EngineCoreProc._handle_shutdown)
+    assert unpatched(engine)
+    assert not calls
+    assert not engine._handle_shutdown()
+
+
 class Client:
     """What of vLLM's engine client says how it ended."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
+from vllm_gaudi_spec.devices.ascend import device as ascend_device
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
@@ -100,6 +102,44 @@ def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.Monk
 # --- what it refuses ---
 
 
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("2.10.0.post4", "torch_npu 2.10.0.post4 is installed; .*pip install torch-npu==2.13.0"),
+        ("2.13.0", None),
+        ("2.13rc1", None),
+        ("2.14.0", None),
+    ],
+)
+def test_a_torch_npu_that_torch_crashes_on(version: str, why: str | None) -> None:
+    refused = ascend_device.refusal(version, {})
+    assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"TASK_QUEUE_ENABLE": "2"}, "TASK_QUEUE_ENABLE=2.*set it to 1"),
+        ({"TASK_QUEUE_ENABLE": "1", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, None),
+        (
+            {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,pin_memory_expandable_segments: True"},
+            "pin_memory_expandable_segments.*PYTORCH_NPU_ALLOC_CONF",
+        ),
+        ({}, None),
+    ],
+)
+def test_settings_with_which_nothing_is_captured(variables: dict[str, str], why: str | None) -> None:
+    refused = ascend_device.refusal("2.13.0", variables)
+    assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
+
+
+def test_the_refusal_comes_before_the_card_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, SimpleNamespace(__version__="2.13.0")))
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    with pytest.raises(UnsupportedConfigError, match="TASK_QUEUE_ENABLE=2"):
+        ascend.make_backend()
+
+
 def unopened() -> Any:
     """What is asked of the backend before there is a card."""
     traits = ascend.traits_of("ascend", torch.device("cpu"))
@@ -122,12 +162,14 @@ def test_formats_without_kernels_are_refused(tmp_path: Path, monkeypatch: pytest
     refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = "fp8"
     refusals.refuse_unsupported(made, backend_of("cpu"))
-    with pytest.raises(UnsupportedConfigError, match=r"quantized weights \(fp8\).* no kernels yet on ascend; use a"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"--quantization fp8 is a format, for which there are no kernels yet on ascend; "
+    ):
         refusals.refuse_unsupported(made, unopened())
     made.model_config.quantization = None
     drafting = engine_config(tmp_path, here(dict(method="draft_model"), tmp_path))
     drafting.speculative_config.draft_model_config.quantization = "fp8"
-    with pytest.raises(UnsupportedConfigError, match=r"quantized weights \(fp8\)"):
+    with pytest.raises(UnsupportedConfigError, match=r"--quantization fp8 .* on ascend"):
         refusals.refuse_unsupported(drafting, unopened())
     path = tmp_path / "quant.json"
     path.write_text('{"mode": "MEASURE", "dump_stats_path": "x"}')
@@ -187,6 +229,38 @@ def test_layers_that_the_operation_takes(changes: dict[str, Any], fused: bool) -
 def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
     for num_queries, num_keys, fused in ((1, 262_144, True), (1, 262_272, False), (2, 262_272, True)):
         assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
+
+
+def test_the_order_of_queries_and_keys_is_left_to_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, and said so: a build that took other defaults would read the first keys of a row only."""
+    asked: dict[str, Any] = {}
+    captures = cast(Any, SimpleNamespace(issue=lambda fused, arguments, *rest: asked.update(arguments)))
+    call = SimpleNamespace(
+        host_lengths_B=torch.tensor([3]),
+        num_rows=1,
+        num_queries=1,
+        block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
+        plan=lambda key, make: None,
+    )
+    blocks = torch.zeros(2, 128, 2, 64)
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
+    ascend_attention.attend(
+        cast(Any, None), captures, torch.zeros(1, 8, 64), cast(Any, cache), cast(Any, call), layer()
+    )
+    assert asked["pre_tokens"] == asked["next_tokens"] == 2**31 - 1
+
+
+@pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_kv_writes_of_dtypes_that_the_operation_does_not_take(dtype: torch.dtype, by_the_operation: bool) -> None:
+    calls: list[str] = []
+    scatter = SimpleNamespace(npu_scatter_pa_kv_cache=lambda *given, **named: calls.append("operation"))
+    card = cast(Any, SimpleNamespace(torch_npu=scatter, captures=None))
+    blocks = torch.zeros(2, 128, 2, 64, dtype=dtype)
+    cache = SimpleNamespace(blocks=lambda: (blocks, blocks), write=lambda *given: calls.append("torch"))
+    token = torch.zeros(1, 2, 64, dtype=dtype)
+    attention = ascend.AscendAttention(card, ascend.FUSED_DTYPES)
+    attention.write_kv(token, token, cast(Any, cache), torch.tensor([128]), layer(dtype=dtype))
+    assert calls == ["operation" if by_the_operation else "torch"]
 
 
 # --- what it gives to graphs ---

@@ -1,4 +1,4 @@
-"""What this CPU computes with is let in; what it lacks a kernel for is refused before anything is loaded."""
+"""Formats that this CPU has kernels for are computed with them, and others are dequantised."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 
 from tests.unit.quantization.test_kv_scheme import COMPRESSED, checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
+from vllm_gaudi_spec.quantization.method import DequantizedConfig
 
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True, dynamic=False)
 W4A16 = COMPRESSED | dict(format="pack-quantized", config_groups=dict(group_0=dict(targets=["Linear"], weights=INT4)))
@@ -24,7 +26,7 @@ def bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float32, torch.bfloat16])
 
 
-def test_int8_is_let_in(tmp_path: Path) -> None:
+def test_int8_has_kernels(tmp_path: Path) -> None:
     assert configured(checkpoint(tmp_path, dict(COMPRESSED))).model_config.quantization == "compressed-tensors"
 
 
@@ -33,23 +35,36 @@ HAS_4_BITS = hasattr(torch.ops._C, "cpu_gemm_wna16")
 HAS_STATIC_FP8 = bool(torch.ops._C.static_scaled_fp8_quant.default._schema.arguments)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "dtype", "is_served"),
+FORMATS = pytest.mark.parametrize(
+    ("quantization", "has_kernel"),
     [
-        pytest.param(W4A16, "float32", HAS_4_BITS, id="compressed-tensors, 4 bits"),
-        pytest.param(AWQ, "bfloat16", HAS_4_BITS, id="awq"),
-        pytest.param(STATIC_FP8, "bfloat16", HAS_STATIC_FP8, id="static fp8"),
+        pytest.param(W4A16, HAS_4_BITS, id="compressed-tensors, 4 bits"),
+        pytest.param(AWQ, HAS_4_BITS, id="awq"),
+        pytest.param(STATIC_FP8, HAS_STATIC_FP8, id="static fp8"),
     ],
 )
-def test_formats_without_a_kernel_are_refused(
-    quantization: dict[str, Any], dtype: str, is_served: bool, tmp_path: Path
+
+
+@FORMATS
+def test_formats_without_a_kernel_are_dequantised(
+    quantization: dict[str, Any], has_kernel: bool, tmp_path: Path
 ) -> None:
+    found = configured(checkpoint(tmp_path, dict(quantization)), dtype="bfloat16")
+    assert (found.model_config.quantization != DEQUANTIZED) == has_kernel
+    assert isinstance(found.quant_config, DequantizedConfig) != has_kernel
+
+
+@FORMATS
+def test_native_kernels_that_are_asked_for_and_missing_are_refused(
+    quantization: dict[str, Any], has_kernel: bool, tmp_path: Path
+) -> None:
+    options = dict(dtype="bfloat16", additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
     model = checkpoint(tmp_path, dict(quantization))
-    if is_served:
-        configured(model, dtype=dtype)
+    if has_kernel:
+        configured(model, **options)
         return
     with pytest.raises(
-        UnsupportedConfigError, match=r"for which vLLM has no kernel on this CPU.*; use a model"
+        UnsupportedConfigError, match=r"for which vLLM has no kernel on this CPU.*; leave weight_kernels out"
     ) as refused:
-        configured(model, dtype=dtype)
+        configured(model, **options)
     assert len(str(refused.value).splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 from collections.abc import Callable
@@ -219,10 +220,22 @@ def test_repeats_of_known_total_are_static(card: Any) -> None:
         lambda x, i: F.embedding(i, x.view(2, 1)),
     ],
 )
-@pytest.mark.parametrize("index", [-1, 2])
-def test_o11_indices_are_checked(card: Any, run: Callable[..., Any], index: int) -> None:
-    with pytest.raises(IndexError, match=f"index {index} is out of range for a dimension of size 2"):
-        run(hpu(1, 2), ids(index))
+def test_o11_indices_are_checked(card: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_refused(*indices: int) -> None:
+        for index in indices:
+            with pytest.raises(IndexError, match=f"index {index} is out of range for a dimension of size 2"):
+                run(hpu(1, 2), ids(index))
+
+    check_refused(-3, -1, 2)
+    # As for the software of others.
+    monkeypatch.setattr(card, "model", dataclasses.replace(card.model, counts_from_the_end=True))
+    check_refused(-3, 2)
+    last, by_minus_one = hpu(1, 2), hpu(1, 2)
+    expected = run(last, ids(1))
+    assert card.counters.negative_indices == 0
+    assert run(by_minus_one, ids(-1)).tolist() == expected.tolist()
+    assert by_minus_one.tolist() == last.tolist()
+    assert card.counters.negative_indices == 1
 
 
 def test_indices_on_the_host_fall_back(card: Any) -> None:
@@ -281,11 +294,6 @@ def test_sorts_are_counted_by_size(card: Any) -> None:
     x.topk(50)
     assert (card.counters.sorts, card.counters.sort_elements) == (2, 400)
     assert any("k=50 of 100" in event.what for event in card.counters.events)
-
-
-def test_a_tensor_keeps_its_geometry(card: Any) -> None:
-    with pytest.raises(RuntimeError, match="geometry"):
-        hpu(1, 2).unsqueeze_(0)
 
 
 # -- lazy graphs --

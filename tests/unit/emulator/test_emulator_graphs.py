@@ -489,8 +489,14 @@ def test_a_replay_checks_indices_and_names_the_line(card: Any) -> None:
     run = graph(forward)
     assert run(hpu(1).long()).item() == 2.0
     with pytest.raises(IndexError, match="negative indices") as caught:
-        run(hpu(-1).long())
+        run(hpu(-3).long())
     assert f"{THIS_FILE}:{forward.__code__.co_firstlineno + 1}" in caught.value.__notes__[0]
+    assert card.counters.negative_indices == 0
+
+
+def test_a_captured_tensor_keeps_its_geometry(card: Any) -> None:
+    with pytest.raises(RuntimeError, match="geometry"):
+        graph(lambda x: (x + 1).unsqueeze_(0))(hpu(1, 2))
 
 
 def test_o01_a_replay_does_not_check_the_range_of_int64(card: Any) -> None:

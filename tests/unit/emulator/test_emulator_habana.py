@@ -6,14 +6,19 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.devices.hpu.fp8 import GaudiArithmetic
+from vllm_gaudi_spec.emulator import kernels
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
+from vllm_gaudi_spec.records import WarmUpWork
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,6 +151,25 @@ def test_fp8_has_the_bits_of_the_cpus_simulation(card: Any, dtype: torch.dtype) 
     assert torch.equal(product.cpu(), host.multiply(expected, host.keep(weight), x_scale, y_scales, dtype))
 
 
+@pytest.mark.parametrize("inverse", [torch.tensor(2.0), torch.tensor([[2.0], [3.0]])], ids=["per tensor", "per head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_q01_the_range_is_not_left_to_the_cards_cast(
+    card: Any, dtype: torch.dtype, inverse: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a card's does past it is published nowhere: here no number comes out, as of torch's own."""
+
+    def to_e4m3_or_nan(x: torch.Tensor, largest: float) -> torch.Tensor:
+        # What is rounded to the largest number is that.
+        is_past = x.abs() > largest * (1 + 2.0**-5)
+        return x.float().masked_fill(is_past, torch.nan).clamp(-largest, largest).to(torch.float8_e4m3fn)
+
+    monkeypatch.setattr(kernels, "to_e4m3", to_e4m3_or_nan)
+    x = torch.tensor([[121.0, -1e30], [3.0, -torch.inf]], dtype=dtype)
+    assert torch.ops.hpu.cast_to_fp8_v2(x.to("hpu"), None)[0].cpu().float().isnan().any()
+    found = GaudiArithmetic(240.0).cast(x.to("hpu"), inverse.to("hpu")).cpu().double()
+    assert torch.equal(found, HostArithmetic(240.0).cast(x, inverse))
+
+
 def test_streams_events_and_memory(card: Any) -> None:
     with torch.hpu.stream(torch.hpu.Stream()) as _:
         start, end = torch.hpu.Event(enable_timing=True), torch.hpu.Event(enable_timing=True)
@@ -189,7 +213,7 @@ def test_its_torch_is_torch(card: Any) -> None:
 
 
 def test_p02_estimates(card: Any) -> None:
-    from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
+    from vllm_gaudi_spec.devices.hpu.compile_time import Recipes
     from vllm_gaudi_spec.emulator import cost
 
     x = torch.zeros(64, 64).to("hpu")
@@ -197,9 +221,61 @@ def test_p02_estimates(card: Any) -> None:
     (x @ x).cpu()
     step = card.next_step()
     assert 0 < cost.step_seconds(step, "gaudi3") < cost.step_seconds(step, "gaudi2") < 1e-3
-    assert warmup_seconds(72) == pytest.approx(49)
+    assert Recipes(prompts=3 * 24, others=3 * 48).seconds() == pytest.approx(49)
+    assert Recipes(prompts=3 * 24, others=3).seconds() == pytest.approx(32)
+    assert Recipes(prompts=3 * 24, others=3 * 48).seconds(cached=True) == pytest.approx(49 * 23 / 66)
     with pytest.raises(ValueError, match="generation"):
         cost.step_seconds(step, "gaudi1")
+
+
+@pytest.mark.parametrize(
+    ("layers", "mode", "words"),
+    [
+        ("1", "1", "about 5 different recipes, which may take 0.0 min"),
+        ("0", "1", "3 graphs"),
+        ("2", "1", "3 graphs"),
+        ("1", "0", "3 graphs"),
+    ],
+)
+def test_recipes_are_estimated_where_they_were_published(
+    layers: str, mode: str, words: str, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a marker after each layer."""
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", layers)
+    graphs = make_backend().graphs
+    monkeypatch.setattr(
+        graphs, "_bridge", graphs._bridge._replace(regions=None if mode == "1" else make_region_compiler())
+    )
+    assert graphs.describe_warm_up(WarmUpWork((), 2, 1, 1, 1)).startswith(words)
+
+
+def test_steps_in_flight_are_not_compiled_only(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode is the process's: before it begins what was issued has been computed, and in it all of warm-up's."""
+    from habana_frameworks.torch.internal import bridge_config
+
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    seen: list[str] = []
+    original, env_setting = torch.hpu.synchronize, bridge_config.env_setting
+
+    def synchronize() -> None:
+        seen.append("synchronize")
+        original()
+
+    @contextmanager
+    def setting(name: str, value: Any) -> Iterator[None]:
+        with env_setting(name, value):
+            seen.append("on")
+            yield
+            seen.append("off")
+
+    monkeypatch.setattr(torch.hpu, "synchronize", synchronize)
+    monkeypatch.setattr(bridge_config, "env_setting", setting)
+    with make_backend().graphs.warming_up_later():
+        seen.append("run")
+    assert seen == ["synchronize", "on", "run", "synchronize", "off"]
 
 
 def test_s05_installation() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from vllm_gaudi_spec import config, devices, environment
+from vllm_gaudi_spec.devices.hpu import backend
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +65,10 @@ def test_asking_never_raises(error: type[Exception], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("value", "lazy"), [(None, True), ("1", True), ("0", False), ("2", True)])
 def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment._GAUDI_DEFAULTS:
+    for name in (*environment._GAUDI_DEFAULTS, "PT_HPU_LAZY_MODE"):
         monkeypatch.setenv(name, "")  # so that what is set below is undone
         monkeypatch.delenv(name)
+    monkeypatch.setenv("VGS_DEVICE", "hpu-emulated")
     if value is not None:
         monkeypatch.setenv("PT_HPU_LAZY_MODE", value)
     assert environment.gaudi_is_lazy() is lazy
@@ -72,6 +76,38 @@ def test_lazy_mode_is_the_default(value: str | None, lazy: bool, monkeypatch: py
     assert environment.gaudi_has_lazy_collectives()
     monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false")
     assert not environment.gaudi_has_lazy_collectives(), "what the user set stays"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "has_it"), [("2.11.0a0+git009b5f6", True), ("2.11.0+hpu", False), ("2.11.0", False)]
+)
+def test_s04_stock_torch_has_no_lazy_mode(torch_version: str, has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the default follows; a bridge that is loaded knows best."""
+    monkeypatch.setenv("VGS_DEVICE", "hpu")
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "")
+    monkeypatch.delenv("PT_HPU_LAZY_MODE")
+    internal = "habana_frameworks.torch.utils.internal"
+    monkeypatch.setitem(sys.modules, internal, ModuleType(internal))  # so that it is put back
+    monkeypatch.delitem(sys.modules, internal)
+    monkeypatch.setattr(environment, "version", lambda name: torch_version)
+    assert environment.gaudi_is_lazy() is environment.gaudi_has_lazy_mode() is has_it
+    loaded = ModuleType(internal)
+    loaded.is_lazy = lambda: not has_it  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, internal, loaded)
+    assert environment.gaudi_has_lazy_mode() is not has_it
+
+
+def test_s04_lazy_mode_with_stock_torch_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the bridge says it (1.19, habana_frameworks/torch/__init__.py)."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError("Stock PyTorch version 2.11.0 is not supported in Lazy mode.")
+
+    monkeypatch.setattr(backend.importlib, "import_module", refuse)
+    with pytest.raises(
+        config.UnsupportedConfigError, match=r"not supported in Lazy mode.*leave PT_HPU_LAZY_MODE unset"
+    ):
+        backend.make_backend()
 
 
 def test_an_unknown_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

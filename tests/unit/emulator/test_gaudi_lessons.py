@@ -66,6 +66,16 @@ def test_s13_the_generation_is_not_read_from_a_name(
     assert make_backend().weights.fp8_range == generation
 
 
+def test_q01_a_card_that_is_neither_has_the_narrower_range(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import habana_frameworks.torch.utils.experimental as htexp
+
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+    from vllm_gaudi_spec.quantization.layers import kv_range
+
+    monkeypatch.setattr(htexp, "_get_device_type", lambda: None)
+    assert kv_range(make_backend().weights.fp8_range) == "gaudi2"
+
+
 def test_h03_pinned_memory_needs_an_opened_card(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "pid", 0)
     refused(card, lambda: torch.empty(2, pin_memory=True), "before the device was opened")
@@ -118,7 +128,7 @@ def test_s03_h15_the_mode_is_that_in_which_the_bridge_was_loaded(card: Any, monk
     from vllm_gaudi_spec.devices.hpu.backend import make_backend
 
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    with pytest.raises(UnsupportedConfigError, match="export PT_HPU_LAZY_MODE=1 before Python starts"):
+    with pytest.raises(UnsupportedConfigError, match="export PT_HPU_LAZY_MODE=0 before Python starts"):
         make_backend()
 
 
@@ -395,9 +405,15 @@ def test_o20_draws_from_bfloat16(card: Any) -> None:
     refused(card, lambda: probs.multinomial(1), "samples badly")
 
 
-def test_o22_generators_live_on_the_host(card: Any) -> None:
-    with pytest.raises(RuntimeError):
-        torch.Generator(device="hpu")
+def test_o22_a_generator_of_the_card(card: Any) -> None:
+    """vllm-gaudi v0.26.0 makes one for each seeded request (hpu_model_runner.py); vllm-fork, 924, crashed with it."""
+    first, second = (torch.Generator(device="hpu").manual_seed(3) for _ in range(2))
+    assert (first.device, torch.Generator().device) == (torch.device("hpu", 0), torch.device("cpu"))
+    assert isinstance(first, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    drawn = [torch.empty(4, device="hpu").exponential_(generator=generator).tolist() for generator in (first, second)]
+    assert drawn[0] == drawn[1]
+    assert torch.empty(4, device="hpu").exponential_(generator=first).tolist() != drawn[0]
 
 
 def test_o24_a_quotient_is_not_exact(card: Any) -> None:
@@ -533,10 +549,15 @@ def test_q02_q03_bytes_past_240_are_no_numbers(
 
 
 def test_q04_a22_scales_are_float32(card: Any) -> None:
+    from habana_frameworks.torch.hpex.kernels import fp8_fused_sdpa
+
     fp8, scale = torch.zeros(2, 2, dtype=torch.float8_e4m3fn, device="hpu"), hpu(1, dtype=torch.bfloat16)
+    attended = torch.zeros(1, 1, 2, 8, dtype=torch.float8_e4m3fn, device="hpu")
+    torch.ops.hpu.cast_to_fp8_v2(hpu(1, 2), scale)  # vllm-gaudi v0.26.0, extension/ops.py, dynamic_quant
     for run in (
-        lambda: torch.ops.hpu.cast_to_fp8_v2(hpu(1, 2), scale),
+        lambda: torch.ops.hpu.cast_to_fp8_v2(hpu(1, 2), scale.half()),
         lambda: torch.ops.hpu.cast_from_fp8(fp8, scale, torch.float32),
+        lambda: fp8_fused_sdpa(attended, attended, attended, d_scale_q=scale),
         lambda: torch.ops.hpu.fp8_gemm_v2(fp8, False, fp8, False, None, torch.bfloat16, scale, scale),
     ):
         refused(card, run, "mismatch of types")

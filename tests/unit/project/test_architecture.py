@@ -21,7 +21,8 @@ MAY_IMPORT = {
         *("integrations", "config", "environment", "compat.patching", "drafting.vocabulary", "drafting.universal"),
     },
     "platforms": {
-        *("platforms", "devices", "config", "environment", "compat", "quantization.kv_scheme", "refusals"),
+        *("platforms", "devices", "config", "environment", "compat", "quantization.dequantized"),
+        *("quantization.kv_scheme", "refusals"),
         *("runner.shapes", "versions"),
     },
     "worker": {
@@ -31,6 +32,7 @@ MAY_IMPORT = {
     # What others build on, from above: nothing of them imports it.
     "self_test": {
         *("self_test", "attention", "config", "devices", "environment", "records", "runner.requests", "sampling"),
+        *("quantization.fp8", "quantization.layers"),
     },
     "scheduling": {
         *("devices", "config", "environment", "records", "runner.shapes", "sampling.noise", "scheduling", "versions"),
@@ -72,9 +74,11 @@ MAY_IMPORT = {
     "config": {"drafting.table", "sampling.rules.table"},
     "environment": {"config", "environment"},
     "refusals": {
-        *("devices.base", "config", "drafting.table", "quantization.config", "refusals", "sampling.rules.table"),
+        *("devices.base", "config", "environment", "drafting.table", "quantization.checkpoint", "quantization.config"),
+        *("quantization.dequantized", "quantization.fingerprint", "quantization.formats", "quantization.kv_scheme"),
+        *("refusals", "sampling.rules.table"),
     },
-    "compat": {"compat", "config", "drafting.table", "environment", "sampling.rules.table", "scheduling"},
+    "compat": {"compat", "config", "drafting.table", "environment", "sampling.rules.table", "scheduling", "versions"},
     "quantization": {
         "quantization",
         "config",
@@ -83,7 +87,9 @@ MAY_IMPORT = {
         "attention.operations",
         "devices.base",
     },
-    "versions": set(),
+    "versions": {"__version__"},
+    # Links to models and prompts, which are data.
+    "demo": set(),
     # Nothing of the engine imports these.
     "tools": set(),
     "tools.io": {"environment.cached_files", "tools.io"},
@@ -97,17 +103,19 @@ MAY_IMPORT = {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
         *("devices", "config", "drafting.table", "environment", "platforms", "sampling.rules.table"),
     },
+    # A server is asked over HTTP; of the engine it knows the names of the metrics.
+    "tools.live": {"tools.live", "scheduling.metrics"},
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
         *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
         *("devices", "config", "environment", "integrations", "platforms"),
         "drafting.universal",
-        *("quantization.fingerprint", "refusals", "drafting.memory", "versions"),
+        *("quantization.config", "quantization.fingerprint", "refusals", "drafting.memory", "versions"),
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
         *("__version__", "devices", "config", "drafting.table", "emulator", "environment"),
-        *("platforms", "self_test", "versions"),
+        *("platforms", "self_test", "tools.live", "versions"),
     },
 }
 
@@ -149,8 +157,9 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "load": {"*"},
     },
     "runner": {
-        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "report", "requests", "shapes"), frozenset()),
+        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "report", "requests"), frozenset()),
         "weights": set(),
+        "shapes": {"graphs"},
         "memory": {"graphs"},
         "batch": {"requests", "shapes"},
         "sample_shapes": {"shapes"},

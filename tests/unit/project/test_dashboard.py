@@ -30,7 +30,7 @@ def rows_of_page() -> list[list[str]]:
 
 def test_every_series_of_ours_is_shown_and_explained() -> None:
     shown = {use.name for panel in panels() for expression in panel.expressions for use in uses(expression)}
-    table = {cells[0].strip("`"): cells[1:] for cells in rows_of_page() if cells[0].startswith("`vllm:")}
+    table = {cells[0].strip("`"): cells[1:] for cells in rows_of_page() if cells[0].startswith("`gaudi_spec:")}
     exported = {name if series.is_gauge else f"{name}_total": series for name, series in SERIES.items()}
     assert set(table) == set(exported)
     for name, series in exported.items():
@@ -44,7 +44,7 @@ def test_every_series_of_ours_is_shown_and_explained() -> None:
 def test_every_reason_is_explained() -> None:
     rows = [cells[0].strip("`") for cells in rows_of_page() if re.fullmatch(r"`[a-z]+`", cells[0]) and cells[1]]
     assert rows == ["reason", *REASONS]
-    assert re.findall(r"(\w+): ", SERIES["vllm:gaudi_spec_rows_without_drafts"].help) == list(REASONS)
+    assert re.findall(r"(\w+): ", SERIES["gaudi_spec:rows_without_drafts"].help) == list(REASONS)
 
 
 def test_results_and_causes_of_audits_are_explained() -> None:

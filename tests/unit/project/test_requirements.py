@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import files, version
 from pathlib import Path
@@ -14,9 +17,7 @@ from vllm.entrypoints.cli import main
 
 ROOT = Path(__file__).parents[3]
 NO_LOCKS = ("excludes.txt",)
-LOCKS = sorted(
-    path for folder in ("requirements", "docker") for path in (ROOT / folder).glob("*.txt") if path.name not in NO_LOCKS
-)
+LOCKS = sorted(path for path in (ROOT / "requirements").glob("*.txt") if path.name not in NO_LOCKS)
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
@@ -31,6 +32,10 @@ def test_every_requirement_is_pinned_and_has_hashes(lock: Path) -> None:
 
 def test_all_locks_are_looked_at() -> None:
     assert {
+        "card.txt",
+        "card-build.txt",
+        "card-source.txt",
+        "clients.txt",
         "cpu.txt",
         "dev.txt",
         "docs.txt",
@@ -38,6 +43,8 @@ def test_all_locks_are_looked_at() -> None:
         "torchvision.txt",
         "vllm-ascend.txt",
         "vllm-ascend-source.txt",
+        "vllm-gaudi.txt",
+        "optimum-habana.txt",
     } <= {p.name for p in LOCKS}
 
 
@@ -73,3 +80,55 @@ def test_nobody_else_installs_without_a_hash(path: str) -> None:
     commands = re.sub(r"\\\n", " ", (ROOT / path).read_text()).splitlines()
     for command in (line for line in commands if re.search(r"\bpip['\", ]+(install|download)\b", line)):
         assert "--require-hashes" in command or "--editable" in command, command.strip()
+
+
+def make_environment(folder: Path) -> subprocess.CompletedProcess[str]:
+    """With an interpreter that makes and installs nothing."""
+    script = ROOT / "requirements" / "environment.py"
+    code = (
+        "import runpy, subprocess, sys; sys.argv[1:] = sys.argv[2:];"
+        "subprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 3);"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "-", "card", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_an_environment_is_never_made_over_somebodys_folder(tmp_path: Path) -> None:
+    (tmp_path / "work.txt").write_text("mine")
+    done = make_environment(tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == f"error: {tmp_path} was not made by this script, so it stays; name another folder, or remove it"
+    assert (tmp_path / "work.txt").read_text() == "mine"
+
+
+def test_an_environment_is_made_in_an_empty_folder_and_over_an_older_one(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    for _ in range(2):
+        assert make_environment(folder).returncode == 3
+        assert [path.name for path in folder.iterdir()] == ["made-of"], "known as ours when it is interrupted"
+        (folder / "old.txt").touch()
+
+
+def test_the_makefile_does_not_touch_a_cards_environment(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements", symlinks=True)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "made-of").write_text("card")
+    # A make inside of `make test` would say first where it is.
+    command = ["make", "--no-print-directory", "setup", "PYTHON=false"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.startswith("error: .venv is a card's environment, made by requirements/environment.py")
+    assert [path.name for path in (tmp_path / ".venv").iterdir()] == ["made-of"]
+
+
+def test_the_page_about_clients_has_the_locked_versions() -> None:
+    packages = {"openai": "openai", "litellm": "litellm", "langchain": "langchain-openai", "lm_eval": "lm-eval"}
+    rows = dict(re.findall(r"(?m)^\| [^|]+ \| `(\w+)` \| ([\d.]+) \|", (ROOT / "docs" / "clients.md").read_text()))
+    lock = dict(re.findall(r"(?m)^([\w-]+)==(\S+)", (ROOT / "requirements" / "clients.txt").read_text()))
+    assert rows == {client: lock[package] for client, package in packages.items()}
+    assert {path.name.removesuffix("_calls.py") for path in (ROOT / "tests" / "clients").glob("*.py")} == set(packages)

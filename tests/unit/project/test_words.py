@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Not the prompts, which are text to measure with.
-PACKAGE = sorted(path for path in (ROOT / "vllm_gaudi_spec").rglob("*.py") if path.name != "builtin_prompts.py")
+# Text to measure with.
+PROMPTS = ("builtin_prompts.py", "training_prompts.py")
+PACKAGE = sorted(path for path in (ROOT / "vllm_gaudi_spec").rglob("*.py") if path.name not in PROMPTS)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"])
 
 # A key of compare_reference's report.
@@ -52,7 +53,7 @@ IDENTIFIERS = {
     "word": "what it is: a status, a message",
 }
 # Names of vLLM, Triton and Habana, and of metrics that dashboards read: a line may hold them.
-OF_OTHERS = re.compile(r"bad_words|behind_schedule|gaudi_spec_spared_steps|program_id|PT_HPU_PLACE_ON_CPU")
+OF_OTHERS = re.compile(r'bad_words|behind_schedule|"spared_steps"|program_id|PT_HPU_PLACE_ON_CPU')
 
 
 def found(text: str, words: list[Word]) -> Iterator[str]:

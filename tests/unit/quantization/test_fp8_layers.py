@@ -13,6 +13,7 @@ from tests.unit.attention.test_paged_attention import Scene, make_scene
 from vllm_gaudi_spec.attention import flat, padded
 from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.attention.operations import OWN, Operations, VLLMKVCache
+from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
 from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.observers import serve_linear
@@ -33,8 +34,12 @@ def test_linear(per_channel: bool, dtype: torch.dtype) -> None:
     serve_linear(layer, Fp8Linear(layer, weight_KN, input_scale, weight_scale, HOST))
 
     values = nearest(weight.float().t() * (1 / weight_scale), LARGEST)
-    product = nearest(x.float() * (1 / input_scale), LARGEST) @ values
-    expected = (product * (input_scale.double() * weight_scale.double())).to(dtype) + bias
+    scale = input_scale.double() * weight_scale.double()
+    if dtype is torch.bfloat16:  # scales, products with them and the sum are rounded
+        product = (nearest((x * (1 / input_scale).bfloat16()).float(), LARGEST) @ values).bfloat16() * scale.bfloat16()
+    else:
+        product = nearest(x * (1 / input_scale), LARGEST) @ values * scale
+    expected = product.to(dtype) + bias
     assert torch.equal(layer(x), expected)
     assert layer.weight.numel() == 0  # it is kept once
     close = dict(atol=0.4, rtol=0.0)  # and it is the layer that it was, but for what 3 bits round
@@ -53,9 +58,11 @@ def test_matmul_softmax_and_cache() -> None:
     weights = Fp8Softmax(scale, HOST)(x, -1)
     assert torch.equal(weights.double(), nearest(x.softmax(-1) * 64, LARGEST) / 64)
 
-    stored = torch.zeros(8, 2, 16)
+    blocks = torch.zeros(4, 2, 2, 16, dtype=torch.float8_e4m3fn)  # 4 blocks of 2 slots
     keys, slots = torch.randn(3, 2, 16), torch.tensor([5, 0, 2])
-    Fp8Cache(scale, HOST)(keys, stored, slots)
+    cache = Fp8Cache(scale, HOST, torch.float32)
+    cache(keys, torch_ops._Slots(blocks), slots)
+    stored = cache.fetch_from_cache(blocks, torch.arange(4)).transpose(1, 2).flatten(0, 1)
     assert torch.equal(stored[slots].double(), nearest(keys * 64, LARGEST) / 64)
     assert stored.count_nonzero(dim=(1, 2)).bool().tolist() == [True, False, True, False, False, True, False, False]
 

@@ -1,13 +1,15 @@
-"""Checkpoints that ask for FP8 KV are served with KV in the model's dtype, and the user is warned what that costs."""
+"""In which dtype KV is kept: by the user, by checkpoints, by the device; and scales that are none."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
@@ -15,9 +17,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from tests.full_tests.tiny_models import common
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
+from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization import kv_scheme
+from vllm_gaudi_spec.quantization.config import cpu_weights_of
+from vllm_gaudi_spec.quantization.kv_scheme import drop_scales_set_aside
 
 SCHEME = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True, dynamic=False)
@@ -31,13 +37,18 @@ COMPRESSED = dict(
 MODELOPT = dict(quant_method="modelopt", quant_algo="FP8", kv_cache_quant_algo="FP8", ignore=["lm_head"])
 
 
-def checkpoint(folder: Path, quantization: dict[str, Any]) -> str:
+def checkpoint(folder: Path, quantization: dict[str, Any] | None) -> str:
     made = LlamaConfig(**common())
     made.architectures = ["LlamaForCausalLM"]
     made.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | dict(quantization_config=quantization)))
+    if quantization is not None:
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | dict(quantization_config=quantization)))
     return str(folder)
+
+
+def with_scheme(**changes: Any) -> dict[str, Any]:
+    return COMPRESSED | dict(kv_cache_scheme=SCHEME | changes)
 
 
 def configured(model: str, **options: Any) -> VllmConfig:
@@ -52,17 +63,51 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_the_scheme_is_set_aside_with_what_it_costs(tmp_path: Path, warnings: list[str]) -> None:
-    made = configured(checkpoint(tmp_path, COMPRESSED | dict(kv_cache_scheme=SCHEME)))
-    assert made.cache_config.cache_dtype == "auto"
+@pytest.fixture
+def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuWeights, "fp8_arithmetic", None)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_inc"])
+def test_names_of_the_same(name: str, tmp_path: Path, warnings: list[str]) -> None:
+    made = configured(checkpoint(tmp_path, None), kv_cache_dtype=name)
+    assert made.cache_config.cache_dtype == FP8_KV
+    assert not warnings
+
+
+def test_a_scheme_is_followed(tmp_path: Path, warnings: list[str]) -> None:
+    for strategy in ("tensor", "attn_head"):
+        made = configured(checkpoint(tmp_path, with_scheme(strategy=strategy)))
+        assert made.cache_config.cache_dtype == FP8_KV
+        assert made.quant_config.kv_cache_scheme["strategy"] == strategy
+    assert not warnings
+
+
+@pytest.mark.parametrize("change", [dict(type="int"), dict(symmetric=False), dict(strategy="channel")])
+@pytest.mark.parametrize("requested", ["auto", "fp8"])
+def test_one_that_is_not_served_is_set_aside(
+    requested: str, change: dict[str, Any], tmp_path: Path, warnings: list[str]
+) -> None:
+    made = configured(checkpoint(tmp_path, with_scheme(**change)), kv_cache_dtype=requested)
+    assert made.cache_config.cache_dtype == ("auto" if requested == "auto" else FP8_KV)
     # What the layers look at, and what another configuration of the same model would be made of.
     assert made.quant_config.kv_cache_scheme is None
     assert replace(made, quant_config=None).quant_config.kv_cache_scheme is None
-    assert len(set(warnings)) == 1
-    assert warnings[0] == (
-        f"{tmp_path} asks for a quantised KV cache, which is not supported yet: KV is kept in float32, which takes 4 "
-        "times the memory of 8 bits, and its scales are not used."
+    kept = "float32" if requested == "auto" else FP8_KV
+    (line,) = set(warnings)
+    assert line.startswith(
+        f"{tmp_path} asks for a quantised KV cache that is not supported here: KV is kept in {kept}, "
     )
+
+
+def test_on_a_device_without_fp8(tmp_path: Path, warnings: list[str], without_fp8: None) -> None:
+    made = configured(checkpoint(tmp_path, with_scheme()))
+    assert made.cache_config.cache_dtype == "auto"
+    assert made.quant_config.kv_cache_scheme is None
+    assert "KV is kept in float32" in warnings[0]
+    with pytest.raises(UnsupportedConfigError, match="dtype on cpu, got fp8_e4m3; use --kv-cache-dtype auto"):
+        configured(checkpoint(tmp_path, None), kv_cache_dtype="fp8")
+    assert Weights.fp8_arithmetic is None  # of devices that say nothing else: Ascend and CUDA
 
 
 def test_one_without_a_scheme_is_left_alone(tmp_path: Path, warnings: list[str]) -> None:
@@ -71,23 +116,70 @@ def test_one_without_a_scheme_is_left_alone(tmp_path: Path, warnings: list[str])
     assert not warnings
 
 
-def test_modelopts_formats(tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_fp8", [True, False])
+def test_modelopts_formats(has_fp8: bool, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM takes their dtype before the platform is asked. float32 is not for these weights, nor every CPU."""
     monkeypatch.setattr(cpu_formats, "missing_kernel", lambda *_: None)
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
+    if not has_fp8:
+        monkeypatch.setattr(CpuWeights, "fp8_arithmetic", None)
     made = configured(checkpoint(tmp_path, MODELOPT), dtype="bfloat16")
+    assert made.cache_config.cache_dtype == (FP8_KV if has_fp8 else "auto")
+    assert bool(warnings) != has_fp8
+
+
+def test_the_user_may_keep_the_models_dtype(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
+    made = configured(checkpoint(tmp_path, with_scheme()), dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert made.cache_config.cache_dtype == "auto"
-    assert "KV is kept in bfloat16, which takes 2 times" in warnings[0]
+    assert made.quant_config.kv_cache_scheme is None
+    assert not warnings
 
 
-def test_who_asks_for_fp8_kv_is_refused_still(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedConfigError, match="use --kv-cache-dtype auto"):
-        configured(checkpoint(tmp_path, COMPRESSED | dict(kv_cache_scheme=SCHEME)), kv_cache_dtype="fp8")
+@pytest.mark.parametrize("requested", ["bfloat16", "float16"])
+def test_so_they_do_in_float32(requested: str, tmp_path: Path, warnings: list[str]) -> None:
+    """For which vLLM has no name; without a scheme it is another dtype than the model's, and refused."""
+    made = configured(checkpoint(tmp_path, with_scheme()), kv_cache_dtype=requested)
+    assert made.cache_config.cache_dtype == "auto"
+    assert made.quant_config.kv_cache_scheme is None
+    assert not warnings
 
 
-def test_a_drafters_scheme_too(tmp_path: Path, warnings: list[str]) -> None:
+def test_tensors_of_a_scheme_set_aside_are_dropped(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, with_scheme(strategy="attn_head"))
+    attention, scale = "model.layers.0.self_attn.", torch.ones(2, 1, 1)
+    of_schemes = {f"{attention}{which}_{part}": scale for which in "qkv" for part in ("scale", "zero_point")}
+    others = {f"{attention}k_proj.weight_scale": scale, "model.norm.weight": scale}
+    for requested, expected in (("auto", of_schemes | others), ("bfloat16", others)):
+        read = configured(model, kv_cache_dtype=requested).model_config
+        assert dict(drop_scales_set_aside((of_schemes | others).items(), read)).keys() == expected.keys()
+
+
+def test_latent_keys_have_no_heads(tmp_path: Path) -> None:
+    asked = SimpleNamespace(use_mla=True)
+    assert kv_scheme._is_served(SCHEME, asked)
+    assert not kv_scheme._is_served(SCHEME | dict(strategy="attn_head"), asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (dict(kv_cache_dtype="fp8_e5m2"), r"in FP8 \(e4m3\), got fp8_e5m2; use --kv-cache-dtype auto or fp8\."),
+        (dict(kv_cache_dtype="bfloat16"), "got bfloat16; use --kv-cache-dtype auto or fp8"),
+        (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "leave out --kv-cache-dtype-skip-layers"),
+    ],
+    ids=str,
+)
+def test_other_dtypes_are_refused(options: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match=remedy):
+        configured(checkpoint(tmp_path, None), **options)
+
+
+def test_a_drafter_keeps_kv_as_its_target_does(tmp_path: Path, warnings: list[str]) -> None:
     target, drafter = tmp_path / "target", tmp_path / "drafter"
-    for folder, quantization in ((target, dict(COMPRESSED)), (drafter, COMPRESSED | dict(kv_cache_scheme=SCHEME))):
+    for folder, quantization in ((target, dict(COMPRESSED)), (drafter, with_scheme())):
         folder.mkdir()
         checkpoint(folder, quantization)
     speculation = dict(method="draft_model", model=str(drafter), num_speculative_tokens=2)
@@ -95,3 +187,101 @@ def test_a_drafters_scheme_too(tmp_path: Path, warnings: list[str]) -> None:
     described = made.speculative_config.draft_model_config
     assert described.hf_config.quantization_config["kv_cache_scheme"] is None
     assert f"{drafter} asks for a quantised KV cache" in warnings[0]
+    warnings.clear()
+    made = configured(str(target), speculative_config=speculation, kv_cache_dtype="fp8")
+    described = made.speculative_config.draft_model_config
+    assert described.hf_config.quantization_config["kv_cache_scheme"]["strategy"] == "tensor"
+    assert not warnings
+
+
+# --- scales that are none ---
+
+
+@pytest.mark.parametrize(
+    ("scale", "fault"),
+    [
+        (torch.zeros(1), "is 0, and a scale is a finite number above 0"),
+        (torch.tensor(-1.0), "is -1, and"),
+        (torch.tensor(torch.nan), "is nan, and"),
+        (torch.tensor([torch.inf]).bfloat16(), "is inf, and"),
+        (torch.ones(2), r"has shape \[2\], and there should be 1 of it"),
+        (torch.ones(0), r"has shape \[0\], and"),
+    ],
+    ids=["zero", "negative", "nan", "inf", "two", "none"],
+)
+def test_hostile_scales_are_refused(scale: torch.Tensor, fault: str, tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, with_scheme())
+    for name in _NAMES if scale.numel() == 1 and scale.item() == 0 else _NAMES[:1]:
+        save_file({"model.layers.0.self_attn.q_scale": torch.zeros(1), name: scale}, tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedConfigError, match=rf"^{name} in .*model\.safetensors {fault}"):
+            configured(model)
+
+
+_NAMES = [
+    f"model.layers.1.self_attn.{name}"
+    for name in ("k_scale", "v_proj.v_scale", "kv_scale", "k_cache.scale", "k_proj.output_scale")
+]
+
+
+def test_the_remedy_is_by_who_asks_for_fp8(tmp_path: Path) -> None:
+    for quantization, requested, remedy in (
+        (with_scheme(), "auto", "use --kv-cache-dtype bfloat16, which keeps the KV of"),
+        (dict(COMPRESSED), "fp8", "leave out --kv-cache-dtype"),
+    ):
+        model = checkpoint(tmp_path, quantization)
+        save_file({_NAMES[0]: torch.zeros(1)}, tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedConfigError, match=rf"above 0; correct the checkpoint, or {remedy}"):
+            configured(model, kv_cache_dtype=requested)
+        # And following it helps.
+        configured(model, kv_cache_dtype="bfloat16" if "bfloat16" in remedy else "auto")
+
+
+@pytest.mark.parametrize(
+    ("requested", "quantises", "chosen", "expected"),
+    [
+        ("auto", None, None, None),
+        ("fp8", None, None, "float32"),
+        ("fp8", None, "int8", "int8"),
+        ("auto", "QUANTIZE", None, "float32"),
+        ("auto", "MEASURE", None, None),
+    ],
+)
+def test_weights_of_a_cpu_whose_kernel_does_not_round_by_the_number_of_rows(
+    requested: str,
+    quantises: str | None,
+    chosen: str | None,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = configured(checkpoint(tmp_path, None), kv_cache_dtype=requested)
+    made.additional_config = {"gaudi_spec": {} if chosen is None else {"cpu_weights": chosen}}
+    if quantises is not None:
+        (tmp_path / "file.json").write_text(json.dumps(dict(mode=quantises, dump_stats_path=str(tmp_path / "inc"))))
+        monkeypatch.setenv("QUANT_CONFIG", str(tmp_path / "file.json"))
+    assert cpu_weights_of(made) == expected
+
+
+def test_the_other_kernel_is_refused(tmp_path: Path) -> None:
+    options = dict(additional_config={"gaudi_spec": {"cpu_weights": "float16"}})
+    configured(checkpoint(tmp_path, None), **options)
+    with pytest.raises(
+        UnsupportedConfigError, match="cpu_weights float16 computes a verify step's KV in FP8 otherwise"
+    ):
+        configured(checkpoint(tmp_path, None), kv_cache_dtype="fp8", **options)
+
+
+def test_scales_by_head(tmp_path: Path) -> None:
+    model, name = checkpoint(tmp_path, with_scheme(strategy="attn_head")), "model.layers.0.self_attn.k_scale"
+    heads = configured(model).model_config.get_total_num_kv_heads()
+    save_file({name: torch.ones(heads, 1, 1)}, tmp_path / "model.safetensors")
+    configured(model)
+    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedConfigError, match=rf"has shape \[1\], and there should be {heads} of it"):
+        configured(model)
+
+
+def test_scales_of_a_scheme_set_aside_are_not_looked_at(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, with_scheme(strategy="attn_head", type="int"))
+    save_file({"model.layers.0.self_attn.k_scale": torch.zeros(3)}, tmp_path / "model.safetensors")
+    configured(model, kv_cache_dtype="fp8")

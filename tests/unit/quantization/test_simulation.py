@@ -21,6 +21,8 @@ METHOD = "maxabs_pow2"
 
 
 class Impl(nn.Module):
+    dtype, kv_dtype = torch.float32, None
+
     def __init__(self) -> None:
         super().__init__()
         self.k_cache, self.v_cache = VLLMKVCache(), VLLMKVCache()
@@ -78,13 +80,23 @@ def replaced(model: Model) -> list[str]:
 def test_all_that_has_scales(tmp_path: Path) -> None:
     model = apply(tmp_path, scales())
     assert replaced(model) == ALL
+    assert model.impl.kv_dtype is torch.float8_e4m3fn
     assert model.first(torch.randn(3, 8)).shape == (3, 6)
 
 
 def test_what_is_blocked_or_another_models_stays(tmp_path: Path) -> None:
     blocked = {"names": ["^last$"], "types": ["Softmax"]}
-    model = apply(tmp_path, scales(), apart=("impl.k_cache",), blocklist=blocked)
-    assert replaced(model) == [n for n in ALL if n not in ("last", "impl.softmax", "impl.k_cache")]
+    caches = "impl.k_cache", "impl.v_cache"
+    model = apply(tmp_path, scales(), apart=caches, blocklist=blocked)
+    assert replaced(model) == [n for n in ALL if n not in ("last", "impl.softmax", *caches)]
+    assert model.impl.kv_dtype is None
+
+
+def test_half_a_cache(tmp_path: Path) -> None:
+    """On a card the other half would be written to a cache of another dtype."""
+    blocked = {"names": ["v_cache"]}
+    with pytest.raises(UnsupportedConfigError, match="quantises k_cache of impl and not v_cache, and KV has one dtype"):
+        apply(tmp_path, scales(), blocklist=blocked)
 
 
 def test_q22_modules_without_scales(tmp_path: Path) -> None:

@@ -35,11 +35,11 @@ def test_counts_are_those_since_warm_up() -> None:
     recorder.saw("known")
     recorder.step_done()
     backend.memory.num_host_syncs += 2
-    assert recorder.worked(backend) == (1, 2, 0, {})
+    assert recorder.worked(backend) == (1, 2, 0, {}, 0)
     recorder.saw("new")
     recorder.saw("new")
     recorder.coverage = {"target": 0.5}
-    assert recorder.worked(backend) == (1, 2, 1, {"target": 0.5})
+    assert recorder.worked(backend) == (1, 2, 1, {"target": 0.5}, 0)
 
 
 def test_the_device_is_asked_now_and_then() -> None:

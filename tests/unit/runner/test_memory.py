@@ -41,7 +41,9 @@ def config(**options: Any) -> Any:
     """The defaults of vLLM where the user set nothing."""
     values = dict(kv_cache_memory_bytes=None, num_gpu_blocks_override=None, gpu_memory_utilization=0.9)
     values |= dict(max_num_seqs=256, max_num_batched_tokens=8192) | options
-    return SimpleNamespace(cache_config=SimpleNamespace(**values), scheduler_config=SimpleNamespace(**values))
+    values = dict(max_logprobs=20, tensor_parallel_size=1) | values
+    parts = ("cache_config", "scheduler_config", "model_config", "parallel_config")
+    return SimpleNamespace(**{part: SimpleNamespace(**values) for part in parts})
 
 
 def warm_up(card: Card, runs: list[tuple[str, int]], **options: Any) -> WarmUpMemory:
@@ -75,6 +77,22 @@ def test_l30_r08_memory_that_ends_names_what_to_lower() -> None:
     assert str(raised.value) == (
         "The card's memory ended in warm-up at 3 of 5 runs, in prompt chunks: 3.00 GiB were asked for, 1.00 GiB are "
         "free; lower --gpu-memory-utilization 0.9 -> 0.84."
+    )
+
+
+@pytest.mark.parametrize(("num_postponed", "words"), [(3, None), (4, "--gpu-memory-utilization 0.9 -> 0.88")])
+def test_runs_left_for_idle_steps_have_room(num_postponed: int, words: str | None) -> None:
+    """Each may keep what those of its kind did; 3 GiB are left."""
+    memory = warm_up(Card(5 * GIB), [("decodes", GIB), ("decodes", GIB)])
+    postponed = [Job("decodes", int)] * num_postponed + [Job("a kind without any", int)]
+    if words is None:
+        memory.refuse_without_room(postponed)
+        return
+    with pytest.raises(UnsupportedConfigError) as raised:
+        memory.refuse_without_room(postponed)
+    assert str(raised.value) == (
+        "3.00 GiB of the card's memory are free, and 5 runs of warm-up in the background may keep 4.00 GiB, as those "
+        f"before them did; lower {words}, or leave out VGS_WARMUP."
     )
 
 
@@ -134,3 +152,15 @@ def test_a_device_of_torchs_own_words() -> None:
     asked = PairMemory.bytes_asked
     assert asked(Memory(), torch.OutOfMemoryError("no memory")) == 0  # type: ignore[arg-type]
     assert asked(Memory(), RuntimeError("no memory")) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(max_logprobs=100), "--max-logprobs 100 -> 20"),
+        (dict(max_logprobs=-1), "--max-logprobs -1 -> 20"),
+        (dict(tensor_parallel_size=2), "the weights of a rank: --tensor-parallel-size 2 -> 4"),
+    ],
+)
+def test_prompt_logprobs_take_the_same_for_all_batches(options: dict[str, Any], words: str) -> None:
+    assert lower(config(**options), "prompt logprobs", kv_bytes=0, missing=0) == words

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+from tests.support.fakes import CompilingBackend
+from tests.support.small_engine import _SPEC, MAX_ROWS, RETOKENIZE, ROOMY, STANDARD, SmallEngine, Variant
 from tests.unit.runner.test_memory import GIB, config
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.runner import profile
 from vllm_gaudi_spec.runner.graphs import Job
+from vllm_gaudi_spec.runner.warmup import jobs
 
 
 def job(kind: str, name: str, num_tokens: int) -> Job:
@@ -80,3 +86,30 @@ def test_steps_that_leave_nothing_for_kv_name_what_to_lower(runner: Any) -> None
 def test_a_device_that_measures_no_peak_runs_nothing(runner: Any) -> None:
     runner.backend = SimpleNamespace(memory=Memory())
     assert profile.peak_bytes(runner, GIB) == 0
+
+
+@pytest.mark.parametrize("method", ["draft_model", STANDARD])
+def test_a_drafter_that_is_a_model_is_profiled(method: str, tmp_path: Path) -> None:
+    """And what a rule gathers of its distributions, in the largest sampling pass."""
+    engine = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path)
+    runner, gathered = engine.runner, list[int]()
+    kv_cache = KVCacheConfig(2, [], [KVCacheGroupSpec(runner.target.layer_names + runner.drafter.layer_names, _SPEC)])  # type: ignore[union-attr]
+    with torch.inference_mode():
+        runner.initialize_kv_cache(kv_cache, profiled_blocks=ROOMY)
+        probs = runner.drafting.probs  # type: ignore[union-attr]
+        runner.drafting.probs = lambda rows_B: (gathered.append(len(rows_B)), probs(rows_B))[1]  # type: ignore[method-assign, union-attr, func-returns-value]
+        found = list(profile._largest(jobs(runner)))
+        for one in found:
+            one.run()
+    assert {one.kind for one in found} >= {"rounds of drafts", "drafter's reads", "sampling passes"}
+    assert (max(gathered, default=0) == MAX_ROWS) == (method == STANDARD)
+
+
+@pytest.mark.parametrize("method", ["ngram", RETOKENIZE])
+def test_other_drafters_are_not(method: str, tmp_path: Path) -> None:
+    runner = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path).runner
+    with torch.inference_mode():
+        runner.initialize_kv_cache(
+            KVCacheConfig(2, [], [KVCacheGroupSpec(runner.target.layer_names, _SPEC)]), profiled_blocks=9
+        )
+    assert runner.drafting is None

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
+from tests.support.fakes import CapturingBackend, CompilingBackend, HostBackend
 from tests.support.small_engine import ROOMY, SmallEngine, Variant
 from vllm_gaudi_spec.scheduling.metrics import COMPILED
 
@@ -61,3 +63,33 @@ def test_a_row_starts_where_its_prompt_ends(v2: bool, overlap: bool, tmp_path: P
     engine.interrupt()
     engine.finish()
     assert started == {"new": 2, "chunked": 2, "cached": 2}
+
+
+@pytest.mark.parametrize("backend", [CapturingBackend, CompilingBackend])
+@pytest.mark.parametrize("wants", [dict(logprobs=3), dict(logprob_token_ids=[5, 6])], ids=["likeliest", "named"])
+def test_log_probabilities_that_nobody_asked_for_are_not_downloaded(
+    backend: type[HostBackend], wants: dict[str, Any], tmp_path: Path
+) -> None:
+    """A full branch computes them, for a penalty or a grammar: only steps of those who ask take them to the host."""
+    engine: Any = SmallEngine(Variant("ngram", num_blocks=ROOMY, backend=backend), tmp_path)
+    memory = engine.runner.backend.memory
+    download, sizes = memory.download, list[int]()
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return download(tensor)
+
+    memory.download = noted
+
+    def largest(**params: Any) -> int:
+        sizes.clear()
+        engine.add(str(params), [3, 4, 5], SamplingParams(temperature=0, max_tokens=4, **params))
+        while engine.running:
+            engine.step()
+        return max(sizes)
+
+    plain = largest()
+    assert largest(presence_penalty=1.0) == plain
+    assert largest(logit_bias={7: 1.0}) == plain
+    assert largest(presence_penalty=1.0, **wants) > 5 * plain
+    engine.finish()  # fails at a report that no list has

@@ -41,7 +41,13 @@ def shapes_of(max_rows: int, max_len: int, num_drafts: int, backend: HostBackend
 
 
 def sample_shapes(
-    max_rows: int, max_len: int, num_drafts: int, *, lists: bool = True, rectangles: bool = False
+    max_rows: int,
+    max_len: int,
+    num_drafts: int,
+    *,
+    lists: bool = True,
+    rectangles: bool = False,
+    max_logprobs: int = 20,
 ) -> tuple[SampleShapes, Sampling]:
     backend = Gaudi()
     found = SampleShapes(
@@ -54,8 +60,9 @@ def sample_shapes(
         backend,  # type: ignore[arg-type]
         max_rows=max_rows,
         vocab_size=VOCAB,
-        max_logprobs=20,
+        max_logprobs=max_logprobs,
         logprobs_mode="raw_logprobs",
+        by_rows=rectangles,
     )
     return found, sampling
 
@@ -64,11 +71,23 @@ def signatures(found: SampleShapes, sampling: Sampling) -> list[object]:
     return [sampling.signature(shape, branch) for shape, branch in found.every(sorted(sampling.branches()))]
 
 
-@pytest.mark.parametrize("sizes", [(128, 8192), (256, 8192), (256, 131072)])
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 5])
-def test_sampling_has_few_graphs_on_a_gaudi(sizes: tuple[int, int], num_drafts: int) -> None:
-    listed = signatures(*sample_shapes(*sizes, num_drafts))
-    assert len(set(listed)) == len(listed) <= MAX_GRAPHS
+@pytest.mark.parametrize("rectangles", [False, True])
+@pytest.mark.parametrize("max_logprobs", [0, 20, 100, -1])
+def test_sampling_has_few_graphs_on_a_gaudi(rectangles: bool, max_logprobs: int) -> None:
+    for max_rows in (128, 256, 1000):
+        for num_drafts in range(1 if rectangles else 0, 9):
+            asked = sample_shapes(max_rows, 8192, num_drafts, rectangles=rectangles, max_logprobs=max_logprobs)
+            listed = signatures(*asked)
+            assert len(set(listed)) == len(listed) <= MAX_GRAPHS, (max_rows, num_drafts)
+
+
+def test_every_report_without_log_probabilities_is_listed() -> None:
+    """A step that computed some for nobody leaves them out of its report."""
+    for rectangles, max_logprobs in ((False, 20), (True, 20), (False, 100), (True, 100)):
+        found, sampling = sample_shapes(256, 8192, 3, rectangles=rectangles, max_logprobs=max_logprobs)
+        every = list(found.every(sampling.branches()))
+        plain = {shape[:2] for shape, branch in every if branch.of_reports() == Branch()}
+        assert {shape[:2] for shape, _ in every} == plain
 
 
 def test_the_numbers_of_a_server_with_three_drafts() -> None:

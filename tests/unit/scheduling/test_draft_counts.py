@@ -25,6 +25,7 @@ from vllm_gaudi_spec.scheduling.metrics import (
     ROWS_BY_CHOICE,
     ROWS_WITHOUT_DRAFTS,
     STEPS,
+    WARM_UP_LEFT,
 )
 from vllm_gaudi_spec.scheduling.scheduler import SpecAsyncScheduler, SpecScheduler
 
@@ -372,7 +373,7 @@ def test_what_the_worker_reports_of_itself(tmp_path: Path) -> None:
     play.admit("a")
     coverage = {"target": 0.5, "drafter": 0.75}
     play.step(worked=WorkerCounts(4, 3, 0, coverage))
-    assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, COVERAGE: coverage}
+    assert play.counted == {STEPS: {"": 4}, HOST_SYNCS: {"": 3}, WARM_UP_LEFT: {"": 0}, COVERAGE: coverage}
     play.step(worked=WorkerCounts(5, 4, 2, coverage))
     assert [play.counted[name][""] for name in (STEPS, HOST_SYNCS, COMPILED)] == [5, 4, 2]
     assert play.counted[COVERAGE] == coverage

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, llm_engine
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
+from vllm.v1.metrics.reader import Counter, Gauge
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -73,21 +73,36 @@ def test_each_engine_has_its_own_figures(tmp_path: Path) -> None:
     assert shown(COVERAGE, 0, vocabulary="target") is None
 
 
+def test_the_old_names_have_the_same_figures(tmp_path: Path) -> None:
+    """For one release more."""
+    assert all(name.startswith(metrics.PREFIX) for name in SERIES)
+    assert metrics.old_name(STEPS) == "vllm:gaudi_spec_steps"
+    assert metrics.old_name(HOST_SYNCS) == "vllm:gaudi_spec_host_reads"
+    logger = logger_of(tmp_path, dict(method="ngram"), [0])
+    record(logger, 0, {STEPS: {"": 7}, ROWS: {"2": 5}, COVERAGE: {"drafter": 0.5}})
+    assert shown(f"{metrics.old_name(STEPS)}_total") == 7
+    assert shown(f"{metrics.old_name(ROWS)}_total", num_drafts="2") == 5
+    assert shown(metrics.old_name(COVERAGE), vocabulary="drafter") == 0.5
+
+
 def test_offline_they_are_there_too(tmp_path: Path) -> None:
     record(logger_of(tmp_path, dict(method="ngram"), [0]), 0, {STEPS: {"": 7}, COVERAGE: {"drafter": 0.5}})
-    found = {metric.name: metric for metric in get_metrics_snapshot() if metric.name in (STEPS, COVERAGE)}
+    compat.list_metrics_of_ours()
+    listed = llm_engine.get_metrics_snapshot()
+    found = {metric.name: metric for metric in listed if metric.name in (STEPS, COVERAGE)}
     labels = {"model_name": "tiny", "engine": "0"}
     assert found == {
         STEPS: Counter(STEPS, labels, 7),
         COVERAGE: Gauge(COVERAGE, labels | {"vocabulary": "drafter"}, 0.5),
     }
+    assert Counter(metrics.old_name(STEPS), labels, 7) in listed
 
 
 def test_without_speculation_there_are_those_of_the_device(tmp_path: Path) -> None:
     logger = logger_of(tmp_path, None, [0])
     record(logger, 0, {STEPS: {"": 2}, HOST_SYNCS: {"": 1}})
-    ours = {f.name for f in REGISTRY.collect() if f.name.startswith("vllm:gaudi_spec")}
-    assert ours == {STEPS, HOST_SYNCS, COMPILED}
+    ours = {f.name for f in REGISTRY.collect() if f.name.startswith(metrics.PREFIX)}
+    assert ours == {STEPS, HOST_SYNCS, COMPILED, metrics.WARM_UP_LEFT}
     assert (shown(f"{STEPS}_total"), shown(f"{HOST_SYNCS}_total"), shown(f"{COMPILED}_total")) == (2, 1, 0)
 
 

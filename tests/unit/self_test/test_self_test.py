@@ -12,15 +12,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.support.cards import CardAttention, CardGraphs, CardMemory, Ranks, ThreadGroup, make_card
+from vllm_gaudi_spec.attention.metadata import AttentionCall
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.base import DeviceBackend
+from vllm_gaudi_spec.devices.common import torch_ops
+from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
+from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.self_test import run
+from vllm_gaudi_spec.self_test.attention import check_fp8_kv
 from vllm_gaudi_spec.self_test.result import FAILED, NOT_CHECKED, PASSED, Result, SelfTestError
 from vllm_gaudi_spec.self_test.run import CHECKS, self_test
+from vllm_gaudi_spec.self_test.subject import Failed, Subject
 
 NEEDS_RANKS = {run.COLLECTIVES}
+# Of the card in these tests, which keeps KV in the model's dtype.
+HAS_NOT = {run.FP8_KV}
 EVERY_FEATURE = {check.needed_by for check in CHECKS}
 
 
@@ -32,11 +40,11 @@ def statuses(result: Result, status: str) -> set[str]:
 def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
     result = self_test(make_card(), dtype)
     assert not result.failed, result.failed
-    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS
+    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
     result.refuse(EVERY_FEATURE)
     assert result.summary().startswith("10 checks passed in ")
     assert result.summary().endswith("; collectives not checked: there is one rank")
-    assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS) for check in CHECKS)
+    assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
 
 def test_the_cpu_passes() -> None:
@@ -48,6 +56,69 @@ def test_the_cpu_passes() -> None:
         result = self_test(load_backend("cpu"), dtype)
         assert not result.failed, result.failed
         assert statuses(result, NOT_CHECKED) == {run.SECOND_CALL, run.COLLECTIVES, run.MEMORY}
+
+
+class Multiplies(HostArithmetic):
+    """By the scale itself (lesson Q05)."""
+
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return super().cast(x, 1 / inverse)
+
+
+class CutsAt240(HostArithmetic):
+    def __init__(self, largest: float) -> None:
+        super().__init__(240.0)
+
+
+class IsNoNumberPastTheRange(HostArithmetic):
+    """As older releases of torch cast, and a card may (lesson Q01)."""
+
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return super().cast(x, inverse).masked_fill((x * inverse).abs() > 464.0, torch.nan)
+
+
+class HasNoSmallNumbers(HostArithmetic):
+    """None below 2**-6, where e4m3 numbers lose their bits one by one."""
+
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        found = super().cast(x, inverse)
+        return found.masked_fill(found.abs() < 2.0**-6, 0.0)
+
+
+class HasOneScale(HostArithmetic):
+    def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return super().cast(x, inverse.flatten()[0])
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "found"),
+    [
+        (Multiplies, r"and not as .* in a chunk, by scale 0\.25"),
+        (CutsAt240, r"reads as -?60 and not as -?64 in a chunk, by scale 0\.25"),
+        (IsNoNumberPastTheRange, r"reads as nan and not as .* in a chunk, by scale 0\.25"),
+        (HasNoSmallNumbers, r"reads as -?0 and not as -?0\.00.* in a chunk, by scale 0\.25"),
+        (HasOneScale, r"in a chunk, by scale 0\.5"),
+    ],
+)
+def test_kv_in_fp8_that_is_wrong(arithmetic: Callable[[float], HostArithmetic], found: str) -> None:
+    class Wrong(CpuWeights):
+        fp8_arithmetic = arithmetic
+
+    wrong = replace(load_backend("cpu"), weights=Wrong())
+    with pytest.raises(Failed, match=found):
+        check_fp8_kv(Subject(backend=wrong, dtype=torch.float32, group=None, seconds=1.0))
+
+
+def test_kv_in_fp8_that_decodes_read_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of their own reads it for one query a row, and on a Gaudi over lists of blocks."""
+    original = torch_ops.attend
+
+    def wrong(query_THD: torch.Tensor, kv_cache: torch.Tensor, call: AttentionCall, *more: Any) -> torch.Tensor:
+        return original(query_THD, kv_cache, call, *more) * (2 if call.num_queries == 1 else 1)
+
+    monkeypatch.setattr(torch_ops, "attend", wrong)
+    with pytest.raises(Failed, match=r"reads as .* and not as .* in decodes, by scale 0\.25"):
+        check_fp8_kv(Subject(backend=load_backend("cpu"), dtype=torch.float32, group=None, seconds=1.0))
 
 
 def on_each_rank(test: Callable[[ThreadGroup], Result], size: int = 2) -> list[Result]:
@@ -70,7 +141,7 @@ def on_card_of(group: ThreadGroup) -> Result:
 
 def test_ranks_pass_together() -> None:
     for result in on_each_rank(on_card_of, size=3):
-        assert statuses(result, PASSED) == {check.name for check in CHECKS} - {run.MEMORY}
+        assert statuses(result, PASSED) == {check.name for check in CHECKS} - {run.MEMORY, *HAS_NOT}
 
 
 def test_downloads_end_in_time() -> None:
@@ -245,7 +316,7 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
     ),
     each_call_compiles: (run.SECOND_CALL, "2 more were compiled by the next 2 calls", "VGS_SELF_TEST=0"),
     downloads_leave_late: (run.DOWNLOADS, "had another step's values, the first 8 at step 1", "--no-async-scheduling"),
-    free_memory_stays_the_same: (run.MEMORY, "free memory fell by 0 MiB when 128 MiB", "--kv-cache-memory-bytes"),
+    free_memory_stays_the_same: (run.MEMORY, "free memory fell by 0.0 MiB when 128.0 MiB", "--kv-cache-memory-bytes"),
 }
 
 
@@ -284,7 +355,11 @@ class Crossed(ThreadGroup):
 
 
 @pytest.mark.parametrize(
-    ("group", "measured"), [(Forgetful, "all_reduce of 2 ranks gave"), (Crossed, "all_gather of 2 ranks gave")]
+    ("group", "measured"),
+    [
+        (Forgetful, "all_reduce of 2 ranks in a captured graph gave"),
+        (Crossed, "all_gather of 2 ranks in a captured graph"),
+    ],
 )
 def test_collectives_that_lose_a_rank(group: type[ThreadGroup], measured: str) -> None:
     for result in on_each_rank(lambda given: on_card_of(group(given._ranks, given.rank_in_group))):
@@ -292,7 +367,8 @@ def test_collectives_that_lose_a_rank(group: type[ThreadGroup], measured: str) -
 
 
 def test_every_check_has_a_fault() -> None:
-    assert {name for name, _, _ in FAULTS.values()} | {run.COLLECTIVES} == {check.name for check in CHECKS}
+    """Those of FP8 have a test of their own."""
+    assert {name for name, _, _ in FAULTS.values()} | NEEDS_RANKS | HAS_NOT == {check.name for check in CHECKS}
 
 
 def test_a_device_that_refuses_fails_a_check_and_the_others_run() -> None:
@@ -303,7 +379,7 @@ def test_a_device_that_refuses_fails_a_check_and_the_others_run() -> None:
     result = self_test(make_card(memory=Memory(torch.device("cpu"), CardGraphs())), torch.float32, seconds=0.2)
     (failed,) = result.failed
     assert (failed.name, failed.detail) == (run.DOWNLOADS, "RuntimeError: synStatus 26 [Generic failure]")
-    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS
+    assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
 
 
 def test_what_is_switched_off_needs_no_check() -> None:

@@ -49,6 +49,7 @@ def start(
     async_scheduling: bool = True,
     speculation: object = "drafts",
     kv_bytes: int | None = None,
+    kv_dtype: str = "fp8_e4m3",
     ranks: int = 1,
     captures: bool = True,
 ) -> tuple[Worker, list[Any]]:
@@ -63,7 +64,7 @@ def start(
     worker = Worker.__new__(Worker)
     worker.backend = SimpleNamespace(traits=SimpleNamespace(captures=captures))
     worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_bytes)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=kv_bytes, cache_dtype=kv_dtype)
     worker.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=async_scheduling), speculative_config=speculation
     )
@@ -73,7 +74,7 @@ def start(
 
 def test_one_line_where_all_is_well(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[int, str]]) -> None:
     worker, given = start(monkeypatch)
-    assert lines == [(logging.INFO, "Self-test of the card: 11 checks passed in 2.8 s.")]
+    assert lines == [(logging.INFO, "Self-test of the card: 12 checks passed in 3.0 s.")]
     assert given == [torch.bfloat16, None]
     assert worker.self_test is not None
     assert worker.self_test.passed(run.DOWNLOADS)
@@ -96,6 +97,7 @@ def test_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch, lines: list[tupl
     [
         (run.DOWNLOADS, {"async_scheduling": False}, "set --no-async-scheduling"),
         (run.VERIFY_ATTENTION, {"speculation": None}, "leave out --speculative-config"),
+        (run.FP8_KV, {"kv_dtype": "auto"}, "leave out --kv-cache-dtype"),
         (run.MEMORY, {"kv_bytes": 1 << 30}, "set --kv-cache-memory-bytes"),
     ],
 )
@@ -113,7 +115,7 @@ def test_the_advice_lets_it_start(
     assert not lines
     start(monkeypatch, failing, **switched_off)
     assert lines == [
-        (logging.INFO, "Self-test of the card: 10 checks passed in 2.8 s."),
+        (logging.INFO, "Self-test of the card: 11 checks passed in 3.0 s."),
         (logging.WARNING, f"Self-test of the card: {message} (not needed by this configuration)."),
     ]
 

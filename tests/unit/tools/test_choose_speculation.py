@@ -359,7 +359,7 @@ def test_the_largest_batch_of_the_server_is_measured_too() -> None:
         (["{model}", "--draft", "eagle=/no/drafter"], 2, "no model folder /no/drafter"),
         (["{model}", "--draft", "egale=/some"], 2, "is no drafter: write METHOD=MODEL"),
         (["{model}", "--prompts", "{empty}"], 1, "no prompts"),
-        (["{model}", "--num-drafts", "17"], 2, "at most 16 drafts"),
+        (["{model}", "--num-speculative-tokens", "17"], 2, "at most 16 drafts"),
         (["{model}", "--batches", "0"], 2, "0 is not a whole number of 1 or more"),
         (["{model}", "--max-num-seqs", "2"], 2, "less than a batch of 16"),
         (["{model}", "--one-run"], 2, "are for --device"),

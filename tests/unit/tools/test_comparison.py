@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.records import run, task
-from vllm_gaudi_spec.tools.compare import measure, turns
+from vllm_gaudi_spec.tools.compare import measure, tasks, turns
+from vllm_gaudi_spec.tools.compare import run as comparison
 from vllm_gaudi_spec.tools.compare.answers import Answer
 from vllm_gaudi_spec.tools.compare.console import show, show_several
 from vllm_gaudi_spec.tools.compare.measure import accepted_lengths
@@ -256,3 +259,31 @@ def test_another_platform_is_one_line_on_stderr(
     assert shown.err == (
         "error: task ngram failed: vLLM runs on another platform plugin; unset VLLM_PLUGINS, or set it to gaudi_spec\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("task", "lacking"),
+    [
+        ("draft_model", "draft-same-vocab"),
+        ("universal", "draft-other-vocab"),
+        ("eagle3", "tiny/target"),
+        ("mtp", "tiny/mtp"),
+        ("draft_model", "training_prompts.py"),
+    ],
+)
+def test_a_part_of_the_demo_that_is_not_installed_is_named(
+    task: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("draft-same-vocab", "draft-other-vocab", "tiny/eagle3", "tiny/target", "tiny/mtp"):
+        (tmp_path / part).mkdir(parents=True)
+    prompts = tmp_path / "training_prompts.py"
+    prompts.touch()
+    monkeypatch.setattr(comparison, "DEMO", tmp_path)
+    monkeypatch.setattr(tasks, "DEMO", tmp_path)
+    monkeypatch.setattr(comparison, "TRAINING_PROMPTS", prompts)
+    options = comparison.parse_options(["--task", task])
+    comparison.check_what_is_there(options)
+    gone = tmp_path / lacking
+    gone.rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match=rf"lacks a part of the demo, {re.escape(str(gone))}; install it again"):
+        comparison.check_what_is_there(options)

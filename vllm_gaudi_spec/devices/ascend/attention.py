@@ -22,6 +22,7 @@ _MOST_GROUP = 64
 _MOST_HEADS = 256
 _MOST_KV_WIDTH = 65535
 _MOST_KEYS_OF_ONE_QUERY = 262_144
+_EVERYTHING = 2**31 - 1
 # It makes a difference to padding alone: after a window, or after a bound, a query of it may see no key at all. It
 # comes out zero.
 _CORRECTS_EMPTY_ROWS = 2
@@ -83,6 +84,9 @@ def attend(
         num_key_value_heads=spec.num_kv_heads,
         scale=spec.scale,
         sparse_mode=0,
+        # The mask holds all. Under other defaults keys after the first 512 would not be read (an open report).
+        pre_tokens=_EVERYTHING,
+        next_tokens=_EVERYTHING,
         inner_precise=_CORRECTS_EMPTY_ROWS if call.num_queries > 1 else 0,
     )
     out_THD = query_THD.new_empty(query_THD.shape)

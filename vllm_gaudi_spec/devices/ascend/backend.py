@@ -16,7 +16,7 @@ from vllm_gaudi_spec.attention import padded
 from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
-from vllm_gaudi_spec.devices.ascend.device import torch_npu
+from vllm_gaudi_spec.devices.ascend.device import usable_torch_npu
 from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 
 _BLOCK_SIZE = 128
 FUSED_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""What the fused attention computes in. Others are served by plain torch."""
+"""What the fused attention and the KV writes take. Others are served by plain torch."""
 
 
 class Card(NamedTuple):
@@ -51,7 +51,7 @@ def make_backend() -> DeviceBackend:
 
 def open_card() -> Card:
     """vLLM's front end makes a backend too, and must not open the card. The import does not."""
-    module = torch_npu()
+    module = usable_torch_npu()
     # Each process is given one card (`Platform.set_device`), which this means without its number.
     device = torch.device("npu")
     return Card(module, torch.npu, device, NpuCaptures(torch.npu, device))
@@ -124,7 +124,8 @@ class AscendAttention(PairAttention):
         operations: Operations = PLAIN,
     ) -> None:
         keys, values = kv_cache.blocks()
-        if value_TKD is None or values is None or self._scatter_kv is None:
+        fused = self._scatter_kv is not None and key_TKD.dtype in self.fused_dtypes
+        if value_TKD is None or values is None or not fused:
             kv_cache.write(key_TKD, value_TKD, slots_T, operations)
         else:
             # "Norm" is this layout. The operation's own default, on some builds, is another.

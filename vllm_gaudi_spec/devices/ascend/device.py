@@ -7,12 +7,43 @@ imported with the platform.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from vllm_gaudi_spec import emulator
+from packaging.version import Version
+
+from vllm_gaudi_spec import emulator, environment
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
+
+_OLDEST = (2, 13)
+"""Before it, torch.accelerator fails an assertion after the weights are loaded."""
+
+
+def refusal(version: str, variables: Mapping[str, str]) -> str | None:
+    """Why nothing could be served, in one line: torch_npu itself raises, and only once graphs are captured."""
+    if Version(version).release[:2] < _OLDEST:
+        return (
+            f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
+            "pip install torch-npu==2.13.0."
+        )
+    if variables.get(environment.TASK_QUEUE.name) == "2":
+        return f"{environment.TASK_QUEUE.name}=2 captures no NPU graphs; set it to 1."
+    settings = variables.get(environment.NPU_ALLOCATOR.name, "").replace(" ", "").lower()
+    if "pin_memory_expandable_segments:true" in settings:
+        return (
+            f"pin_memory_expandable_segments captures no NPU graphs; take it out of {environment.NPU_ALLOCATOR.name}."
+        )
+    return None
+
+
+def usable_torch_npu() -> Any:
+    """Refuses before a card is opened."""
+    module = torch_npu()
+    if why := refusal(module.__version__, environment.npu_variables()):
+        raise UnsupportedConfigError(why)
+    return module
 
 
 def torch_npu() -> Any:
@@ -26,7 +57,8 @@ def torch_npu() -> Any:
 
 
 if choose_device() == "ascend-emulated":
-    emulator.install_npu()
+    environment.set_torch_npu_defaults()
+    emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
 # Where it is missing or broken, the backend refuses when it is made.
 with suppress(UnsupportedConfigError):
     torch_npu()

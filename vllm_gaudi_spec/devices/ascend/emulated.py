@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec import emulator
+from vllm_gaudi_spec import emulator, environment
 
 # Before the import: the emulator puts a `torch_npu` in place. The platform has done so where there is one.
-emulator.install_npu()
+environment.set_torch_npu_defaults()
+emulator.install_npu(environment.torch_npu_folder(), environment.cache_folder())
 
 from vllm_gaudi_spec.devices.ascend import backend as ascend  # noqa: E402
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402

@@ -5,7 +5,8 @@ Each class stands before the device's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_spec import emulator
@@ -21,15 +22,24 @@ if TYPE_CHECKING:
 class EmulatedGraphs(Graphs):
     def warmed_up(self) -> None:
         super().warmed_up()
-        emulator.device().next_step()
-        emulator.device().seal()
+        emulator.counted().next_step()
+        emulator.counted().seal()
+
+    @contextmanager
+    def warming_up_later(self) -> Iterator[None]:
+        device = emulator.device()
+        device.sealed = False
+        with super().warming_up_later():
+            yield
+        device.next_step()
+        device.seal()
 
     def step_done(self) -> None:
         super().step_done()
-        emulator.device().next_step()
+        emulator.counted().next_step()
 
     def counts(self) -> dict[str, Any]:
-        return super().counts() | {"emulator": report.as_json(emulator.device())}
+        return super().counts() | {"emulator": report.as_json(emulator.counted())}
 
 
 class EmulatedMemory(Memory):
@@ -42,7 +52,7 @@ class EmulatedMemory(Memory):
 
     def peak_of(self, run: Callable[[], object]) -> int:
         """Sizes are known without values, and the host would take minutes to compute these."""
-        device = emulator.device()
+        device = emulator.counted()
         device.compile_only = True
         try:
             return super().peak_of(run)
@@ -56,5 +66,5 @@ class EmulatedMemory(Memory):
 
 class EmulatedWeights(Weights):
     def prepare_model(self, model: nn.Module) -> None:
-        emulator.device().sealed = False  # another engine of this process warms up as well
+        emulator.counted().sealed = False  # another engine of this process warms up as well
         super().prepare_model(model)

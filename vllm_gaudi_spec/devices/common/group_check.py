@@ -7,15 +7,13 @@ and a wrong network or module map shows in it, often as a hang: vllm-gaudi too d
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm.distributed import GroupCoordinator
-
     from vllm_gaudi_spec.devices.base import Memory
 
 logger = init_logger(__name__)
@@ -32,19 +30,38 @@ def check_groups(memory: Memory) -> None:
         # One that was destroyed may still be referred to, and groups without a communicator are for the host.
         if group is None or group.world_size == 1 or not hasattr(group, "device_group"):
             continue
-        if getattr(group, "device_communicator", None) is not None:
-            check_group(group, memory)
+        if getattr(group, "device_communicator", None) is None:
+            continue
+        if group.rank_in_group == 0:
+            logger.info("First collectives of %s; if nothing follows, its ranks do not reach each other.", _name(group))
+        check_group(group, memory)
 
 
-def check_group(group: GroupCoordinator, memory: Memory) -> None:
-    name = f"group {group.unique_name} (ranks {', '.join(map(str, group.ranks))})"
-    if group.rank_in_group == 0:
-        logger.info("First collectives of %s; if nothing follows, its ranks do not reach each other.", name)
+class Group(Protocol):
+    """Ranks that exchange tensors; vLLM's `GroupCoordinator`."""
+
+    unique_name: str
+    ranks: list[int]
+    world_size: int
+    rank_in_group: int
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor: ...
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor: ...
+
+
+def check_group(group: Group, memory: Memory) -> None:
+    """Raises a RuntimeError where a rank gets something else than was sent."""
+    name = _name(group)
     sent = [_numbers(rank) for rank in range(group.world_size)]
     with torch.inference_mode():
         sent_here = memory.upload(sent[group.rank_in_group])
         _check(name, "all_gather", torch.cat(sent), lambda: group.all_gather(sent_here, dim=0), memory)
         _check(name, "all_reduce", torch.stack(sent).sum(0), lambda: group.all_reduce(sent_here.clone()), memory)
+
+
+def _name(group: Group) -> str:
+    return f"group {group.unique_name} (ranks {', '.join(map(str, group.ranks))})"
 
 
 def _check(name: str, collective: str, expected: torch.Tensor, run: Callable[[], torch.Tensor], memory: Memory) -> None:

@@ -6,7 +6,8 @@ Their modules of torch, `torch.cuda` and those made after it, have one form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -34,6 +35,12 @@ class StreamGraphs(Graphs):
 
     def graph(self, function: Function) -> Function:
         return cast("Function", Graphed(function, self._captures))
+
+    @contextmanager
+    def warming_up_later(self) -> Iterator[None]:
+        before = len(self._captures.names)
+        yield
+        self._captured_in_warmup += len(self._captures.names) - before
 
     def warmed_up(self) -> None:
         # What was computed besides the graphs has left memory cached.

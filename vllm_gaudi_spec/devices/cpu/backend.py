@@ -81,7 +81,7 @@ class CpuAttention(Attention):
     def supports_attention(self, spec: AttentionLayerSpec) -> bool:
         if spec.value_size is not None:
             return False  # the kernel for latent KV takes one query a row
-        if spec.layer_operations or spec.attention_chunk is not None:
+        if spec.layer_operations or spec.kv_dtype is not None or spec.attention_chunk is not None:
             return False
         supported = self._has_kernel and spec.head_size in _KERNEL_HEAD_SIZES and spec.block_size % 16 == 0
         if not supported:
@@ -132,6 +132,8 @@ class CpuAttention(Attention):
 
 
 class CpuWeights(Weights):
+    fp8_arithmetic = HostArithmetic
+
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return cpu_linear.unpacked()
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, UnsupportedConfigError
+from vllm_gaudi_spec.quantization.config import cpu_weights_of
 
 logger = init_logger(__name__)
 
@@ -212,7 +213,7 @@ def pack(original: Callable[..., None], layer: nn.Module, remove_weight: bool) -
         layer.cpu_linear = torch.nn.functional.linear
         return
     _keep_num_threads()
-    weight_format = Options.from_vllm(get_current_vllm_config()).cpu_weights
+    weight_format = cpu_weights_of(get_current_vllm_config())
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or weight_format == FLOAT32:
         original(layer, remove_weight)
         return

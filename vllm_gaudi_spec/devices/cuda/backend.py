@@ -18,8 +18,6 @@ from vllm_gaudi_spec.devices.common.stream_device import StreamGraphs, StreamMem
 from vllm_gaudi_spec.devices.common.stream_graphs import Captures
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
     from vllm_gaudi_spec.sampling.rules.registry import Rules
 
 
@@ -54,9 +52,6 @@ def make_backend() -> DeviceBackend:
 
 
 class CudaWeights(StreamWeights):
-    def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:
-        return None  # the front end cannot try without opening the card
-
     def prepare_model(self, model: nn.Module) -> None:
         """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
         torch.set_float32_matmul_precision("highest")

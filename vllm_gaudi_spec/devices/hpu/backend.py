@@ -1,7 +1,6 @@
 """Intel Gaudi: vLLM's steps as HPU graphs in lazy mode, or compiled by `hpu_backend` where lazy mode is off.
 
-Never run on a card so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is, in lazy mode.
-The compiled mode is written from the documentation and has not been run anywhere.
+Never run on a card so far: the emulated device of `vllm_gaudi_spec/emulator/` runs this file as it is, in both modes.
 """
 
 from __future__ import annotations
@@ -24,19 +23,22 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.config import GAUDI2, GAUDI3, UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import DeviceBackend, DeviceTraits, Graphs, Memory, Weights
-from vllm_gaudi_spec.devices.common.arguments import flatten
+from vllm_gaudi_spec.devices.common.arguments import flatten, key_of
 from vllm_gaudi_spec.devices.common.kv_pair import KVPair, PairAttention, PairMemory
 from vllm_gaudi_spec.devices.hpu import fp8 as hpu_fp8
-from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction, key_of
-from vllm_gaudi_spec.devices.hpu.compile_time import warmup_seconds
+from vllm_gaudi_spec.devices.hpu.captured import CapturedFunction
+from vllm_gaudi_spec.devices.hpu.compile_time import recipes_of
+from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
 from vllm_gaudi_spec.environment import gaudi_is_lazy, gaudi_layers_of_a_recipe, gaudi_memory_reserve
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 
     from vllm_gaudi_spec.devices.base import Function
+    from vllm_gaudi_spec.devices.common.regions import RegionCompiler
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
+    from vllm_gaudi_spec.records import WarmUpWork
 
 logger = init_logger(__name__)
 
@@ -62,12 +64,15 @@ class Bridge(NamedTuple):
     """`habana_frameworks.torch`, and the mode that it runs in."""
 
     habana: Any
-    is_lazy: bool
+    regions: RegionCompiler | None
+    """None in lazy mode."""
 
     def mark_step(self) -> None:
-        """End the pending graph and launch it. A no-op in compiled mode, which has none."""
-        if self.is_lazy:
+        """End the pending graph and launch it; in compiled mode, end the region that is traced."""
+        if self.regions is None:
             self.habana.core.mark_step()
+        else:
+            self.regions.cut()
 
 
 def make_backend() -> DeviceBackend:
@@ -78,23 +83,22 @@ def make_backend() -> DeviceBackend:
 
 def assemble(traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
     if not gaudi_is_lazy():
-        traits = replace(traits, mode="compiled (unverified)")
+        traits = replace(traits, mode="compiled")
     return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(), weights=weights)
 
 
 def open_bridge() -> Bridge:
     """vLLM's front end makes a backend too, and must not open the card: it would not be free for the engine. The import
     does not; it registers `torch.hpu` and the process group "hccl", and reads the environment once."""
-    bridge = Bridge(_import_bridge(), gaudi_is_lazy())
-    if bridge.habana.utils.internal.is_lazy() != bridge.is_lazy:
+    habana, is_lazy = _import_bridge(), gaudi_is_lazy()
+    if habana.utils.internal.is_lazy() != is_lazy:
         raise UnsupportedConfigError(
-            "habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE=1 before Python "
-            "starts."
+            f"habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE={int(is_lazy)} "
+            "before Python starts."
         )
-    if bridge.is_lazy:
-        # Helpers of vLLM that are decorated with torch.compile are a part of the captured step.
-        torch.compiler.set_stance("force_eager")
-    return bridge
+    # Helpers of vLLM that are decorated with torch.compile are a part of the step.
+    torch.compiler.set_stance("force_eager")
+    return Bridge(habana, None if is_lazy else make_region_compiler())
 
 
 class HpuGraphs(Graphs):
@@ -104,9 +108,8 @@ class HpuGraphs(Graphs):
         self._compiling_only = False
 
     def graph(self, function: Function) -> Function:
-        if not self._bridge.is_lazy:
-            # Stray sizes would otherwise be traced as symbols and end in graphs of dynamic shape.
-            return cast("Function", torch.compile(function, backend="hpu_backend", dynamic=False))
+        if (regions := self._bridge.regions) is not None:
+            return regions.compiled(function)
         graphs: dict[Hashable, Any] = {}
 
         def run(*args: Any) -> Any:
@@ -128,9 +131,6 @@ class HpuGraphs(Graphs):
 
     @contextmanager
     def compiling_only(self) -> Iterator[None]:
-        if not self._bridge.is_lazy:
-            yield
-            return
         bridge = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
         self._compiling_only = True
         try:
@@ -139,9 +139,28 @@ class HpuGraphs(Graphs):
         finally:
             self._compiling_only = False
 
-    def describe_warm_up(self, num_graphs: int) -> str:
-        cold, cached = (warmup_seconds(num_graphs, recipe_cache=cache) / 60 for cache in (False, True))
-        return f"about {cold:.0f} min, {cached:.0f} with a recipe cache (estimate from figures for Gaudi 2)"
+    @contextmanager
+    def warming_up_later(self) -> Iterator[None]:
+        # The mode is the process's: a step in flight, which there is after an abort, is to be computed.
+        torch.hpu.synchronize()
+        before = self._num_compiled()
+        with self.compiling_only():
+            yield
+            torch.hpu.synchronize()
+        self._compiled_in_warmup += self._num_compiled() - before
+
+    def describe_warm_up(self, work: WarmUpWork) -> str:
+        if self._bridge.regions is not None or gaudi_layers_of_a_recipe() != 1:
+            return f"{work.num_graphs} graphs"  # nobody published how many recipes those are
+        recipes = recipes_of(work)
+        cold, cached = (recipes.seconds(cached=cache) / 60 for cache in (False, True))
+        return (
+            f"about {recipes.total} different recipes, which may take {cold:.1f} min, {cached:.1f} with a recipe cache "
+            "(estimate from figures for Gaudi 2)"
+        )
+
+    def num_recipes(self) -> int:
+        return self._num_compiled()
 
     def warmed_up(self) -> None:
         self._compiled_in_warmup = self._num_compiled()
@@ -153,7 +172,9 @@ class HpuGraphs(Graphs):
         return self._num_compiled() - self._compiled_in_warmup
 
     def counts(self) -> dict[str, Any]:
+        regions = self._bridge.regions
         return {
+            **({} if regions is None else {"captured": dict(regions.functions), "regions": regions.num_compiled}),
             "compiled_in_warmup": self._compiled_in_warmup,
             "compiled_after_warmup": self.compiled_after_warmup(),
             "graph_compilation": _metric("graph_compilation"),
@@ -296,7 +317,7 @@ class HpuAttention(PairAttention):
         if self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
             # No size of a latent key is among those that the fused kernel is documented for.
             return padded.attend(query_THD, keys, values, call, spec, operations)
-        return self._attend_fused(query_THD, keys, values, call, spec)
+        return self._attend_fused(query_THD, keys, values, call, spec, operations)
 
     def _attend_fused(
         self,
@@ -305,11 +326,12 @@ class HpuAttention(PairAttention):
         values_NSKD: torch.Tensor,
         call: AttentionCall,
         spec: AttentionLayerSpec,
+        operations: Operations,
     ) -> torch.Tensor:
         """Prompt chunks, over all that is cached of their rows and themselves."""
         query_BHQD = query_THD.unflatten(0, (call.num_rows, call.num_queries)).transpose(1, 2)
-        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW)
-        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW)
+        keys_BKSD = padded.gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
+        values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
         mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
         attended_BHQD: torch.Tensor = self._fused_sdpa.apply(
@@ -320,6 +342,8 @@ class HpuAttention(PairAttention):
 
 class HpuWeights(Weights):
     device_name = "hpu"
+    fp8_arithmetic = hpu_fp8.GaudiArithmetic
+    multiplies_fp8 = True
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -332,7 +356,7 @@ class HpuWeights(Weights):
         return {
             experimental.synDeviceType.synDeviceGaudi2: GAUDI2,
             experimental.synDeviceType.synDeviceGaudi3: GAUDI3,
-        }.get(kind)
+        }.get(kind, GAUDI2)  # of a card that is neither, the narrower range, which every card has
 
     def loading(self, quant_config: QuantConfig) -> AbstractContextManager[None]:
         return hpu_fp8.loading()
@@ -397,6 +421,11 @@ def _import_bridge() -> Any:
         raise UnsupportedConfigError(
             f"device hpu needs habana_frameworks, which comes with Intel's Gaudi image ({error}); set VGS_DEVICE to "
             "hpu-emulated or cpu where there is no Gaudi."
+        ) from error
+    except AssertionError as error:  # of versions, and of stock torch in lazy mode
+        raise UnsupportedConfigError(
+            f"habana_frameworks does not load with this torch ({error}); leave PT_HPU_LAZY_MODE unset, or use Intel's "
+            "image pytorch-installer, whose torch has lazy mode."
         ) from error
 
 

@@ -3,7 +3,7 @@ comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild
+from vllm_gaudi_spec.devices.common.arguments import flatten, name_of, rebuild, tensors_in
 
 
 class CapturedFunction(nn.Module):
@@ -78,9 +78,9 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operands = list(_tensors((args, tuple(kwargs.values()))))
+        operands = list(tensors_in((args, tuple(kwargs.values()))))
         parts: frozenset[int] = frozenset().union(*(self._parts.get(tensor, ()) for tensor in operands))
-        returned = list(_tensors(result))
+        returned = list(tensors_in(result))
         for tensor in returned:
             if not any(tensor is other for other in operands):
                 self._made[tensor] = True
@@ -90,16 +90,3 @@ class _Reads(TorchDispatchMode):
         if not returned:
             self._needed |= parts
         return result
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def key_of(tensors: Sequence[torch.Tensor], rest: Hashable) -> Hashable:
-    """What a graph is made for. The bridge's own key is a hash without dtypes, to which -1 and -2 are one."""
-    return (rest, *[(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors])

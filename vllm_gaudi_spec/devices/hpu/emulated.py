@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec import emulator
-from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.emulator.gaudi.ownership import acquire
 from vllm_gaudi_spec.environment import (
     cache_folder,
@@ -20,12 +19,8 @@ from vllm_gaudi_spec.environment import (
     gaudi_is_lazy,
 )
 
-if not gaudi_is_lazy():
-    raise UnsupportedConfigError(
-        "hpu-emulated shows lazy mode only; set PT_HPU_LAZY_MODE=1, or VGS_DEVICE=hpu on a Gaudi."
-    )
 # Before the import: the emulator puts a `habana_frameworks` in place.
-emulator.install(generation=emulated_generation(), lazy=True)
+emulator.install(generation=emulated_generation(), lazy=gaudi_is_lazy())
 emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
 emulator.device().hostile = emulator_is_hostile()
 if modules := emulated_modules():
@@ -46,13 +41,17 @@ if TYPE_CHECKING:
 
 def make_backend() -> DeviceBackend:
     bridge = hpu.open_bridge()
+    if bridge.regions is not None:
+        bridge.regions.traces_twice = emulator_is_hostile()
     graphs = _Graphs(bridge)
     traits = replace(hpu.TRAITS, name="hpu-emulated", simulates_quantization=True)
     return hpu.assemble(traits, graphs, _Memory(bridge, graphs), _Weights(bridge))
 
 
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):
-    pass
+    def num_recipes(self) -> int:
+        # The bridge's metric counts graphs here.
+        return len(emulator.device().graph_recipes)
 
 
 class _Memory(EmulatedMemory, hpu.HpuMemory):

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from vllm_gaudi_spec.attention.operations import VLLMKVCache
+from vllm_gaudi_spec.attention.operations import PLAIN, VLLMKVCache
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
+from vllm_gaudi_spec.quantization.layers import KV_DTYPE
 from vllm_gaudi_spec.quantization.load_context import LoadContext
 
 logger = init_logger(__name__)
@@ -31,11 +32,21 @@ logger = init_logger(__name__)
 class GaudiArithmetic:
     """As `quantization.fp8.Arithmetic`, by the bridge's own operations."""
 
+    matmul = PLAIN.matmul_qk
+
     def __init__(self, largest: float) -> None:
-        """The card knows its own range."""
+        self._largest = largest
 
     def cast(self, x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = torch.ops.hpu.cast_to_fp8_v2(x, inverse, False, False, torch.float8_e4m3fn)[0]
+        # Clamped first: that the card's own cast saturates is published nowhere (lesson Q01), nor which shapes of a
+        # scale it takes.
+        multiplier: torch.Tensor | None = None
+        if inverse.dim() > 1:
+            x = (x.float() * inverse).clamp(-self._largest, self._largest)
+        else:
+            multiplier, largest = inverse, (self._largest / inverse).to(x.dtype)
+            x = torch.clamp(x, -largest, largest)
+        values: torch.Tensor = torch.ops.hpu.cast_to_fp8_v2(x, multiplier, False, False, torch.float8_e4m3fn)[0]
         return values
 
     def keep(self, weight_KN: torch.Tensor) -> torch.Tensor:
@@ -48,6 +59,9 @@ class GaudiArithmetic:
         return out
 
     def uncast(self, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if scale.dim() > 1:
+            wide: torch.Tensor = torch.ops.hpu.cast_from_fp8(x, None, torch.float32)
+            return (wide * scale).to(dtype)
         out: torch.Tensor = torch.ops.hpu.cast_from_fp8(x, scale, dtype)
         return out
 
@@ -94,7 +108,7 @@ def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext
     for module in model.modules():
         cache = getattr(module, "k_cache", None)
         if cache is not None and type(cache) is not VLLMKVCache:
-            module.kv_dtype = torch.float8_e4m3fn
+            module.kv_dtype = KV_DTYPE
     logger.info("%s: quantised by Intel Neural Compressor.", quant_config.option)
     return None
 

@@ -27,7 +27,7 @@ from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forwar
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.records import FAULTY, Drafts, Hidden, SampleShape
 from vllm_gaudi_spec.runner.batch import make_padding
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ class TextDrafting(Drafting):
         for of_round in product(shapes.decode_rows, self._widths, shapes.contexts, branches):
             run = partial(self._draft_padding, sampling, *of_round)
             is_common = of_round[-1] == Branch()
-            yield Job("rounds of drafts", run, (self._signature(*of_round),), of_round[0], is_common)
+            yield Job(DRAFTS, run, (self._signature(*of_round),), of_round[0], is_common)
 
     def _draft_padding(self, sampling: Sampling, num_rows: int, width: int, context: int, branch: Branch) -> None:
         batch = make_padding(self._requests, SampleShape(num_rows, 1))

@@ -37,6 +37,7 @@ ASCEND_910B = Model(
     lacks_dtypes=frozenset(),
     lacks=_lacks,
     negative_index="none is known to count from the end here",
+    counts_from_the_end=False,
     dies_without_memory=False,
     downloads_late=False,  # what races is refused by its streams
     queue=NpuQueue,

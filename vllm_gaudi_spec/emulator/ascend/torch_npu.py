@@ -84,6 +84,7 @@ def enter_modules(npu: ModuleType) -> None:
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.__path__ = []  # a package, so that its submodules can be imported
     vars(module).update(
+        __version__="2.13.0",
         npu=npu,
         _C=_private(),
         npu_fusion_attention=npu_fusion_attention,

@@ -5,6 +5,7 @@ The results follow the public sources and documentation of the bridge; rounding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,23 @@ block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_group
  int[] out_shape) -> Tensor
 cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, bool is_amax=False,
  ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)
+cast_to_fp8_v2.scalar(Tensor input, float scale, bool stochastic_rounding=False, bool is_amax=False,
+ ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)
+cast_to_fp8_v2.scalar_list(Tensor input, float[] scale, bool stochastic_rounding=False, bool is_amax=False,
+ ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)
 cast_from_fp8(Tensor input, Tensor? scale, ScalarType out_dtype, int[]? scale_shape=None) -> Tensor
+cast_from_fp8.scalar(Tensor input, float scale, ScalarType out_dtype, int[]? scale_shape=None) -> Tensor
+cast_from_fp8.scalar_list(Tensor input, float[] scale, ScalarType out_dtype, int[]? scale_shape=None) -> Tensor
 fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,
  Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False,
  int[]? B_scale_shape=None) -> Tensor
+fp8_gemm_v2.scalar(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,
+ float A_scale_inv, float B_scale_inv, Tensor? bias=None, bool accumulate=False,
+ int[]? B_scale_shape=None) -> Tensor
+fp8_gemm_v2.scalar_list(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,
+ float[] A_scale_inv, float[] B_scale_inv, Tensor? bias=None, bool accumulate=False,
+ int[]? B_scale_shape=None) -> Tensor
+convert_from_uint4(Tensor input, Tensor scale, Tensor? zero_point, ScalarType out_dtype, Tensor? g_idx=None) -> Tensor
 """
 
 
@@ -79,9 +93,30 @@ def sdpa_fwd(
 ) -> torch.Tensor:
     """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
     is aligned to the first key, and left out padding is only possible without a mask."""
-    num_queries, num_keys = q.shape[-2], k.shape[-2]
     if DEVICE.hostile:
-        _check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+        check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+    hidden = hidden_keys(q, k, is_causal, valid_seq_len, seq_padding_type, window)
+    bias = mask
+    if hidden is not None:
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+        if mask is not None:
+            bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
+    grouped = q.shape[-3] != k.shape[-3]
+    if softmax_mode == "fast" and DEVICE.hostile:
+        return _fast_attention(q, k, v, bias, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
+
+
+def hidden_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    is_causal: bool,
+    valid_seq_len: torch.Tensor | None,
+    seq_padding_type: str,
+    window: Sequence[int],
+) -> torch.Tensor | None:
+    """Which keys a query does not see, besides those of a mask."""
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
     hidden = None
     if is_causal or max(window, default=-1) >= 0:
         row = torch.arange(num_queries, device=q.device)[:, None]
@@ -96,15 +131,7 @@ def sdpa_fwd(
         column = torch.arange(num_keys, device=q.device)
         padding = column >= lengths if seq_padding_type == "right" else column < num_keys - lengths
         hidden = padding if hidden is None else hidden | padding
-    bias = mask
-    if hidden is not None:
-        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-        if mask is not None:
-            bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
-    grouped = q.shape[-3] != k.shape[-3]
-    if softmax_mode == "fast" and DEVICE.hostile:
-        return _fast_attention(q, k, v, bias, scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
+    return hidden
 
 
 def _fast_attention(
@@ -126,7 +153,7 @@ _MOST_QUERIES = 65536
 _LARGEST_MASK = 4 * GIB
 
 
-def _check_sdpa(
+def check_sdpa(
     q: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
@@ -212,11 +239,12 @@ def cast_to_fp8_v2(
     scale_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x * scale in fp8, largest magnitude of x or an empty tensor)"""
-    _check_fp8(scale)
+    if scale is None or scale.dtype is not torch.bfloat16:  # vllm-gaudi has such (extension/ops.py, dynamic_quant)
+        check_fp8(scale)
     if DEVICE.hostile and x.dtype not in (torch.float32, torch.bfloat16, *_FP8):
         raise DeviceRefusal(f"hpu::cast_to_fp8_v2 of {x.dtype}; it takes float32, bfloat16 and FP8")
     amax = x.abs().amax().float() if is_amax else x.new_empty(0, dtype=torch.float32)
-    scaled = x if scale is None else x.float() * _shaped(scale, scale_shape)
+    scaled = x if scale is None else _times(x, _shaped(scale, scale_shape))
     if dtype is torch.float8_e5m2:
         limit = torch.finfo(torch.float8_e5m2).max
         return scaled.clamp(-limit, limit).to(torch.float8_e5m2), amax
@@ -226,7 +254,7 @@ def cast_to_fp8_v2(
 def cast_from_fp8(
     x: torch.Tensor, scale: torch.Tensor | None, out_dtype: torch.dtype, scale_shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    _check_fp8(scale)
+    check_fp8(scale)
     if DEVICE.hostile and out_dtype not in (torch.float32, torch.bfloat16):
         raise DeviceRefusal(f"hpu::cast_from_fp8 to {out_dtype}; it gives float32 and bfloat16")
     wide = x.float()
@@ -247,17 +275,16 @@ def fp8_gemm_v2(
     B_scale_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The scales multiply the product. In float64, whose sums of such products are exact in any order: a row comes out
-    the same however many rows there are."""
-    _check_fp8(A_scale_inv, B_scale_inv)
+    the same however many rows there are. To bfloat16 a sum is rounded before it is multiplied, and the scale too: so
+    vllm-gaudi's two files of layers with static scales have it, to the bit (v0.26.0, test_hpu_compressed_tensors)."""
+    check_fp8(A_scale_inv, B_scale_inv)
     left = A.double().transpose(-1, -2) if trans_A else A.double()
     right = B.double().transpose(-1, -2) if trans_B else B.double()
     out = left @ right
-    if A_scale_inv is not None and B_scale_inv is not None:
-        out = out * (A_scale_inv.double() * _shaped(B_scale_inv, B_scale_shape).double())
-    elif A_scale_inv is not None:
-        out = out * A_scale_inv.double()
-    elif B_scale_inv is not None:
-        out = out * _shaped(B_scale_inv, B_scale_shape).double()
+    scales = [A_scale_inv, None if B_scale_inv is None else _shaped(B_scale_inv, B_scale_shape)]
+    scale = math.prod(scale.double() for scale in scales if scale is not None)
+    if isinstance(scale, torch.Tensor):
+        out = out.bfloat16() * scale.bfloat16() if out_dtype is torch.bfloat16 else out * scale
     if bias is not None:
         out = out + bias.double()
     if accumulate and D is not None:
@@ -268,34 +295,107 @@ def fp8_gemm_v2(
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _check_fp8(*scales: torch.Tensor | None) -> None:
-    """vllm-gaudi, pull request 978: what is made under vLLM's loader has the model's dtype unless it asks for one."""
+def check_fp8(*scales: torch.Tensor | None) -> None:
+    """vllm-gaudi, pull request 978, of fused attention: what is made under vLLM's loader has the model's dtype unless
+    it asks for one."""
     for scale in scales:
         if DEVICE.hostile and scale is not None and scale.dtype is not torch.float32:
             raise DeviceRefusal(f"a scale of {scale.dtype} is a mismatch of types; the FP8 kernels take float32")
+
+
+def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In bfloat16 where x is, the scale rounded first; shown by the same files."""
+    return x * scale.bfloat16() if x.dtype is torch.bfloat16 else x.float() * scale
+
+
+def convert_from_uint4(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    g_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int32 [K, N / 8], the lowest bits first -> [K, N]; scales and zero points by groups of rows, which g_idx names.
+    AWQ's, GPTQ's and compressed tensors' layers in vllm-gaudi's tests come out right by it."""
+    weight = _nibbles(packed)
+    if g_idx is None:
+        rows = torch.arange(weight.shape[0], device=packed.device) // (weight.shape[0] // scale.shape[0])
+    else:
+        rows = g_idx.long()
+    if zero_point is not None:
+        weight = weight - _nibbles(zero_point)[rows]
+    return (weight * scale.float()[rows]).to(out_dtype)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).float()
+
+
+# --- the same with scales that are Python numbers ---
+
+
+def _as_tensor(scale: float | Sequence[float] | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if scale is None else torch.tensor(scale, dtype=torch.float32, device=like.device)
+
+
+def _cast_to_fp8_scalar(x: torch.Tensor, scale: Any, *args: Any, **kwargs: Any) -> Any:
+    return cast_to_fp8_v2(x, _as_tensor(scale, x), *args, **kwargs)
+
+
+def _cast_from_fp8_scalar(x: torch.Tensor, scale: Any, *args: Any, **kwargs: Any) -> Any:
+    return cast_from_fp8(x, _as_tensor(scale, x), *args, **kwargs)
+
+
+def _fp8_gemm_scalar(
+    A: torch.Tensor,
+    trans_A: bool,
+    B: torch.Tensor,
+    trans_B: bool,
+    D: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    A_scale_inv: Any,
+    B_scale_inv: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    scales = _as_tensor(A_scale_inv, A), _as_tensor(B_scale_inv, B)
+    return fp8_gemm_v2(A, trans_A, B, trans_B, D, out_dtype, *scales, *args, **kwargs)
 
 
 def _shaped(scale: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
     return scale.float().view(list(shape)) if shape else scale.float()
 
 
-def register() -> None:
+def define(schemas: str, kernels_by_name: dict[str, Any]) -> None:
+    """Operations of `torch.ops.hpu`; a line that begins with a space goes on with the one before."""
     global _library
-    _library = Library("hpu", "DEF")
-    for schema in _SCHEMAS.replace("\n ", " ").strip().splitlines():
+    _library = _library or Library("hpu", "DEF")
+    for schema in schemas.replace("\n ", " ").strip().splitlines():
         _library.define(schema)
-    kernels_by_name: dict[str, Any] = {
-        "rms_norm": rms_norm,
-        "rms_norm_fast": rms_norm,
-        "rotary_pos_embedding": rotary_pos_embedding,
-        "sdpa_fwd": sdpa_fwd,
-        "block_softmax": block_softmax,
-        "block_softmax_adjustment": block_softmax_adjustment,
-        "cast_to_fp8_v2": cast_to_fp8_v2,
-        "cast_from_fp8": cast_from_fp8,
-        "fp8_gemm_v2": fp8_gemm_v2,
-    }
     for name, kernel in kernels_by_name.items():
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         # Called without the dispatcher once the wrappers are off, which is most of a small operation's time.
-        kernels.KERNELS[f"hpu::{name}.default"] = kernel
+        packet, _, overload = name.partition(".")
+        kernels.KERNELS[f"hpu::{packet}.{overload or 'default'}"] = kernel
+
+
+def register() -> None:
+    define(
+        _SCHEMAS,
+        {
+            "rms_norm": rms_norm,
+            "rms_norm_fast": rms_norm,
+            "rotary_pos_embedding": rotary_pos_embedding,
+            "sdpa_fwd": sdpa_fwd,
+            "block_softmax": block_softmax,
+            "block_softmax_adjustment": block_softmax_adjustment,
+            "cast_to_fp8_v2": cast_to_fp8_v2,
+            **dict.fromkeys(("cast_to_fp8_v2.scalar", "cast_to_fp8_v2.scalar_list"), _cast_to_fp8_scalar),
+            "cast_from_fp8": cast_from_fp8,
+            **dict.fromkeys(("cast_from_fp8.scalar", "cast_from_fp8.scalar_list"), _cast_from_fp8_scalar),
+            "fp8_gemm_v2": fp8_gemm_v2,
+            **dict.fromkeys(("fp8_gemm_v2.scalar", "fp8_gemm_v2.scalar_list"), _fp8_gemm_scalar),
+            "convert_from_uint4": convert_from_uint4,
+        },
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,7 +84,7 @@ class Inputs:
         self.wiring = (self._walk(args), self._walk(kwargs))
         # The bridge compares nothing: a hash of shapes, views and Python values, without dtypes (1.19, graphs.py,
         # input_hash). A kind card knows its arguments.
-        self.key = _hash((args, kwargs)) if DEVICE.hostile else self.wiring
+        self.key = input_hash((args, kwargs)) if DEVICE.hostile else self.wiring
 
     def _walk(self, value: Any) -> Any:
         if isinstance(value, DeviceTensor):
@@ -105,12 +106,12 @@ class Inputs:
         return (kind, value)
 
 
-def _hash(value: Any) -> int:
+def input_hash(value: Any) -> int:
     """Tensors inside of other objects are no inputs: such an object counts by its own hash, often its identity."""
     if isinstance(value, dict):
-        return _hash(tuple(value.items()))
+        return input_hash(tuple(value.items()))
     if isinstance(value, (list, tuple)):
-        return hash(tuple(_hash(item) for item in value))
+        return hash(tuple(input_hash(item) for item in value))
     if isinstance(value, torch.Tensor):
         inner = value.inner if isinstance(value, DeviceTensor) else value
         return hash((inner.shape, inner.stride(), inner.storage_offset()))
@@ -148,7 +149,10 @@ def _map(value: Any, convert: Callable[[DeviceTensor], Any]) -> Any:
     if isinstance(value, list):
         return [_map(item, convert) for item in value]
     if isinstance(value, dict):
-        return {key: _map(item, convert) for key, item in value.items()}
+        changed = copy.copy(value)  # of its own class: optimum-habana reads the logits of one by attribute
+        for key, item in value.items():
+            changed[key] = _map(item, convert)
+        return changed
     if _is_record(value):
         changes = {name: _map(getattr(value, name), convert) for name in _field_names(type(value))}
         return dataclasses.replace(value, **changes)

@@ -14,6 +14,7 @@ import torch
 
 from vllm_gaudi_spec.config import GAUDI2
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
+from vllm_gaudi_spec.emulator.gaudi import recomputing
 
 Stats = list[tuple[str, Any]]
 
@@ -64,6 +65,10 @@ class FusedSDPA:
         return torch.ops.hpu.sdpa_fwd(
             q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, list(window_size)
         )
+
+
+def data_ptr(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
 
 
 class FusedRMSNorm:
@@ -165,6 +170,10 @@ def _apply(name: str, value: Any) -> None:
 
 def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
     """Every module of the stand-in by its full name, linked as attributes of their parents."""
+    grouping = {
+        function.__name__: function
+        for function in (recomputing.is_gqa, recomputing.gqa_input_reshape_fwd, recomputing.gqa_output_reshape)
+    }
     contents: dict[str, dict[str, Any]] = {
         "": {},
         "torch": {"hpu": torch_hpu, "torch": torch},  # the real package imports torch under that name
@@ -177,7 +186,11 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
         },
         "torch.utils": {},
         "torch.utils.internal": {"is_lazy": is_lazy},
-        "torch.utils.experimental": {"_get_device_type": get_device_type, "synDeviceType": SynDeviceType},
+        "torch.utils.experimental": {
+            "_get_device_type": get_device_type,
+            "synDeviceType": SynDeviceType,
+            "_data_ptr": data_ptr,
+        },
         "torch.internal": {},
         "torch.internal.bridge_config": {"env_setting": env_setting},
         "torch.hpu.metrics": {"metric_global": metric_global, "metric_localcontext": metric_localcontext},
@@ -186,7 +199,10 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
             "FusedSDPA": FusedSDPA,
             "RotaryPosEmbeddingMode": RotaryPosEmbeddingMode,
             "apply_rotary_pos_emb": apply_rotary_pos_emb,
+            "fp8_fused_sdpa": recomputing.fp8_fused_sdpa,
         },
+        # Modules beside the class of that name, which is what the package's attribute is.
+        **{f"torch.hpex.kernels.{name}": grouping for name in ("FusedSDPA", "Fp8FusedSDPA")},
         "torch.hpex.normalization": {"FusedRMSNorm": FusedRMSNorm},
         "torch.distributed": {},
         "torch.distributed.hccl": {},
@@ -202,7 +218,7 @@ def make_modules(torch_hpu: ModuleType) -> dict[str, ModuleType]:
         if module.__spec__ is None:  # which whoever only asks whether the package is there looks at
             module.__spec__ = ModuleSpec(full, None, is_package=True)
         parent, _, last = full.rpartition(".")
-        if parent in modules:
+        if parent in modules and last not in vars(modules[parent]):
             setattr(modules[parent], last, module)
     return modules
 

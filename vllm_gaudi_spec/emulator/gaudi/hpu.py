@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -42,17 +43,40 @@ def get_device_name(device: Any = None) -> str:
     return f"[device] opened\n{name}" if DEVICE.hostile and DEVICE.console else name
 
 
+class device:
+    """`with torch.hpu.device(0)`: a process has one."""
+
+    def __init__(self, device: Any) -> None:
+        runtime.set_device(device)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def _submodule(name: str, contents: dict[str, Any]) -> ModuleType:
+    module = sys.modules[f"torch.hpu.{name}"] = ModuleType(f"torch.hpu.{name}")
+    vars(module).update(contents)
+    return module
+
+
 def make_module() -> ModuleType:
+    random = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     contents: dict[str, Any] = {
         "Stream": runtime.Stream,
         "Event": runtime.Event,
         "memory_stats": memory_stats,
         "get_device_properties": get_device_properties,
         "get_device_name": get_device_name,
+        "device": device,
+        "random": _submodule("random", {name: runtime.COMMON[name] for name in random}),
+        "graphs": _submodule("graphs", {"input_hash": graphs.input_hash}),
         **Streams(runtime.Stream).contents(),
     }
     if DEVICE.lazy:
         # Graphs exist in lazy mode only; elsewhere the attribute is missing, as on the device.
         contents["HPUGraph"] = graphs.HPUGraph
         contents["wrap_in_hpu_graph"] = graphs.wrap_in_hpu_graph
-    return runtime.make_module(contents)
+    module = runtime.make_module(contents)
+    module.__path__ = []  # a package
+    return module

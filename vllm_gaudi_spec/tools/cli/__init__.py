@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from vllm_gaudi_spec import __version__
-from vllm_gaudi_spec.tools.cli import completion, demo, doctor, graph_check, output, report, selftest, tune
+from vllm_gaudi_spec.tools.cli import chat, completion, demo, doctor, graph_check, output, report, selftest, top, tune
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 _COMMANDS = {
     "doctor": doctor,
@@ -16,6 +17,8 @@ _COMMANDS = {
     "report": report,
     "graph-check": graph_check,
     "tune": tune,
+    "top": top,
+    "chat": chat,
     "completion": completion,
 }
 _STATUSES = (
@@ -24,7 +27,7 @@ _STATUSES = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gaudi-spec", description="vLLM on Intel Gaudi, built around speculative decoding.", epilog=_STATUSES
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -36,7 +36,6 @@ def add_to(commands: Any) -> None:
         "completion",
         help="complete commands and options in your shell",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=sorted(_SHELLS))
 

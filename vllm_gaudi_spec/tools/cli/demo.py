@@ -39,9 +39,8 @@ def add_to(commands: Any) -> None:
         "demo",
         help="the ways of drafting side by side, and a page about it",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    comparison.add_to(parser)
+    comparison.add_to(parser, num_prompts=f"default: {NUM_PROMPTS}")
     parser.set_defaults(**DEFAULTS)
 
 
@@ -65,11 +64,11 @@ def make_folder(options: argparse.Namespace) -> str | None:
 
 def command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     user_arguments = list(arguments[1:])
-    defaults = [*("--num_prompts", str(NUM_PROMPTS))] if not (options.prompts or options.num_prompts) else []
+    defaults = [*("--num-prompts", str(NUM_PROMPTS))] if not (options.prompts or options.num_prompts) else []
     for name, value in DEFAULTS.items():
         if getattr(options, name) != value:
             continue  # the user's own stands among the arguments
-        defaults += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        defaults += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     values = unless_set(
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_LOGGING_STREAM="ext://sys.stderr",  # stdout is for the table

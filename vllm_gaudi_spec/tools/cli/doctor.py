@@ -12,6 +12,7 @@ from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files, terminal
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
 Look at versions, drivers, devices, plugins and environment variables, load torch and vLLM in a process of their own,
@@ -32,19 +33,21 @@ def add_to(commands: Any) -> None:
         "doctor",
         help="what is installed here, what is wrong with it, and what to do",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", help="folder or Hugging Face id of the target; of an id the configuration is downloaded")
-    add("--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter")
+    add_shared(add, "--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter")
     add("--method", choices=[*METHODS, UNIVERSAL_DRAFT], help="how to draft (default: draft_model with --draft)")
-    add("--num-speculative-tokens", type=positive, metavar="K", help=f"default: {_DEFAULT_DRAFTS}")
-    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, instead of these three")
+    add_shared(add, "--num-speculative-tokens", type=positive, metavar="K", help=f"default: {_DEFAULT_DRAFTS}")
+    add_shared(
+        add, "--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, instead of these three"
+    )
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
     add("--max-model-len", type=positive, metavar="N", help="as you will serve (default: the model's own)")
     add("--max-num-seqs", type=positive, metavar="N", help="as you will serve")
     add("--tensor-parallel-size", type=positive, metavar="N", help="as you will serve")
     add("--dtype", help="as you will serve")
+    add("--kv-cache-dtype", help="as you will serve")
     output_files.add_json(add, "everything that was found")
 
 
@@ -64,7 +67,7 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def contradiction_in(options: argparse.Namespace) -> str | None:
     drafting = [options.draft, options.method, options.num_speculative_tokens]
     others = [options.additional_config, options.max_model_len, options.max_num_seqs, options.dtype]
-    others += [options.speculative_config, options.tensor_parallel_size]
+    others += [options.speculative_config, options.tensor_parallel_size, options.kv_cache_dtype]
     if options.model is None and any(option is not None for option in (*drafting, *others)):
         return "these options need a model; give --model"
     if options.speculative_config is not None and any(option is not None for option in drafting):
@@ -86,8 +89,13 @@ def pair(options: argparse.Namespace) -> dict[str, Any] | None:
         drafts = options.num_speculative_tokens or _DEFAULT_DRAFTS
         spec_config = {"method": options.method or "draft_model", "num_speculative_tokens": drafts}
         spec_config |= {"model": options.draft} if options.draft is not None else {}
-    names = ("model", "max_model_len", "max_num_seqs", "dtype", "additional_config", "tensor_parallel_size")
-    return {"speculative_config": spec_config, **{name: getattr(options, name) for name in names}}
+    return {"speculative_config": spec_config, **{name: getattr(options, name) for name in _AS_SERVED}}
+
+
+_AS_SERVED = (
+    *("model", "max_model_len", "max_num_seqs", "dtype", "kv_cache_dtype", "additional_config"),
+    "tensor_parallel_size",
+)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from typing import Any
 
 from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.devices import DEVICES, missing_software
-from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, LAZY_MODE, SELF_TEST, SKIP_WARMUP
+from vllm_gaudi_spec.environment import DEVICE, ENGINE_PROCESS, SELF_TEST, SKIP_WARMUP
 from vllm_gaudi_spec.tools.cli.output import become, fail, model_mistake, python
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, positive
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
 Run a mixed workload on a model and report whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up
@@ -26,7 +27,6 @@ or the model does not run, 2 for options that make no sense.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
 # Variables of the shell that would change the answer.
 ENVIRONMENT = {
-    LAZY_MODE.name: "1",
     SKIP_WARMUP.name: "0",
     # Its graphs would be counted as warm-up's that no step uses.
     SELF_TEST.name: "0",
@@ -42,11 +42,16 @@ def add_to(commands: Any) -> None:
         "graph-check",
         help="does a step compile after warm-up, or wait for too many device-to-host syncs?",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or Hugging Face id (default: the demo model)")
-    add("--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve; none: no speculation")
+    add_shared(
+        add,
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="as for vllm serve; none: no speculation",
+    )
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
     add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you will serve (default: 512)")
     add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you will serve (default: 4)")

@@ -25,7 +25,6 @@ def add_to(commands: Any) -> None:
         "report",
         help="a page about one run or several",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
     parser.add_argument(

@@ -26,7 +26,6 @@ def add_to(commands: Any) -> None:
         "selftest",
         help="does the card compute, copy and capture as the engine needs it?",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--dtype", default=_DTYPES[0], choices=_DTYPES, help=f"the model's, for attention (default: {_DTYPES[0]})")

@@ -12,6 +12,7 @@ from vllm_gaudi_spec.config import GAUDIS, MAX_DRAFTS
 from vllm_gaudi_spec.tools.cli.output import fail, model_mistake
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 from vllm_gaudi_spec.tools.tune.drafters import Drafter
 
 DESCRIPTION = """\
@@ -36,17 +37,41 @@ def add_to(commands: Any) -> None:
         "tune",
         help="which drafter and how many drafts, measured",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face id or folder of the target")
-    add("--draft", type=Drafter.parse, action="append", default=[], metavar="METHOD[=MODEL]", help="can be repeated")
-    add("--prompts", metavar="SOURCE", help="a JSONL file or a Hugging Face dataset (default: a built-in set)")
+    add_shared(
+        add,
+        "--draft",
+        type=Drafter.parse,
+        action="append",
+        default=[],
+        metavar="METHOD[=MODEL]",
+        help="can be repeated",
+    )
+    add("--prompts", metavar="SOURCE", help="a text or JSONL file, or a Hugging Face dataset (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="the first N of them")
-    add("--num-drafts", type=positive, nargs="+", default=[1, 2, 3, 4, 5], metavar="K", help="numbers of drafts to try")
+    add_shared(
+        add,
+        "--num-speculative-tokens",
+        dest="num_drafts",
+        type=positive,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        metavar="K",
+        help="numbers of drafts to try",
+    )
     add("--batches", type=positive, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes to be served")
     add("--max-num-seqs", type=positive, metavar="N", help="of the server (default: the largest of --batches)")
-    add("--tokens", type=positive, default=64, help="of each prompt's answer, past any end token")
+    add_shared(
+        add,
+        "--output-len",
+        dest="tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
     add("--temperature", type=float, default=0.0)
     add("--turns", type=positive, default=3, metavar="N", help="with drafts and without, at each batch size")
     add("--device", choices=GAUDIS, help="estimate this card's costs instead of timing steps here")
@@ -57,7 +82,15 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="with --device: tokens of KV per request (default: as the prompts)",
     )
-    add("--speculative", type=json_object, default={}, metavar="JSON", help="more of speculative_config, for all")
+    add_shared(
+        add,
+        "--speculative-config",
+        dest="speculative",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="as for vllm serve, besides method, model and number of drafts: for all drafters",
+    )
     add(
         "--engine",
         type=json_object,
@@ -82,11 +115,11 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def contradiction_in(options: argparse.Namespace) -> str | None:
     if max(options.num_drafts) > MAX_DRAFTS:
-        return f"--num-drafts: a step verifies at most {MAX_DRAFTS} drafts, not {max(options.num_drafts)}"
+        return f"--num-speculative-tokens: a step verifies at most {MAX_DRAFTS} drafts, not {max(options.num_drafts)}"
     if options.max_num_seqs and options.max_num_seqs < max(options.batches):
         return f"--max-num-seqs {options.max_num_seqs} is less than a batch of {max(options.batches)}"
     if not options.device and (options.one_run or options.context):
         return "--one-run and --context are for --device"
     if options.tokens < 2:
-        return "--tokens: the first token is the prompt's, so 2 at least"
+        return "--output-len: the first token is the prompt's, so 2 at least"
     return None

@@ -8,26 +8,28 @@ from pathlib import Path
 from vllm_gaudi_spec.tools.compare.tasks import COMPARE, COMPARED, DRAFTING, RULES, TASKS, demo_targets, draft_model
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import positive
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
 Several tasks end in one table beside the baseline; `compare` stands for baseline, ngram, draft_model and universal.
 Where the device is the host, their engines live side by side and take turns, prompt by prompt, so that a slow minute
-of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do_profile,
+of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do-profile,
 they run one after the other, and the table notes it.
 
-Without --model the target is the demo model, and --draft_model may be left out: its drafters are in demo/. For eagle3,
+Without --model the target is the demo model, and --draft may be left out: its drafters are in demo/. For eagle3,
 medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
-no --draft_model, `compare` leaves out what needs one; mtp drafts with the model itself.
+no --draft, `compare` leaves out what needs one; mtp drafts with the model itself.
 
 A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
 acceptance rate, on prompts unlike those of its training.
 
 Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for options
-that make no sense. --accuracy_rate needs lm-eval and its data from outside and has not been tried with them.
+that make no sense. --accuracy-rate needs lm-eval and its data from outside and has not been tried with them.
 """
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --batch-size") -> None:
+    """`num_prompts`: its default, for the help."""
     add = parser.add_argument
     add(
         "--task",
@@ -38,14 +40,36 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"method: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
     )
     add("--model", help="Hugging Face id or folder (default: the demo model)")
-    add("--draft_model", help="Hugging Face id or folder (default: the one in demo/ for the demo model)")
-    add("--osl", type=positive, default=512, help="tokens to generate per prompt, past any end token")
-    add("--batch_size", type=positive, default=8, help="concurrency: requests that run together")
-    add("--num_prompts", type=positive, metavar="N", help="how many of the fixed prompts (default: as --batch_size)")
+    add_shared(
+        add,
+        "--draft",
+        dest="draft_model",
+        metavar="MODEL",
+        help="Hugging Face id or folder of the drafter (default: the demo's own for the demo model)",
+    )
+    add_shared(
+        add,
+        "--output-len",
+        dest="osl",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    add("--batch-size", type=positive, default=8, help="concurrency: requests that run together")
+    add("--num-prompts", type=positive, metavar="N", help=f"how many of the fixed prompts ({num_prompts})")
     add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
-    add("--num_spec_tokens", type=positive, default=5, help="k, the largest number of drafts per step")
-    add("--prompt_lookup_min", type=positive, default=2, help="ngram: the shortest match that counts")
-    add("--prompt_lookup_max", type=positive, default=5, help="ngram: the longest match that is looked for")
+    add_shared(
+        add,
+        "--num-speculative-tokens",
+        dest="num_spec_tokens",
+        type=positive,
+        default=5,
+        metavar="K",
+        help="the largest number of drafts per step",
+    )
+    add("--prompt-lookup-min", type=positive, default=2, help="ngram: the shortest match that counts")
+    add("--prompt-lookup-max", type=positive, default=5, help="ngram: the longest match that is looked for")
     add(
         "--acceptance",
         nargs="+",
@@ -54,7 +78,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"a rule ({', '.join(RULES)}), a drafting mode ({', '.join(DRAFTING)}) or one of each",
     )
     add(
-        "--synthetic_rates",
+        "--synthetic-rates",
         type=float,
         nargs="+",
         metavar="RATE",
@@ -63,8 +87,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0, help="prompt i samples with seed + i")
     add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
-    add("--enforce_eager", action="store_true")
-    add("--num_warmups", type=int, default=1, help="short runs before the measured one")
+    add("--enforce-eager", action="store_true")
+    add("--num-warmups", type=int, default=1, help="short runs before the measured one")
     add(
         "--turns",
         type=positive,
@@ -72,19 +96,19 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="measured runs of each prompt at most; side by side no third one is begun after a minute",
     )
-    add("--run_base", action="store_true", help="run the baseline as well and compare the tokens")
+    add("--run-base", action="store_true", help="run the baseline as well and compare the tokens")
     output_files.add_json(add, "the record of the run")
     add("--report", type=Path, metavar="FILE", help="write the run as a page to be opened in a browser")
     add(
-        "--do_profile",
+        "--do-profile",
         type=Path,
         nargs="?",
         const=Path(),
         metavar="FOLDER",
         help="write torch.profiler's trace of the measured run to FOLDER (default: beside --json, else here)",
     )
-    add("--assert_accept_rate", type=float, metavar="RATE", help="fail when the acceptance rate is lower")
-    add("--accuracy_rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
+    add("--assert-accept-rate", type=float, metavar="RATE", help="fail when the acceptance rate is lower")
+    add("--accuracy-rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
     add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
 
 
@@ -97,20 +121,20 @@ def contradiction_in_tasks(options: argparse.Namespace) -> str | None:
     names = " and ".join(options.tasks)
     drafting = [name for name in options.tasks if TASKS[name].needs_draft_model]
     if options.draft_model and not drafting:
-        return f"task {names} needs no draft model; leave out --draft_model"
+        return f"task {names} needs no draft model; leave out --draft"
     if lacking := [name for name in drafting if not draft_model(name, options)]:
-        return f"task {lacking[0]} needs --draft_model"
+        return f"task {lacking[0]} needs --draft"
     if all(TASKS[name].method is None for name in options.tasks):
         if options.acceptance or options.assert_accept_rate is not None:
-            return f"task {names} drafts nothing; leave out --acceptance and --assert_accept_rate"
+            return f"task {names} drafts nothing; leave out --acceptance and --assert-accept-rate"
     if not options.model and len(demo_targets(options)) > 1:
         return f"the demo has no target for {names} together; run one at a time, or give --model"
     if options.prompts and options.num_prompts:
-        return "--num_prompts is for the fixed prompts; leave it out with --prompts"
+        return "--num-prompts is for the fixed prompts; leave it out with --prompts"
     if len(options.tasks) > 1 and options.accuracy_rate is not None:
-        return "--accuracy_rate is for a single task"
+        return "--accuracy-rate is for a single task"
     if options.limit and options.accuracy_rate is None:
-        return "--limit is for --accuracy_rate"
+        return "--limit is for --accuracy-rate"
     return None
 
 
@@ -119,9 +143,9 @@ def contradiction_in_acceptance(options: argparse.Namespace) -> str | None:
     if any(len([one for one in choices if one in kind]) > 1 for kind in (RULES, DRAFTING)):
         return "--acceptance takes one rule and one drafting mode at most"
     if ("synthetic" in choices) != bool(options.synthetic_rates):
-        return "--acceptance synthetic and --synthetic_rates need each other"
+        return "--acceptance synthetic and --synthetic-rates need each other"
     if options.synthetic_rates and len(options.synthetic_rates) != options.num_spec_tokens:
-        return f"--synthetic_rates needs one rate for each of the {options.num_spec_tokens} drafts"
+        return f"--synthetic-rates needs one rate for each of the {options.num_spec_tokens} drafts"
     return None
 
 

@@ -33,6 +33,7 @@ from vllm_gaudi_spec.tools.compare.tasks import (
 from vllm_gaudi_spec.tools.compare.turns import why_not_together
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.io.command_line import Parser
 from vllm_gaudi_spec.tools.io.terminal import until_nobody_reads
 from vllm_gaudi_spec.tools.report import page, record
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.tools.compare.measure import Run, Setup
 
 OTHER_PROMPTS = 8
+TRAINING_PROMPTS = DEMO / "training_prompts.py"
 ENOUGH_S = 60.0
 """Of measuring side by side: on a slow machine fewer turns, which are longer."""
 SHARE_FOR_KV = 0.9
@@ -47,10 +49,7 @@ SHARE_FOR_KV = 0.9
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n\n{command_line.DESCRIPTION}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(description=f"{__doc__}\n\n{command_line.DESCRIPTION}")
     command_line.add_to(parser)
     options = parser.parse_args(arguments)
     options.tasks = tasks_of(options)
@@ -83,7 +82,7 @@ class Comparison:
         self.log(f"device {self.device['device']}, mode {self.device['mode']}")
         check_what_is_there(self.options)
         if self.options.do_profile is not None:
-            keep_engine_in_process("--do_profile")
+            keep_engine_in_process("--do-profile")
         check_the_platform()
         setup = setup_of(self.options, self.device["device"])
         if len(self.options.tasks) == 1:
@@ -111,7 +110,7 @@ class Comparison:
     def several(self, setup: Setup) -> None:
         options = self.options
         if left_out := [name for name in COMPARED if COMPARE in options.task and name not in options.tasks]:
-            self.log(f"left out, for want of --draft_model: {', '.join(left_out)}")
+            self.log(f"left out, for want of --draft: {', '.join(left_out)}")
         runs = self.measured(options.tasks, setup)
         if BASELINE not in runs:
             raise ThresholdMissed(self.all_failures())
@@ -239,12 +238,16 @@ def target_model(options: argparse.Namespace) -> str:
 
 def other_prompts(options: argparse.Namespace) -> list[str]:
     """Some that the demo's drafters were not trained on, nor on any of their form."""
-    (name, *others) = options.tasks
-    if others or options.model or options.draft_model or not TASKS[name].was_trained_on_the_prompts:
+    if not asks_other_prompts(options):
         return []
-    written = runpy.run_path(str(DEMO / "training_prompts.py"))
+    written = runpy.run_path(str(TRAINING_PROMPTS))
     questions = written["OUT_OF_TEMPLATE"]
     return [written["as_chat"](question) for question in questions[:: len(questions) // OTHER_PROMPTS]]
+
+
+def asks_other_prompts(options: argparse.Namespace) -> bool:
+    (name, *others) = options.tasks
+    return not (others or options.model or options.draft_model) and TASKS[name].was_trained_on_the_prompts
 
 
 def computes_on_the_host(device: str) -> bool:
@@ -260,16 +263,23 @@ def check_the_platform() -> None:
 
 def check_what_is_there(options: argparse.Namespace) -> None:
     """Before a model is loaded."""
-    if any(uses_demo_drafter(name, options) for name in options.tasks) and not DEMO.is_dir():
-        raise ValueError(
-            f"the demo's drafters come with the project's checkout, and there is no {DEMO}; run this there, or give "
-            "--model and --draft_model"
-        )
+    for path in demo_files(options):
+        if not path.exists():
+            raise ValueError(
+                f"this installation lacks a part of the demo, {path}; install it again, or give --model and --draft"
+            )
     for model in (options.model, *(draft_model(name, options) for name in options.tasks)):
         if model and model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ValueError(f"there is no model folder {model}; give a folder or a Hugging Face id")
     if options.accuracy_rate is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("--accuracy_rate needs lm-eval: pip install lm-eval, or leave it out")
+        raise ValueError("--accuracy-rate needs lm-eval: pip install lm-eval, or leave it out")
+
+
+def demo_files(options: argparse.Namespace) -> list[Path]:
+    """Those of the package that the tasks read."""
+    drafters = [draft_model(name, options) for name in options.tasks if uses_demo_drafter(name, options)]
+    targets = [] if options.model else [DEMO / folder for folder in demo_targets(options) if folder]
+    return [*map(Path, filter(None, drafters)), *targets, *([TRAINING_PROMPTS] if asks_other_prompts(options) else [])]
 
 
 def fixed_prompts(options: argparse.Namespace) -> list[str]:
@@ -289,11 +299,11 @@ def check_what_was_asked(report: dict[str, Any], options: argparse.Namespace) ->
     if (asked := options.assert_accept_rate) is not None:
         rate = report["acc_rate"]
         if rate is None:
-            raise ThresholdMissed(f"nothing was drafted, and --assert_accept_rate asks for {asked}")
+            raise ThresholdMissed(f"nothing was drafted, and --assert-accept-rate asks for {asked}")
         if rate < asked:
-            raise ThresholdMissed(f"acc_rate {rate:.3f} is below the {asked} of --assert_accept_rate")
+            raise ThresholdMissed(f"acc_rate {rate:.3f} is below the {asked} of --assert-accept-rate")
     if (asked := options.accuracy_rate) is not None and report["accuracy"] < asked:
-        raise ThresholdMissed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy_rate")
+        raise ThresholdMissed(f"GSM8K accuracy {report['accuracy']:.3f} is below the {asked} of --accuracy-rate")
 
 
 def main(arguments: Sequence[str], command: Sequence[str]) -> int:

@@ -76,8 +76,8 @@ TASKS = {
 }
 COMPARE = "compare"
 COMPARED = (BASELINE, "ngram", "draft_model", "universal")
-DEMO = Path(__file__).parents[3] / "demo"
-"""Drafters of the demo model, beside the package where that is a checkout."""
+DEMO = Path(__file__).parents[2] / "demo"
+"""Drafters of the demo model: in a checkout links to the folders of its demo/, in a wheel those folders."""
 
 DRAFTING = ("greedy", "probabilistic", "coupled")
 

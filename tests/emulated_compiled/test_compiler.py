@@ -1,0 +1,160 @@
+"""The compiler of `hpu_backend`: what it takes, what it counts, and what it is known to get wrong.
+
+Letters and numbers in names are rows of docs/gaudi_lessons.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+from vllm_gaudi_spec.devices.hpu.compiled import make_region_compiler
+from vllm_gaudi_spec.emulator.card import DeviceRefusal
+
+
+@pytest.fixture
+def regions(card: Any) -> RegionCompiler:
+    return make_region_compiler()
+
+
+def hpu(*values: Any) -> torch.Tensor:
+    return torch.tensor(values).to("hpu")
+
+
+def unguarded() -> RegionCompiler:
+    """Without what compiled.py replaces."""
+    return RegionCompiler(lambda module, examples: lookup_backend("hpu_backend")(module, examples), "hpu")
+
+
+def test_a_region_is_compiled_at_its_first_run_and_launched_once(card: Any, regions: RegionCompiler) -> None:
+    run = regions.compiled(lambda x, y: (x + y).relu() * 2)
+    x, y = hpu(1.0, -5.0), hpu(2.0, 3.0)
+    before = card.counters.total
+    assert run(x, y).tolist() == [6.0, 0.0]
+    assert run(y, x).tolist() == [6.0, 0.0]
+    after = card.counters.total
+    assert after.graph_captures - before.graph_captures == 1
+    assert after.launches - before.launches == 2
+    assert after.stray_ops == before.stray_ops
+
+
+def test_results_are_new_each_time(card: Any, regions: RegionCompiler) -> None:
+    run = regions.compiled(lambda x: x + 1)
+    first = run(hpu(1.0))
+    second = run(hpu(5.0))
+    assert (first.tolist(), second.tolist()) == ([2.0], [6.0])
+
+
+def test_rows_of_a_cache_are_written_in_place(card: Any, regions: RegionCompiler) -> None:
+    """passes.py, pass_reinplace_index_copy_ops: a copy of the whole cache would cost as much as the cache is large."""
+    cache = torch.zeros(1000, 8).to("hpu")
+
+    def write(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(0, rows, x)
+        return cache.index_select(0, rows)
+
+    run = regions.compiled(write)
+    for number in (1.0, 2.0):
+        card.next_step()
+        found = run(hpu(3), torch.full((1, 8), number).to("hpu"))
+        assert card.counters.step.bytes_moved < cache.nbytes / 10
+        assert found.tolist() == [[number] * 8] == cache[3:4].tolist()
+    assert float(cache.sum()) == 16.0
+
+
+def test_c31_in_compile_only_mode_nothing_is_computed(card: Any, regions: RegionCompiler) -> None:
+    state = hpu(1.0)
+    run = regions.compiled(lambda x: state.add_(x))
+    card.compile_only = True
+    run(hpu(2.0))
+    compiled = card.counters.total.graph_captures
+    run(hpu(2.0))
+    card.compile_only = False
+    assert state.tolist() == [1.0]
+    run(hpu(2.0))
+    assert state.tolist() == [3.0]
+    assert card.counters.total.graph_captures == compiled
+
+
+def test_c02_symbolic_shapes_are_refused(card: Any) -> None:
+    graph = torch.fx.symbolic_trace(lambda x: (torch.ops.aten.relu.default(x),))
+    example = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(7, 3), static_shapes=False)
+    with pytest.raises(DeviceRefusal, match="symbolic shape"):
+        lookup_backend("hpu_backend")(graph, [example])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[(x > 1).long()],
+        lambda x: x.long().view(1, -1).permute(1, 0),
+        lambda x: torch.full_like(x, float("nan")),
+    ],
+    ids=["index", "permute of int64", "NaN"],
+)
+def test_c16_operations_that_leave_the_graph(function: Any, card: Any, regions: RegionCompiler) -> None:
+    with pytest.raises(DeviceRefusal, match=r"leaves the compiled graph and runs eagerly, from .*test_compiler\.py"):
+        regions.compiled(function)(hpu(1.0, 2.0))
+    card.hostile = False
+    regions.compiled(function)(hpu(1.0, 2.0))
+    assert [event.kind for event in card.counters.events].count("leaves the compiled graph") >= 1
+
+
+def test_c17_where_on_integers_is_compiled_wrongly_and_not_used(card: Any, regions: RegionCompiler) -> None:
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 1, x, -x)
+
+    assert unguarded().compiled(choose)(hpu(1, 2)).tolist() == [1, -2]
+    assert regions.compiled(choose)(hpu(1, 2)).tolist() == [-1, 2]
+    assert unguarded().compiled(choose)(hpu(1.0, 2.0)).tolist() == [-1.0, 2.0]
+    largest = torch.iinfo(torch.int64).max
+    extremes = torch.tensor([largest, -largest, 5]).to("hpu")
+
+    def pick(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.where(y > 0, x, -x)
+
+    assert regions.compiled(pick)(extremes, hpu(1, 0, 0)).tolist() == [largest, largest, -5]
+
+
+def test_c17_the_dtype_of_a_choice_is_torchs(card: Any, regions: RegionCompiler) -> None:
+    number, vector = torch.tensor(7).to("hpu"), torch.tensor([1, 2], dtype=torch.int32).to("hpu")
+
+    def choose(number: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        return torch.where(vector > 1, number, vector)
+
+    found = regions.compiled(choose)(number, vector)
+    assert (found.dtype, found.tolist()) == (torch.int32, [1, 7])
+
+
+def test_c16_booleans_are_made_in_the_graph(card: Any, regions: RegionCompiler) -> None:
+    """Those that are filled would leave it: the bridge makes `full` of them (decomposition.py)."""
+
+    def fill(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.ones_like(x, dtype=torch.bool),
+            torch.zeros(2, dtype=torch.bool, device="hpu"),
+            torch.full((2,), True, device="hpu"),
+            x.new_full((2,), False, dtype=torch.bool),
+            x * True,
+        )
+
+    with pytest.raises(DeviceRefusal, match="leaves the compiled graph"):
+        unguarded().compiled(fill)(hpu(1.0, 2.0))
+    found = regions.compiled(fill)(hpu(1.0, 2.0))
+    assert [one.tolist() for one in found] == [[True] * 2, [False] * 2, [True] * 2, [False] * 2, [1.0, 2.0]]
+    assert [one.dtype for one in found] == [torch.bool] * 4 + [torch.float32]
+
+
+def test_lazy_mode_has_no_compiler(card: Any, regions: RegionCompiler) -> None:
+    card.lazy = True
+    try:
+        with pytest.raises(DeviceRefusal, match="in lazy mode"):
+            regions.compiled(torch.neg)(hpu(1.0))
+    finally:
+        card.lazy = False

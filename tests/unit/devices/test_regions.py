@@ -1,0 +1,302 @@
+"""Functions as compiled regions, on the CPU with torch's own backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.registry import lookup_backend
+
+from vllm_gaudi_spec.devices.common.arguments import flatten
+from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+from vllm_gaudi_spec.devices.common.tracing import NotCompilableError
+
+
+class Compiler:
+    """Counts what it compiles, and keeps the graphs."""
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self._backend = lookup_backend(backend)
+
+    def __call__(self, module: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Sequence[Any]]:
+        self.graphs.append(module)
+        compiled: Callable[..., Sequence[Any]] = self._backend(module, examples)
+        return compiled
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def regions(compiler: Compiler) -> RegionCompiler:
+    return RegionCompiler(compiler, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+class Layers:
+    """A model of equal layers with a cache each, and a marker after each."""
+
+    def __init__(self, regions: RegionCompiler | None, count: int = 4) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weights = [torch.randn(8, 8, generator=generator) for _ in range(count)]
+        self.caches = [torch.zeros(6, 8) for _ in range(count)]
+        self._regions = regions
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor, scale: float) -> tuple[tuple[torch.Tensor, ...], int]:
+        for weight, cache in zip(self.weights, self.caches, strict=True):
+            cache.index_copy_(0, slots, torch.tanh(x @ weight))
+            x = x + cache.index_select(0, slots) * scale
+            if self._regions is not None:
+                self._regions.cut()
+        return (x, slots), 7
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_computes_what_the_function_does(backend: str) -> None:
+    regions = RegionCompiler(Compiler(backend), "cpu")
+    plain, layers = Layers(None), Layers(regions)
+    run = regions.compiled(layers.forward)
+    for seed, slots in enumerate(([0, 3], [5, 1], [3, 0])):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
+        rows = torch.tensor(slots)
+        (found, passed), seven = run(x, rows, 0.5)
+        (expected, _), _ = plain.forward(x.clone(), rows, 0.5)
+        torch.testing.assert_close(found, expected)
+        assert passed is rows
+        assert seven == 7
+    torch.testing.assert_close(layers.caches, plain.caches)
+
+
+def test_c01_c04_equal_layers_are_compiled_once(regions: RegionCompiler, compiler: Compiler) -> None:
+    layers = Layers(regions)
+    run = regions.compiled(layers.forward)
+    run(torch.randn(2, 8), torch.tensor([0, 1]), 0.5)
+    assert regions.num_compiled == len(compiler.graphs) == 1
+    run(torch.randn(2, 8), torch.tensor([4, 5]), 0.5)
+    assert regions.num_compiled == 1
+    run(torch.randn(2, 8), torch.tensor([4, 5]), 0.25)  # another number
+    assert regions.num_compiled == 2
+    run(torch.randn(3, 8), torch.tensor([1, 4, 5]), 0.25)  # other shapes
+    assert regions.num_compiled == 3
+    assert regions.functions.total() == 3
+
+
+def test_nothing_is_computed_while_a_function_is_compiled(regions: RegionCompiler) -> None:
+    layers = Layers(regions)
+    tensors, rest = flatten((torch.randn(2, 8), torch.tensor([0, 1]), 1.0))
+    made = regions.compile(layers.forward, tensors, rest)
+    assert made.num_steps == 4
+    assert not any(cache.any() for cache in layers.caches)
+    made(tensors)
+    assert all(cache.any() for cache in layers.caches)
+
+
+def test_markers_with_nothing_between_them_are_one(regions: RegionCompiler) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        regions.cut()
+        y = x + 1
+        regions.cut()
+        regions.cut()
+        return y * 2
+
+    tensors, rest = flatten((torch.ones(3),))
+    made = regions.compile(function, tensors, rest)
+    assert made.num_steps == 2
+    assert made(tensors).tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_views_stay_views(is_cut: bool, regions: RegionCompiler) -> None:
+    """What is changed through one is changed in all, in a region and from region to region."""
+    table = torch.zeros(4, 3)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made = x * 2
+        row = made[1]
+        if is_cut:
+            regions.cut()
+        row.add_(1)
+        table[2].copy_(made[1])
+        if is_cut:
+            regions.cut()
+        x[0].zero_()
+        return made, made.sum(), x
+
+    run = regions.compiled(function)
+    for _ in range(2):
+        x = torch.ones(2, 3)
+        made, total, passed = run(x)
+        assert made.tolist() == [[2.0] * 3, [3.0] * 3]
+        assert float(total) == 15.0
+        assert passed is x
+        assert x.tolist() == [[0.0] * 3, [1.0] * 3]
+        assert table.tolist() == [[0.0] * 3, [0.0] * 3, [3.0] * 3, [0.0] * 3]
+        table.zero_()
+
+
+def test_arguments_that_share_memory(regions: RegionCompiler) -> None:
+    """With each other, or with what a function reads besides: before and after calls in which they do not."""
+    table = torch.zeros(2)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y + table
+
+    def called(same: bool, tabled: bool) -> list[float]:
+        table.zero_()
+        x = table if tabled else torch.zeros(2)
+        found: list[float] = regions.compiled(function)(x, x if same else torch.zeros(2)).tolist()
+        again = kept(x.zero_(), x if same else torch.zeros(2)).tolist()
+        assert again == found
+        return found
+
+    for first in (False, True):
+        kept = regions.compiled(function)
+        for same in (first, not first):
+            for tabled in (first, not first):
+                assert called(same, tabled) == [float(same + tabled)] * 2, (same, tabled)
+
+
+def test_numbers_that_equal_others(regions: RegionCompiler) -> None:
+    """0.0 and -0.0 do; NaN does not equal itself."""
+    regions.traces_twice = True
+
+    def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+        return torch.copysign(x, torch.full_like(x, by)) * 2
+
+    run = regions.compiled(scale)
+    assert [run(torch.ones(1), by).tolist() for by in (0.0, -0.0)] == [[2.0], [-2.0]]
+    before = regions.num_compiled
+    for _ in range(2):
+        run(torch.ones(1), float("nan"))
+        regions.compiled(lambda x: x.masked_fill(x > 0, float("nan")))(torch.ones(1))
+    assert regions.num_compiled - before == 2
+
+
+class _Keeps:
+    table: torch.Tensor = torch.ones(3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table.dtype != x.dtype:
+            self.table = self.table.to(x.dtype)
+        return x * self.table
+
+
+def test_a_tensor_that_is_kept_from_a_trace_is_refused(regions: RegionCompiler) -> None:
+    keeps = _Keeps()
+    regions.compiled(keeps.forward)(torch.ones(3))
+    with pytest.raises(NotCompilableError, match=r"kept from an earlier trace .*test_regions\.py.* in forward"):
+        regions.compiled(keeps.forward)(torch.ones(2, 3))
+
+
+def test_what_no_graph_holds_is_refused(regions: RegionCompiler) -> None:
+    generator = torch.Generator()
+    with pytest.raises(NotCompilableError, match="takes a Generator"):
+        regions.compiled(lambda x: torch.empty_like(x).uniform_(generator=generator))(torch.ones(1))
+
+
+def test_operations_that_return_several(regions: RegionCompiler) -> None:
+    def function(x: torch.Tensor) -> tuple[Any, ...]:
+        values, indices = x.topk(2)
+        left, right = x.split([1, 2], dim=-1)
+        regions.cut()
+        return values, indices, right - left, values
+
+    tensors, rest = flatten((torch.tensor([[1.0, 5.0, 3.0]]),))
+    values, indices, difference, again = regions.compile(function, tensors, rest)(tensors)
+    assert (values.tolist(), indices.tolist(), difference.tolist()) == ([[5.0, 3.0]], [[1, 2]], [[4.0, 2.0]])
+    assert again is values
+
+
+def _reads_a_value(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()  # the line
+
+
+def _has_a_mask(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]  # the line
+
+
+@pytest.mark.parametrize("function", [_reads_a_value, _has_a_mask])
+def test_what_needs_values_is_refused_with_its_line(function: Callable[..., Any], regions: RegionCompiler) -> None:
+    with pytest.raises(NotCompilableError) as refused:
+        regions.compiled(function)(torch.randn(4))
+    assert f'test_regions.py", line {function.__code__.co_firstlineno + 1}, in {function.__name__}' in str(
+        refused.value
+    )
+    assert regions.functions.total() == 0
+    assert regions.compiled(torch.neg)(torch.ones(1)).tolist() == [-1.0]  # nothing is left open
+
+
+def test_what_python_counts_is_refused_where_functions_are_traced_twice(regions: RegionCompiler) -> None:
+    calls: list[None] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return x + len(calls)
+
+    assert regions.compiled(function)(torch.zeros(1)).tolist() == [1.0]
+    regions.traces_twice = True
+    with pytest.raises(NotCompilableError, match=r"aten\.add\.Tensor .*other numbers.* in function"):
+        regions.compiled(function)(torch.zeros(1))
+
+
+def test_rewrites(compiler: Compiler) -> None:
+    def negated(x: torch.Tensor) -> Any:
+        return x.mul(-1) if x.dtype is torch.int64 else NotImplemented
+
+    regions = RegionCompiler(compiler, "cpu", {torch.ops.aten.neg.default: negated})
+    run = regions.compiled(lambda x: -x)
+    assert (run(torch.tensor([3])).tolist(), run(torch.tensor([3.0])).tolist()) == ([-3], [-3.0])
+    targets = [[node.target for node in graph.graph.nodes if node.op == "call_function"] for graph in compiler.graphs]
+    assert targets == [[torch.ops.aten.mul.Tensor], [torch.ops.aten.neg.default]]
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Of this process alone."""
+    if dist.is_initialized():
+        yield dist.new_group([dist.get_rank()], backend="gloo")
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_c23_collectives_are_no_part_of_a_region(
+    group: dist.ProcessGroup, regions: RegionCompiler, compiler: Compiler
+) -> None:
+    """They run as they are, in their place."""
+    regions.traces_twice = True
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        gathered = torch.empty_like(y)
+        dist.all_gather_into_tensor(gathered, y + 1, group=group)
+        dist.broadcast(gathered, 0, group=group)
+        return gathered * 3
+
+    tensors, rest = flatten((torch.ones(2),))
+    made = regions.compile(function, tensors, rest)
+    assert [made(tensors).tolist() for _ in range(2)] == [[9.0, 9.0], [9.0, 9.0]]
+    assert made.num_steps == 6, "three collectives, what is before the first and the second, and the end"
+    targets = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
+    assert not any("c10d" in target for target in targets)
+
+
+def test_regions_say_where_operations_came_from(regions: RegionCompiler, compiler: Compiler) -> None:
+    regions.compiled(lambda x: x.exp())(torch.ones(1))
+    (node,) = (node for node in compiler.graphs[0].graph.nodes if node.op == "call_function")
+    assert "test_regions.py" in (node.stack_trace or "")

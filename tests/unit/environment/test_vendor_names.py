@@ -1,0 +1,81 @@
+"""vllm-gaudi's variables that have an equivalent here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.config import Options, UnsupportedConfigError
+from vllm_gaudi_spec.runner.shapes import Buckets
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VGS_SKIP_WARMUP", "VLLM_SKIP_WARMUP", "VLLM_BUCKETING_STRATEGY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "skipped"),
+    [
+        ({}, False),
+        ({"VLLM_SKIP_WARMUP": "true"}, True),
+        ({"VLLM_SKIP_WARMUP": "True"}, True),
+        ({"VLLM_SKIP_WARMUP": "1"}, True),
+        ({"VLLM_SKIP_WARMUP": "false"}, False),
+        ({"VLLM_SKIP_WARMUP": "0"}, False),
+        *(({"VLLM_SKIP_WARMUP": word}, True) for word in ("t", "yes", "Y", "on")),
+        ({"VLLM_SKIP_WARMUP": ""}, False),
+        ({"VGS_SKIP_WARMUP": ""}, False),
+        ({"VLLM_SKIP_WARMUP": "true", "VGS_SKIP_WARMUP": ""}, True),
+        ({"VLLM_SKIP_WARMUP": "true", "VGS_SKIP_WARMUP": "0"}, False),
+        ({"VLLM_SKIP_WARMUP": "false", "VGS_SKIP_WARMUP": "1"}, True),
+    ],
+)
+def test_skipping_warm_up(variables: dict[str, str], skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.skip_warmup() is skipped
+
+
+def test_a_word_for_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SKIP_WARMUP", "maybe")
+    with pytest.raises(UnsupportedConfigError, match="VLLM_SKIP_WARMUP=maybe is neither true nor false"):
+        environment.skip_warmup()
+
+
+def is_linear(**options: Any) -> bool:
+    backend: Any = SimpleNamespace(traits=SimpleNamespace(captures=True))
+    return Buckets.choose(Options(**options), backend).linear
+
+
+def test_bucketing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option comes before the variable."""
+    assert not is_linear()
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "")
+    assert not is_linear()
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "lin")
+    assert is_linear()
+    assert not is_linear(bucket_strategy="exponential")
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "exp")
+    assert not is_linear()
+    assert is_linear(bucket_strategy="linear")
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "pad")
+    with pytest.raises(UnsupportedConfigError, match="VLLM_BUCKETING_STRATEGY=pad is not supported; use exp or lin"):
+        is_linear()
+
+
+def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of memory that graphs may take, and the layers of a recipe."""
+    for name in ("VLLM_GRAPH_RESERVED_MEM", "VLLM_CONFIG_HIDDEN_LAYERS"):
+        monkeypatch.delenv(name, raising=False)
+    assert (environment.gaudi_memory_reserve(), environment.gaudi_layers_of_a_recipe()) == (0.1, 1)
+    monkeypatch.setenv("VLLM_GRAPH_RESERVED_MEM", "0.4")
+    monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", "4")
+    assert (environment.gaudi_memory_reserve(), environment.gaudi_layers_of_a_recipe()) == (0.4, 4)
+    monkeypatch.setenv("VLLM_CONFIG_HIDDEN_LAYERS", "all")
+    with pytest.raises(UnsupportedConfigError, match="VLLM_CONFIG_HIDDEN_LAYERS=all is no number of layers"):
+        environment.gaudi_layers_of_a_recipe()

@@ -1,0 +1,119 @@
+"""docs/as_in_vllm.md is what vLLM's own parser and configuration do with this platform, and its tests exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_gaudi_spec import compat
+from vllm_gaudi_spec.platforms import base, dropped_flags
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "as_in_vllm.md"
+MODEL = ROOT / "demo" / "tiny" / "target"
+
+
+class Row(NamedTuple):
+    what: str
+    here: str
+    remark: str
+    shown_by: str
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the command line, which stand between backticks in the first cell."""
+        return [word for code in re.findall(r"`(-[^`]*)`", self.what) for word in shlex.split(code)]
+
+
+ROWS = [
+    Row(*(cell.strip() for cell in line.strip().strip("|").split("|")))
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and not line.startswith(("| ---", "| feature", "| flag", "| there"))
+]
+# `inc` needs a file: tests/unit/compat/test_configuration.py has that.
+WITH_FLAGS = [row for row in ROWS if row.flags and "QUANT_CONFIG" not in row.what]
+OUTCOMES = ("works", "differs", "ignored", "refused")
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def outcome(flags: list[str], parser: FlexibleArgumentParser, warnings: list[str]) -> str:
+    """What the front end does with them. A refusal is an error of one line."""
+    small = ["--model", str(MODEL), "--dtype", "float32", "--max-model-len", "256"]
+    args = parser.parse_args([*small, *flags])
+    try:
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except ValueError as error:
+        reason = str(error)
+        # vLLM's own are reports of pydantic's, of which the command line shows one line.
+        assert len(reason.splitlines()) == 1 or "Value error, " in reason, reason
+        return "refused"
+    return "ignored" if warnings else "works"
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those of this platform."""
+    found: list[str] = []
+    monkeypatch.setattr(base.logger, "warning_once", lambda text, *values: found.append(text % values))
+    monkeypatch.setattr(dropped_flags.logger, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+# vLLM reports itself that it does not compile; a CPU captures nothing, and a text model has no images.
+QUIET = ("--enforce-eager", "--compilation-config", "--limit-mm-per-prompt")
+
+
+@pytest.mark.parametrize("row", WITH_FLAGS, ids=lambda row: " ".join(row.flags)[:60])
+def test_flags(row: Row, parser: FlexibleArgumentParser, warnings: list[str]) -> None:
+    compat.apply()
+    found = outcome(row.flags, parser, warnings)
+    if any(flag in QUIET for flag in row.flags):
+        assert (row.here, found) == ("ignored", "works")
+    else:
+        assert row.here == found, warnings
+    for warning in warnings:
+        assert any(flag.removeprefix("--").split("-")[0] in warning.lower() for flag in row.flags), warning
+
+
+def test_dropped_flags_are_gone_from_vllm_and_on_the_page(parser: FlexibleArgumentParser) -> None:
+    """Fails when vLLM has one again: then it leaves DROPPED_FLAGS."""
+    assert dropped_flags.DROPPED_FLAGS
+    listed = {flag for row in ROWS if row.here == "ignored" for flag in row.flags}
+    for flag in dropped_flags.DROPPED_FLAGS:
+        assert isinstance(parser._option_string_actions[flag], dropped_flags._Ignored), flag
+        assert flag in listed, flag
+
+
+def test_another_device_is_refused(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model", str(MODEL), "--device", "hpu"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--device hpu is not the device here, cpu: VGS_DEVICE names it" in last
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what[:50])
+def test_a_row_has_an_outcome_and_tests_that_exist(row: Row) -> None:
+    assert row.here in OUTCOMES
+    if row.shown_by == "not tested":
+        return
+    names = row.shown_by.split(", ")
+    assert names
+    for name in names:
+        found = re.fullmatch(r"`(tests/[\w/]+\.py)::(\w+)`", name)
+        assert found, f"{name}: a file and the test in it"
+        functions = [
+            node for node in ast.parse((ROOT / found[1]).read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
+        assert found[2] in {function.name for function in functions}, name

@@ -1,0 +1,302 @@
+"""Quantised checkpoints as vLLM's configuration sees them, and how their files are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from tests.models.formats import CT_FP8, CT_W4, FORMATS, GROUP, compressed, fp8_channel
+from tests.unit.quantization.test_kv_scheme import checkpoint, configured
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Weights
+from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
+from vllm_gaudi_spec.quantization import checkpoint as checkpoint_module
+from vllm_gaudi_spec.quantization import dequantized
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, misfit
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
+from vllm_gaudi_spec.quantization.encodings import EncodingError
+from vllm_gaudi_spec.quantization.formats import read_format
+from vllm_gaudi_spec.quantization.method import DequantizedConfig
+
+CT = compressed("float-quantized", *CT_FP8)
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def reference(**options: Any) -> dict[str, Any]:
+    return dict(additional_config=dict(gaudi_spec=dict(weight_kernels="reference"))) | options
+
+
+def test_vllm_takes_the_method(tmp_path: Path) -> None:
+    """In float32 too, which vLLM's own method for the format refuses."""
+    found = configured(checkpoint(tmp_path, dict(FORMATS["fp8-block"].config)), **reference())
+    assert found.model_config.quantization == DEQUANTIZED
+    assert isinstance(found.quant_config, DequantizedConfig)
+    # For another process, and for heads, whose models ask for it again.
+    assert isinstance(copy.deepcopy(found.quant_config), DequantizedConfig)
+    again = VllmConfig.get_quantization_config(found.model_config, found.load_config)
+    assert isinstance(again, DequantizedConfig)
+
+
+def test_a_format_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, FORMATS["gptq"].config | dict(checkpoint_format="gptq", sym=False))
+    with pytest.raises(UnsupportedConfigError, match="zero points in GPTQ's first layout") as refused:
+        configured(model, dtype="bfloat16")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_malformed_description_is_refused_in_one_line(tmp_path: Path) -> None:
+    weights = dict(num_bits=8, type="float", strategy="block", block_structure="128")
+    model = checkpoint(tmp_path, compressed("float-quantized", weights))
+    for options in ({}, reference()):
+        with pytest.raises(UnsupportedConfigError, match=r"in a way that is not read \(ValueError: ") as refused:
+            configured(model, **options)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_vllms_own_refusal_of_native_kernels_is_one_line(tmp_path: Path) -> None:
+    native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
+    model = checkpoint(tmp_path, dict(FORMATS["fp8-block"].config))
+    with pytest.raises(
+        UnsupportedConfigError, match=r"not for vLLM's kernels \(.*float32.*; leave weight_k"
+    ) as refused:
+        configured(model, **native)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_the_methods_of_the_user(tmp_path: Path) -> None:
+    """What is not the checkpoint's own is vLLM's to refuse."""
+    model = checkpoint(tmp_path, dict(FORMATS["awq"].config))
+    for name in ("awq", "auto_awq", DEQUANTIZED):
+        assert configured(model, **reference(quantization=name)).model_config.quantization == DEQUANTIZED
+    for name in ("fp8", "gptq", "awq_marlin", "awq_hpu", "ascend"):
+        with pytest.raises(ValueError, match=rf"Quantization method .* does not match .* \({name}\)"):
+            configured(model, **reference(quantization=name))
+
+
+def test_kernels_that_the_user_names_and_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
+    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
+    model = checkpoint(tmp_path, dict(FORMATS["gptq"].config))
+    with pytest.raises(UnsupportedConfigError, match=r"weights \(auto_gptq\), .*; leave --quantization out\."):
+        configured(model, quantization="gptq_marlin", dtype="float16")
+
+
+def write(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> str:
+    """A checkpoint of one quantised matrix."""
+    model = checkpoint(folder, dict(CT))
+    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
+    change(parts)
+    save_file({f"{NAME}.{part}": tensor.contiguous() for part, tensor in parts.items()}, folder / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda parts: parts.pop("weight_scale"), f"layer {NAME} has no weight_scale; take another copy"),
+        (lambda parts: parts.update(weight_scale=torch.ones(7, 1)), f"layer {NAME} has scales or zero points of shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_at_configuration(
+    change: Callable[[dict[str, torch.Tensor]], None], reason: str, tmp_path: Path
+) -> None:
+    model = write(tmp_path, change)
+    with pytest.raises(UnsupportedConfigError, match=reason) as refused:
+        configured(model, **reference())
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_those_that_fit_are_let_in(tmp_path: Path) -> None:
+    configured(write(tmp_path), **reference())
+
+
+def test_only_files_of_the_index_are_looked_at(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    save_file({f"{NAME}.weight_scale": torch.ones(7, 1)}, tmp_path / "stray.safetensors")
+    with pytest.raises(UnsupportedConfigError, match="take another copy"):
+        configured(model, **reference())
+    names = {f"{NAME}.{part}": "model.safetensors" for part in ("weight", "weight_scale")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=names)))
+    configured(model, **reference())
+
+
+def test_other_load_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedConfigError, match="--load-format sharded_state; leave that out"):
+        configured(write(tmp_path), **reference(load_format="sharded_state"))
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(dequantized.logger, "info_once", lambda text, *values: found.append(text % values))
+    return found
+
+
+def test_the_kernels_are_reported(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write(tmp_path)
+    become = f"{model}: weights in compressed-tensors become float32 while they are read"
+    configured(model, **reference())
+    assert said.pop() == f"{become} (as weight_kernels asks)."
+    monkeypatch.setattr(CpuWeights, "missing_kernel", lambda *_: None)
+    configured(model)
+    assert said.pop() == f"{model}: weights in compressed-tensors stay as they are, for vLLM's own kernels."
+    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
+    configured(model)
+    assert said.pop() == f"{become} (vLLM's own kernels: for which there are no kernels yet on this device)."
+    monkeypatch.setattr(CpuWeights, "multiplies_fp8", True)
+    configured(model)
+    assert said.pop().startswith(f"{model}: linear layers in compressed-tensors stay FP8, and are multiplied by")
+    assert not said
+
+
+def test_fp8_in_float16_is_refused_for_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuWeights, "multiplies_fp8", True)
+    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
+    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
+    native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
+    with pytest.raises(
+        UnsupportedConfigError, match="multiplied by inputs in bfloat16 or float32; use --dtype bfloat16"
+    ):
+        configured(write(tmp_path), dtype="float16", **native)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def read(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any] = CT, dtype: torch.dtype = torch.float32, **more: Any
+) -> dict[str, torch.Tensor]:
+    made = Checkpoint(model="model", format=read_format(config), dtype=dtype, **more)
+    return dict(made.weights(tensors.items()))
+
+
+def tensors_of(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{NAME}.{part}": tensor for part, tensor in parts.items()}
+
+
+def test_what_is_not_quantised_stays() -> None:
+    """Norms, biases, scales of KV, and a layer that the format leaves as it is; scales of activations are dropped."""
+    parts, meant = fp8_channel(torch.randn(GROUP, GROUP))
+    others = {
+        "lm_head.weight": torch.ones(4, 4),
+        "model.norm.weight": torch.ones(4),
+        f"{NAME}.bias": torch.ones(GROUP),
+        "model.layers.0.self_attn.k_scale": torch.ones(()),
+    }
+    found = read(others | tensors_of(parts) | {f"{NAME}.input_scale": torch.ones(1)})
+    torch.testing.assert_close(found.pop(f"{NAME}.weight"), meant)
+    assert found.keys() == others.keys()
+    assert all(found[name] is tensor for name, tensor in others.items())
+
+
+def test_tensors_come_in_any_order() -> None:
+    parts, meant = FORMATS["ct-w4a16"].weights(torch.randn(GROUP, GROUP))
+    found = read(dict(reversed(tensors_of(parts).items())), compressed("pack-quantized", CT_W4))
+    torch.testing.assert_close(found[f"{NAME}.weight"], meant)
+
+
+def test_a_scale_of_zero_is_contained() -> None:
+    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
+    parts["weight_scale"][3] = 0
+    weight = read(tensors_of(parts))[f"{NAME}.weight"]
+    assert not weight[3].any()
+    assert bool((weight[4:] == 1).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_refused(value: float) -> None:
+    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
+    parts["weight_scale"][3] = value
+    with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take an"):
+        read(tensors_of(parts))
+
+
+E4M3 = torch.ones(4, 4).to(torch.float8_e4m3fn)
+NAMED = compressed("float-quantized", *CT_FP8)
+NAMED["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "config"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj", torch.ones(2, 4, 4).to(torch.float8_e4m3fn), CT),
+        ("model.layers.0.mlp.experts.gate_up_proj_scale_inv", torch.ones(2, 1, 1), CT),
+        ("model.layers.0.mlp.experts.gate_up_proj_weight_scale", torch.ones(2), dict(FORMATS["modelopt-fp8"].config)),
+        ("model.layers.0.mlp.experts.down_proj_packed", torch.ones(2, 4, dtype=torch.int32), CT),
+        (f"{NAME}.weight_g_idx", torch.ones(4, dtype=torch.int32), compressed("pack-quantized", CT_W4)),
+        (f"{NAME}.qweight", torch.ones(4, 4, dtype=torch.int32), CT),
+        (f"{NAME}.weight", E4M3, NAMED),
+    ],
+)
+def test_quantised_tensors_that_are_not_read_are_refused(
+    name: str, tensor: torch.Tensor, config: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        EncodingError, match=rf"model: {name} is quantised in a way that config.json .*; use a model in"
+    ):
+        read({name: tensor}, config)
+    assert not read({name: tensor}, config, is_unused=lambda unused: unused == name)
+
+
+def test_experts_in_one_tensor_are_no_damage() -> None:
+    parts = {"weight": torch.ones(2, 4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 4, 1)}
+    with pytest.raises(EncodingError, match="of 3 dimensions, where only matrices are read; use a model in bfloat16"):
+        read(tensors_of(parts))
+
+
+@pytest.mark.parametrize("names", [("weight_scale_inv", "activation_scale"), ("qscale_weight", "qscale_act")])
+def test_other_names_of_scales(names: tuple[str, str]) -> None:
+    parts, meant = FORMATS["fp8-tensor-static"].weights(torch.randn(GROUP, GROUP))
+    renamed = dict(
+        zip(("weight", *names), (parts[name] for name in ("weight", "weight_scale", "input_scale")), strict=True)
+    )
+    kv = {"layers.0.attention.kv_fake_quantizer.qscale_act": torch.ones(1)}
+    found = read(tensors_of(renamed) | kv, dict(FORMATS["fp8-tensor-static"].config))
+    torch.testing.assert_close(found.pop(f"{NAME}.weight"), meant)
+    assert found == kv
+
+
+def test_values_beyond_the_models_dtype_are_refused() -> None:
+    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
+    parts["weight_scale"][3] = 1e4
+    assert bool(read(tensors_of(parts), dtype=torch.bfloat16)[f"{NAME}.weight"].isfinite().all())
+    with pytest.raises(EncodingError, match=f"layer {NAME} has values beyond float16; use --dtype bfloat16"):
+        read(tensors_of(parts), dtype=torch.float16)
+
+
+def test_a_scale_without_its_weight_is_refused() -> None:
+    """Where FP8 is kept, too."""
+    with pytest.raises(EncodingError, match=f"layer {NAME} has no weight; take another copy"):
+        read({f"{NAME}.weight_scale": torch.ones(4, 1)}, keeps_fp8=lambda layer: True)
+
+
+def test_headers_that_are_alike_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(checkpoint_module, "dtype_name", looked.append)
+    layers = {f"layers.{index}": fp8_channel(torch.ones(GROUP, GROUP))[0] for index in range(5)}
+    layers["odd"] = fp8_channel(torch.ones(GROUP, 2 * GROUP))[0]
+    tensors = {f"{layer}.{part}": tensor for layer, parts in layers.items() for part, tensor in parts.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert misfit("model", read_format(CT), [tmp_path / "a.safetensors"]) is None
+    assert len(looked) == 2
+
+
+def test_headers_of_files_are_enough(tmp_path: Path) -> None:
+    """A layer's tensors may be in several files."""
+    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    save_file({f"{NAME}.weight": parts["weight"]}, files[0])
+    save_file({f"{NAME}.weight_scale": parts["weight_scale"]}, files[1])
+    assert misfit("model", read_format(CT), files) is None
+    assert misfit("model", read_format(CT), files[:1]) == (
+        f"model: layer {NAME} has no weight_scale; take another copy of the model."
+    )

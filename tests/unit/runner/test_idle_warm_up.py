@@ -1,0 +1,202 @@
+"""Warm-up that goes on in idle steps: what serves meanwhile, and that nothing is made while a request waits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from tests.support.fakes import CapturingBackend, CompilingBackend, CopyingMemory, HostBackend
+from tests.support.small_engine import FAVOURITES, ROOMY, STANDARD, SmallEngine, Variant
+from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.devices.base import Graphs
+from vllm_gaudi_spec.environment import warms_up_in_background
+from vllm_gaudi_spec.records import DECODE, Shape
+from vllm_gaudi_spec.refusals import features
+from vllm_gaudi_spec.runner import warmup
+from vllm_gaudi_spec.scheduling import metrics
+
+
+@pytest.fixture(autouse=True)
+def background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_WARMUP", "background")
+    # The small engine's configuration is one of the CPU, on which it is refused.
+    monkeypatch.setattr(features, "warms_up_in_background", lambda: False)
+
+
+def started(
+    method: str | None, folder: Path, backend: type[HostBackend] = CompilingBackend, *, overlap: bool = False
+) -> SmallEngine:
+    engine = SmallEngine(Variant(method, overlap, num_blocks=ROOMY, backend=backend), folder)
+    with torch.inference_mode():
+        engine.runner.warm_up()
+    return engine
+
+
+def left(engine: SmallEngine) -> int:
+    return engine.runner.recorder.num_left
+
+
+def ask(engine: SmallEngine, name: str) -> None:
+    rng = random.Random(name)
+    params = rng.choice((dict(temperature=0), dict(temperature=1.0), dict(temperature=1.0, top_k=5, logprobs=2)))
+    prompt = rng.choices(FAVOURITES, k=rng.randint(3, 25))
+    engine.add(name, prompt, SamplingParams(max_tokens=rng.randint(2, 12), seed=len(name), **params))
+
+
+def texts_of(engine: SmallEngine, idle_steps: int) -> dict[str, list[int]]:
+    """Of requests that come in waves, with idle steps between them."""
+    for wave in range(8):
+        for number in range(wave % 4 + 1):
+            ask(engine, f"{wave} {number}")
+        while engine.running:
+            engine.step()
+        for _ in range(idle_steps):
+            engine.step()
+    engine.finish()
+    return engine.texts
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [
+        *((method, CompilingBackend) for method in (None, "ngram", "ngram_gpu", "draft_model", STANDARD)),
+        ("ngram", CapturingBackend),
+    ],
+    ids=str,
+)
+def test_no_step_makes_a_graph_and_texts_are_the_same(
+    method: str | None, backend: type[HostBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(method, tmp_path, backend)
+    assert left(engine) > 0
+    texts = texts_of(engine, idle_steps=5)  # `finish` fails at a signature that was not made
+    assert left(engine) == 0 == engine.scheduler.step_metrics._reported[metrics.WARM_UP_LEFT, ""]
+    assert engine.runner.recorder.warmed == engine.runner.recorder.manifest
+    monkeypatch.setenv("VGS_WARMUP", "before")
+    assert texts_of(started(method, tmp_path, backend), idle_steps=0) == texts
+
+
+def test_it_serves_padded_to_what_is_warm(tmp_path: Path) -> None:
+    engine = started(None, tmp_path)
+    runner, seen = engine.runner, set[Shape]()
+    compute = runner.compute
+    runner.compute = lambda batch: (seen.add(batch.shape), compute(batch))[1]  # type: ignore[method-assign, func-returns-value]
+
+    def shapes() -> set[Shape]:
+        seen.clear()
+        ask(engine, "one")
+        while engine.running:
+            engine.step()
+        del engine.texts["one"], engine.held["one"]
+        engine.ended.clear()
+        return {shape for shape in seen if shape.phase == DECODE}
+
+    largest = max(runner.shapes.decode_rows)
+    before = left(engine)
+    assert {shape.rows for shape in shapes()} == {largest}
+    assert left(engine) == before, "a step with a request leaves it alone"
+    engine.step()
+    assert left(engine) == before - 1
+    while left(engine):
+        engine.step()
+    assert {shape.rows for shape in shapes()} == {1}
+
+
+def test_a_paused_engine_rests(tmp_path: Path) -> None:
+    engine = started(None, tmp_path)
+    assert engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not engine.scheduler.has_requests()
+
+
+def test_it_goes_on_after_a_pause_with_an_abort(tmp_path: Path) -> None:
+    """As by `pause_generation(mode="abort")`."""
+    engine = started(None, tmp_path)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.scheduler.has_requests()
+
+
+def test_an_engine_that_is_shut_down_ends_with_its_requests(tmp_path: Path) -> None:
+    engine = started(None, tmp_path)
+    ask(engine, "one")
+    engine.scheduler.shut_down()
+    assert engine.scheduler.has_requests()
+    while engine.running:
+        engine.step()
+    engine.step()  # vLLM's, after the last request
+    assert left(engine) > 0
+    assert not engine.scheduler.has_requests()
+
+
+def test_downloads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card keeps the memory of one for the next, from when somebody has waited for it."""
+    counts = Counter[str]()
+    start_download = CopyingMemory.start_download
+
+    def start(memory: CopyingMemory, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        counts["started"] += 1
+        wait = start_download(memory, tensor)
+
+        def waited() -> torch.Tensor:
+            counts["waited"] += 1
+            return wait()
+
+        return waited
+
+    monkeypatch.setattr(CopyingMemory, "start_download", start)
+    engine = started("ngram_gpu", tmp_path, overlap=True)
+    while left(engine):
+        engine.step()
+    assert 0 < counts["waited"] == counts["started"]
+
+
+def test_both_parts_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(warmup.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(Graphs, "describe_warm_up", lambda _, work: f"{work.num_graphs} graphs")
+    engine = started(None, tmp_path)
+    first, rest = (line for line in lines if " graphs" in line)
+    assert first.startswith("It makes ")
+    assert rest.startswith(f"Warm-up goes on with {left(engine)} runs while no request is there, which make ")
+    both = sum(int(line.split()[-2]) for line in (first.rstrip("."), rest.rstrip(".")))
+    assert both >= len(engine.runner.recorder.manifest)
+
+
+def test_memory_that_would_end_in_an_idle_run_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [1000]
+
+    def free_bytes(_: CopyingMemory) -> int:
+        free[0] -= 1
+        return free[0]
+
+    monkeypatch.setattr(CopyingMemory, "free_bytes", free_bytes)
+    engine = started(None, tmp_path)
+    # Each of the others would keep as much as one did.
+    free[0] = 1000 - free[0] + left(engine) // 2
+    words = r"runs of warm-up in the background may keep .*, or leave out VGS_WARMUP"
+    with pytest.raises(UnsupportedConfigError, match=words):
+        started(None, tmp_path)
+
+
+def test_a_signature_that_is_left_is_no_serving_one(tmp_path: Path) -> None:
+    recorder = started(None, tmp_path).runner.recorder
+    postponed = sorted(recorder._postponed, key=str)
+    recorder.saw(postponed[0])
+    assert recorder.unexpected == postponed[:1]
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VGS_WARMUP", "never")
+    with pytest.raises(UnsupportedConfigError, match="use before or background"):
+        warms_up_in_background()

@@ -1,0 +1,364 @@
+"""`gaudi-spec chat`: which text is a draft's, the conversation, and what is shown. tests/full_tests/test_live.py asks a
+server."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.http_server import Answers, answering, events
+from tests.unit.tools.test_top import RECORDED, changed
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.io.argument_types import not_negative
+from vllm_gaudi_spec.tools.live.answers import DRAFT, INTERRUPTED, REASONING, TARGET, UNKNOWN, Answer, Piece, counted
+from vllm_gaudi_spec.tools.live.conversation import Conversation
+from vllm_gaudi_spec.tools.live.http import Server, ServerError
+from vllm_gaudi_spec.tools.live.transcript import Transcript, summary
+
+CHAT = "/v1/chat/completions"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def event(text: str, *tokens: str, finish_reason: str | None = None) -> dict[str, Any]:
+    """As vLLM streams one with `return_token_ids` and `logprobs`."""
+    entries = [{"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []} for token in tokens]
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": entries}, "finish_reason": finish_reason}
+    return {"id": "chatcmpl-1", "choices": [{**choice, "token_ids": list(range(len(tokens)))}]}
+
+
+START = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}]}
+USAGE: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": 5}}
+ANSWER = [
+    START,
+    event("One", "One"),
+    event(" two three four", " two", " three", " four"),
+    event("!", "!", "<|im_end|>", finish_reason="stop"),
+    USAGE,
+]
+TEXT = "One two three four!"
+START_AGAIN = changed(num_accepted_tokens_total=0)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------
+
+
+def pieces(k: int, *found: dict[str, Any]) -> tuple[list[Piece], Answer]:
+    answer = Answer(k)
+    return list(answer.pieces(found)), answer
+
+
+def test_all_but_the_last_token_of_a_step_were_drafts() -> None:
+    found, answer = pieces(3, *ANSWER)
+    assert found == [
+        Piece("One", TARGET),
+        Piece(" two three", DRAFT),
+        Piece(" four", TARGET),
+        Piece("!", DRAFT),  # the end token, which is not shown, was the target's
+    ]
+    assert (answer.text, answer.num_tokens, answer.num_drafts, answer.num_unknown) == (TEXT, 6, 3, 0)
+    assert answer.finish_reason == "stop"
+
+
+def test_more_tokens_than_a_step_has_are_not_known() -> None:
+    found, answer = pieces(1, event("abc", "a", "b", "c"), event("de", "d", "e"))
+    assert found == [Piece("abc", UNKNOWN), Piece("d", DRAFT), Piece("e", TARGET)]
+    assert (answer.num_drafts, answer.num_unknown) == (1, 3)
+
+
+def test_text_that_is_held_back_until_it_is_whole() -> None:
+    """A character of two tokens: the first event has the first one's, the second the rest."""
+    found, _ = pieces(3, event("x", "x", "\N{REPLACEMENT CHARACTER}"), event("\N{GRINNING FACE}y", "", "y"))
+    assert found == [Piece("x", DRAFT), Piece("\N{GRINNING FACE}", DRAFT), Piece("y", TARGET)]
+
+
+def test_reasoning_is_no_text_of_the_answer() -> None:
+    thought = {"choices": [{"delta": {"reasoning": "Hm."}, "token_ids": [1]}]}
+    found, answer = pieces(3, thought, event("Yes", "Yes"))
+    assert found == [Piece("Hm.", REASONING), Piece("Yes", TARGET)]
+    assert answer.text == "Yes"
+
+
+def test_where_reasoning_ends_in_a_step_is_not_known() -> None:
+    thought = {"choices": [{"delta": {"reasoning": "Hm, well"}, "token_ids": [1, 2, 3]}]}
+    last = event("Yes", "</think>", "Yes")
+    last["choices"][0]["delta"]["reasoning"] = "."
+    held_back = event("", "<tool_call>", "{")
+    found, answer = pieces(3, thought, last, held_back)
+    assert found == [Piece("Hm, well", REASONING), Piece(".", REASONING), Piece("Yes", UNKNOWN)]
+    assert (answer.num_tokens, answer.num_drafts, answer.num_unknown) == (7, 0, 7)
+
+
+def test_without_drafts_everything_is_the_targets() -> None:
+    plain = [{"choices": [{"delta": {"content": text}}]} for text in ("One", " two")]
+    assert pieces(0, *plain)[0] == [Piece("One", TARGET), Piece(" two", TARGET)]
+
+
+# ---- conversations ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bodies() -> list[dict[str, Any]]:
+    """What the server was asked."""
+    return []
+
+
+@pytest.fixture
+def address(bodies: list[dict[str, Any]]) -> Iterator[str]:
+    def answer(body: dict[str, Any]) -> tuple[int, str]:
+        bodies.append(body)
+        if len(body["messages"]) > 3:
+            return 400, '{"error": {"message": "the conversation is too long"}}'
+        return 200, events(*ANSWER)
+
+    answers: Answers = {
+        "/v1/models": lambda body: (200, '{"data": [{"id": "tiny"}, {"id": "other"}]}'),
+        # Each answer has three accepted drafts.
+        "/metrics": lambda body: (200, changed(num_accepted_tokens_total=100 + 3 * len(bodies))),
+        CHAT: answer,
+    }
+    with answering(answers) as found:
+        yield found
+
+
+def conversation(address: str, k: int = 3) -> Conversation:
+    return Conversation(server=Server(address), model="tiny", k=k, max_tokens=9, temperature=0.5)
+
+
+def test_a_conversation_grows(address: str, bodies: list[dict[str, Any]]) -> None:
+    talk = conversation(address)
+    found: list[Piece] = []
+    answer = talk.ask("Count!", found.append)
+    assert "".join(piece.text for piece in found) == answer.text == TEXT
+    assert (answer.num_drafts, answer.num_accepted) == (3, 3)
+    talk.ask("Again!", found.append)
+    first = {"role": "user", "content": "Count!"}
+    second = [first, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "Again!"}]
+    assert [body["messages"] for body in bodies] == [[first], second]
+    options = {"model": "tiny", "max_tokens": 9, "temperature": 0.5, "stream": True}
+    assert options.items() <= bodies[0].items()
+    assert bodies[0]["return_token_ids"] is bodies[0]["logprobs"] is True
+    with pytest.raises(ServerError, match=f"{CHAT}: the conversation is too long"):
+        talk.ask("Once more!", found.append)
+    talk.clear()
+    talk.ask("Count!", found.append)
+    assert bodies[-1]["messages"] == [first]
+
+
+def test_an_answer_that_is_interrupted_stays(address: str, bodies: list[dict[str, Any]]) -> None:
+    talk = conversation(address)
+
+    def stop_at_a_draft(piece: Piece) -> None:
+        if piece.kind == DRAFT:
+            raise KeyboardInterrupt
+
+    answer = talk.ask("Count!", stop_at_a_draft)
+    assert answer.finish_reason == INTERRUPTED
+    talk.ask("Go on!", lambda piece: None)
+    assert bodies[1]["messages"][1]["content"] == answer.text == "One two three four"
+
+
+def test_servers_without_drafts_are_asked_for_text_only() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, str]:
+        asked.append(body)
+        return 200, events(*ANSWER)
+
+    with answering({CHAT: answer}) as address:
+        assert counted(Server(address)) == (0, None)
+        assert conversation(address, k=0).ask("Count!", lambda piece: None).text == TEXT
+    assert not {"return_token_ids", "logprobs"} & set(asked[0])
+
+
+@pytest.mark.parametrize("readings", [[RECORDED, None], [None, RECORDED], [RECORDED, START_AGAIN]])
+def test_the_servers_count_is_not_known(readings: list[str | None]) -> None:
+    """It did not answer in time, or has started again: k and the colours stay."""
+    texts = iter(readings)
+
+    def metrics(body: object) -> tuple[int, str]:
+        text = next(texts)
+        return (200, text) if text else (503, "busy")
+
+    with answering({"/metrics": metrics, CHAT: lambda body: (200, events(*ANSWER))}) as address:
+        answer = conversation(address).ask("Count!", lambda piece: None)
+    assert (answer.k, answer.num_drafts, answer.num_accepted) == (3, 3, None)
+    assert summary(answer, 2) == "6 tokens, 2.0 s, 3 shown as accepted drafts; the server's count is not known"
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ('data: {"error": {"message": "the engine died"}}\n\n', "the engine died"),
+        (events(*ANSWER).removesuffix("data: [DONE]\n\n"), "ended in the middle of an answer; its log has the reason"),
+        ("data: {broken\n\n", "sent an event that is not JSON"),
+    ],
+)
+def test_streams_that_break(stream: str, words: str) -> None:
+    with answering({CHAT: lambda body: (200, stream)}) as address, pytest.raises(ServerError, match=words):
+        conversation(address).ask("Count!", lambda piece: None)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------
+
+
+def shown(file: io.StringIO, k: int = 3) -> str:
+    transcript = Transcript(file)
+    transcript.begin("http://here", "tiny", k)
+    answer = Answer(k)
+    for piece in answer.pieces(ANSWER):
+        transcript.piece(piece)
+    answer.num_accepted = 3
+    transcript.end(answer, 1.25)
+    return file.getvalue()
+
+
+@pytest.fixture
+def colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.mark.usefixtures("colours")
+def test_accepted_drafts_are_green_on_a_terminal() -> None:
+    text = shown(Terminal())
+    assert "One\x1b[32m two three\x1b[0m four\x1b[32m!\x1b[0m\n" in text
+    assert "6 tokens, 1.2 s, 3 shown as accepted drafts; the server counted 3" in text
+    assert "k = 3: " in text
+    assert "nothing is coloured" in shown(Terminal(), k=0)
+
+
+def test_in_a_pipe_there_is_only_the_text() -> None:
+    assert shown(io.StringIO()) == f"{TEXT}\n"
+    file = io.StringIO()
+    Transcript(file).piece(Piece("Hm.", REASONING))
+    assert file.getvalue() == ""
+
+
+@pytest.mark.usefixtures("colours")
+def test_a_model_cannot_steer_the_terminal() -> None:
+    file = Terminal()
+    Transcript(file).piece(Piece("a\x1b]0;title\x07\r\nb [bold] \u200d", TARGET))
+    assert file.getvalue() == "a�]0;title��\nb [bold] \u200d"
+
+
+def test_the_line_after_an_answer() -> None:
+    answer = Answer(1)
+    list(answer.pieces([event("abc", "a", "b", "c", finish_reason="length")]))
+    answer.num_accepted = 2
+    shown_drafts = "0 shown as accepted drafts, 3 not known; the server counted 2"
+    assert summary(answer, 2) == f"3 tokens, 2.0 s, {shown_drafts}, ended: length"
+    assert summary(Answer(0), 2) == "2.0 s"
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, text: str, *options: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return cli.main(["chat", *options])
+
+
+def test_lines_of_a_pipe_are_messages(
+    address: str, bodies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(monkeypatch, "Count!\n\n Again!\n/clear\nCount!", address, "--max-tokens", "7") == 0
+    assert capsys.readouterr().out == f"{TEXT}\n" * 3
+    assert [len(body["messages"]) for body in bodies] == [1, 3, 1]
+    assert bodies[1]["messages"][2]["content"] == "Again!"
+    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies} == {("tiny", 7, 0)}
+    assert ask(monkeypatch, "Count!", f"{address}/v1", "--model", "other", "--temperature", "0.7") == 0
+    assert (bodies[-1]["model"], bodies[-1]["temperature"]) == ("other", 0.7)
+
+
+def test_an_error_ends_a_pipe_and_not_a_terminal(
+    address: str, bodies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = ["Count!", "Again!", "Too long!", "/clear", "Count!"]
+    assert ask(monkeypatch, "\n".join(messages), address) == 1
+    assert capsys.readouterr().err == f"gaudi-spec chat: error: {address}{CHAT}: the conversation is too long\n"
+    typed = iter(messages)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert cli.main(["chat", address]) == 0
+    assert capsys.readouterr().err == f"error: {address}{CHAT}: the conversation is too long\n"
+    assert len(bodies[-1]["messages"]) == 1
+
+
+def test_an_interrupted_pipe_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transcript, "piece", interrupted)
+    assert ask(monkeypatch, "Count!\nAgain!", address) == 130
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ("{}", "names no model at /v1/models"),
+        ("<html>", "names no model at /v1/models"),
+    ],
+)
+def test_servers_of_another_kind(
+    models: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering({"/v1/models": lambda body: (200, models)}) as address:
+        assert ask(monkeypatch, "Count!", address) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sent, not printed, and to no other address that the server leads to."""
+
+    def models(headers: Any) -> tuple[int, str]:
+        return (200, '{"data": [{"id": "tiny"}]}') if headers["Authorization"] == "Bearer secret" else (401, "{}")
+
+    answers: Answers = {"/v1/models": lambda body: (200, ""), CHAT: lambda body: (200, events(*ANSWER))}
+    with answering(answers, {"/v1/models": models}) as address:
+        for key, words in (
+            (None, "wants an API key, which gaudi-spec chat reads from OPENAI_API_KEY"),
+            ("other", "wants an API key, another than OPENAI_API_KEY has"),
+            ("sec\nret", "OPENAI_API_KEY has a character"),
+        ):
+            monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+            if key:
+                monkeypatch.setenv("OPENAI_API_KEY", key)
+            assert ask(monkeypatch, "Count!", address) == (2 if key == "sec\nret" else 1)
+            shown = capsys.readouterr().err
+            assert words in shown
+            assert key is None or key not in shown.replace("another", "")
+        monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+        assert ask(monkeypatch, "Count!", address) == 0
+        assert capsys.readouterr().out == f"{TEXT}\n"
+
+
+def test_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({}) as address:
+        pass
+    assert ask(monkeypatch, "Count!", address) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gaudi-spec chat: error: no server answers at {address} (")
+    assert ask(monkeypatch, "Count!", "ftp://a") == 2
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "warm"])
+def test_temperatures_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number of 0 or more"):
+        not_negative(text)
+    assert not_negative("0.5") == 0.5

@@ -1,0 +1,133 @@
+"""One way of spelling for all commands: names, dashes, defaults, suggestions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli import demo
+from vllm_gaudi_spec.tools.io.command_line import SHARED, with_dashes
+
+COMMANDS = {
+    name: parser
+    for action in cli.make_parser()._actions
+    if isinstance(action, argparse._SubParsersAction)
+    for name, parser in action.choices.items()
+}
+# What several commands take, and its one name.
+NAMES = {
+    "num_spec_tokens": "--num-speculative-tokens",
+    "num_drafts": "--num-speculative-tokens",
+    "num_speculative_tokens": "--num-speculative-tokens",
+    "draft": "--draft",
+    "draft_model": "--draft",
+    "speculative": "--speculative-config",
+    "speculative_config": "--speculative-config",
+    "osl": "--output-len",
+    "tokens": "--output-len",
+}
+
+
+def options() -> Iterator[tuple[str, argparse.Action]]:
+    return ((name, action) for name, parser in COMMANDS.items() for action in parser._actions)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_have_dashes_and_one_name(name: str) -> None:
+    for action in COMMANDS[name]._actions:
+        assert not any("_" in option for option in action.option_strings), action.option_strings
+        if action.dest in NAMES and action.option_strings:
+            assert action.option_strings[0] == NAMES[action.dest]
+        name_of_action = next(iter(action.option_strings), None)
+        if name_of_action in SHARED:
+            assert action.option_strings[1:] == list(SHARED[name_of_action]), "the same in every command"
+
+
+def test_the_names_are_used_by_several_commands() -> None:
+    for option in set(NAMES.values()):
+        assert len({name for name, action in options() if option in action.option_strings}) > 1, option
+
+
+SCRIPTS = sorted((Path(__file__).parents[3] / "calibration").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_read_their_options_as_the_commands_do(script: Path) -> None:
+    text = script.read_text()
+    assert "ArgumentParser(" not in text
+    assert "Parser(" in text or "vllm_gaudi_spec.tools.cli import main" in text
+    for name, others in SHARED.items():
+        assert f'add("{name}"' not in text, "add_shared adds it"
+        assert f'add_argument("{name}"' not in text, "add_shared adds it"
+        assert not any(f'"{other}"' in text for other in others)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_each_default(name: str) -> None:
+    parser = COMMANDS[name]
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        takes_value = action.nargs != 0 and (action.option_strings or action.nargs is not None)
+        if takes_value and not action.required:
+            assert "default" in str(formatter._get_help_string(action)), action.dest
+    parser.format_help()  # percent signs
+
+
+def test_help_of_the_demo_names_its_own_number_of_prompts() -> None:
+    options = cli.make_parser().parse_args(["demo"])
+    words = demo.command(options, ["demo"])
+    real = words[words.index("--num-prompts") + 1]
+    (action,) = (one for one in COMMANDS["demo"]._actions if one.dest == "num_prompts")
+    assert action.help is not None
+    assert action.help.endswith(f"(default: {real})")
+
+
+@pytest.mark.parametrize(
+    ("word", "spelled"),
+    [
+        ("--max_model_len", "--max-model-len"),
+        ("--additional_config={'a_b': 1}", "--additional-config={'a_b': 1}"),
+        ("--json", "--json"),
+        ("my_model", "my_model"),
+        ("-x_y", "-x_y"),
+    ],
+)
+def test_underscores(word: str, spelled: str) -> None:
+    assert with_dashes(word) == spelled
+
+
+def test_both_spellings_mean_the_same() -> None:
+    parser = cli.make_parser()
+    dashes = parser.parse_args(["doctor", "--model", "m", "--max-model-len", "9", "--num-speculative-tokens=2"])
+    assert vars(dashes) == vars(
+        parser.parse_args(["doctor", "--model", "m", "--max_model_len", "9", "--num_speculative_tokens=2"])
+    )
+    # vllm-gaudi's script has these names.
+    found = parser.parse_args(["demo", "--num_spec_tokens", "2", "--osl", "7", "--draft_model", "d"])
+    assert (found.num_spec_tokens, found.osl, found.draft_model) == (2, 7, "d")
+    # And `tune` had these.
+    found = parser.parse_args(["tune", "m", "--num-drafts", "2", "--tokens", "7", "--speculative", "{}"])
+    assert (found.num_drafts, found.tokens, found.speculative) == ([2], 7, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        (["doctor", "--modle", "m"], "unrecognized arguments: --modle m; did you mean --model?"),
+        (["doctor", "--num-speculative-token-s=3"], "did you mean --num-speculative-tokens?"),
+        (["doctor", "--zzz"], "unrecognized arguments: --zzz"),
+        (["demo", "--batchsize", "2"], "did you mean --batch-size?"),
+    ],
+)
+def test_suggestions(words: list[str], ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"gaudi-spec {words[0]}: error: ")
+    assert lines[-1].endswith(ending)
+    assert lines[0].startswith(f"usage: gaudi-spec {words[0]} ")  # of the command, not of the program

@@ -1,0 +1,335 @@
+"""`gaudi-spec top`: figures of recorded metrics, and what is shown of them.
+tests/full_tests/test_live.py asks a server."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.http_server import Answers, answering
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli import top
+from vllm_gaudi_spec.tools.live.exposition import NotMetrics, Reading
+from vllm_gaudi_spec.tools.live.figures import History, NotOurs, Row, check_is_ours
+from vllm_gaudi_spec.tools.live.http import Server, base_of
+
+RECORDED = (Path(__file__).parents[2] / "support" / "metrics.txt").read_text()
+"""A server of the demo model with drafts (k = 3), after three answers; histograms without their buckets."""
+
+
+def changed(text: str = RECORDED, **values: float) -> str:
+    """The text with other values, by the end of a series' name and the value of its last label."""
+    for name, value in values.items():
+        series, _, label = name.partition("__")
+        last = rf'"{label}"' if label else ""
+        text, count = re.subn(rf"(?m)^(\S*{series}\{{.*{last}\}}) \S+$", rf"\1 {value}", text)
+        assert count == 1, f"{name} is {count} series"
+    return text
+
+
+LATER = changed(
+    **dict(generation_tokens_total=127, prompt_tokens_total=347, num_drafts_total=61, num_draft_tokens_total=183),
+    **dict(num_accepted_tokens_total=63, per_pos_total__0=33, per_pos_total__1=20, per_pos_total__2=10),
+    **{":steps_total": 127, "host_syncs_total": 125, ":rows_total__3": 61},
+    **{":rows_total__0": 10},
+    **dict(without_drafts_total__nothing=8, without_drafts_total__ending=2),
+    **dict(num_requests_running=4, num_requests_waiting=2, kv_cache_usage_perc=0.125),
+    **dict(first_token_seconds_count=13, first_token_seconds_sum=10.269676923751831),
+)
+
+
+def rows(*texts: str, seconds: float = 4.0) -> dict[str, Row]:
+    history = History(10.0)
+    for number, text in enumerate(texts):
+        history.add(Reading(text, number * seconds))
+    return {row.title: row for row in history.rows()}
+
+
+# ---- the text --------------------------------------------------------------------------------------------
+
+
+def test_samples_are_read() -> None:
+    reading = Reading(
+        "# HELP a words\n# TYPE a counter\n"
+        'a{x="1",y="a \\"b\\", {c}\\n\\\\"} 2 1700000000000\na{x="2",y=""} 3.5e+1\n\nb 4\nc{} NaN\nd +Inf\n',
+        0.0,
+    )
+    assert reading.sum("a") == 37
+    assert reading.highest("a") == 35
+    assert reading.by("x", "a") == {"1": 2, "2": 35}
+    assert list(reading.by("y", "a")) == ['a "b", {c}\n\\', ""]
+    assert reading.by("z", "a") == {}
+    assert reading.sum("b") == 4
+    assert math.isnan(reading.sum("c"))
+    assert reading.sum("d") == math.inf
+    assert (reading.sum("e"), reading.has("e"), reading.has("a")) == (0, False, True)
+
+
+@pytest.mark.parametrize("text", ["<html>", "a{x=1} 2", 'a{x="1} 2', "a one", '{"a": 1}'])
+def test_what_is_no_sample_is_an_error(text: str) -> None:
+    with pytest.raises(NotMetrics, match="line 2 is no sample"):
+        Reading(f"good 1\n{text}", 0.0)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------
+
+
+def test_figures_since_the_start() -> None:
+    found = {title: row.since_start for title, row in rows(RECORDED, RECORDED).items()}
+    assert found["tokens/s"] == "27 in all"
+    assert found["TTFT"] == "2,756.6 ms"
+    assert found["device-to-host syncs/step"] == "0.93"
+    assert found["late compiles"] == found["drafter faults"] == "0"
+    assert found["acceptance rate"] == "4.8%"
+    assert found["mean acceptance length"] == "1.14"
+    assert found["acceptance by position"] == "▂▁▁ 14% 0% 0%"
+    assert found["k in use"] == "3: 100%"
+    assert found["without drafts"] == "–"
+
+
+def test_figures_between_two_readings() -> None:
+    found = {title: row.now for title, row in rows(RECORDED, LATER).items()}
+    assert found["tokens/s"] == "25.0 █"
+    assert found["prompt tokens/s"] == "50.0"
+    assert (found["requests running"], found["requests waiting"]) == ("4", "2")
+    assert found["KV cache in use"] == "12.5%"
+    assert found["TTFT"] == "200.0 ms"
+    assert found["TPOT"] == "–", "no request has ended"
+    assert found["steps/s"] == "25.0"
+    assert found["device-to-host syncs/step"] == "1.00"
+    assert found["acceptance rate"] == "50.0%"
+    assert found["mean acceptance length"] == "2.50"
+    assert found["acceptance by position"] == "▇▅▃ 75% 50% 25%"
+    assert found["k in use"] == "0: 20%, 3: 80%"
+    assert found["without drafts"] == "ending: 4%, nothing: 16%"
+    assert found["drafter"] == "on"
+    assert "audits" not in found
+
+
+def test_nothing_happened() -> None:
+    found = {title: row.now for title, row in rows(RECORDED, RECORDED).items()}
+    assert found["tokens/s"] == "0.0 ▁"
+    for title in ("TTFT", "acceptance rate", "mean acceptance length", "acceptance by position", "k in use"):
+        assert found[title] == "–"
+
+
+def test_sums_are_over_engines() -> None:
+    second = changed(kv_cache_usage_perc=0.05, generation_tokens_total=127).replace('engine="0"', 'engine="1"')
+    found = rows(LATER + second, LATER + second)
+    assert found["tokens/s"].since_start == "254 in all"
+    assert found["k in use"].since_start == "0: 11%, 3: 89%", "10 and 61 of the one, 21 of the other"
+    assert found["KV cache in use"].now == "12.5%", "the fullest engine"
+
+
+@pytest.mark.parametrize(
+    ("values", "title", "shown", "style"),
+    [
+        (dict(compiled_after_warmup_total=2), "late compiles", "2", "bold red"),
+        (dict(drafter_faults_total=1), "drafter faults", "1", "bold red"),
+        (dict(drafter_switched_off_total=1), "drafter", "switched off", "bold red"),
+        (dict(audits_total__different=1, audits_total__tie=3), "audits", "tie: 3, different: 1", "bold red"),
+        (dict(audits_total__identical=9), "audits", "identical: 9", ""),
+        (dict(audit_evidence=3.2), "audit evidence", "3.2", "bold red"),
+        (dict(audit_evidence=2.9), "audit evidence", "2.9", ""),
+        (dict(num_requests_waiting=1), "requests waiting", "1", "yellow"),
+        (dict(num_preemptions_total=5), "preemptions", "5", "yellow"),
+    ],
+)
+def test_what_wants_attention(values: dict[str, float], title: str, shown: str, style: str) -> None:
+    after = changed(**values)
+    row = rows(RECORDED, after)[title]
+    assert (row.now, row.style) == (shown, style)
+    # What was counted stays yellow, what holds keeps its colour.
+    counted = title in ("late compiles", "drafter faults", "audits")
+    assert rows(after, after)[title].style == ("yellow" if counted and style else style)
+    assert rows(RECORDED, RECORDED).get(title, Row("", "", "", {})).style == ""
+
+
+def test_without_speculation() -> None:
+    plain = "\n".join(line for line in RECORDED.splitlines() if not re.search("rows|spec_decode|drafter|audit", line))
+    found = rows(plain, plain)
+    assert found["speculation"].now == "off"
+    assert "acceptance rate" not in found
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    history = History(10.0)
+    for number in range(20):
+        history.add(Reading(changed(generation_tokens_total=100 * max(number - 10, 0)), 2.0 * number))
+    assert history.seconds == 10.0
+    assert {row.title: row.now for row in history.rows()}["tokens/s"].startswith("50.0 ▁")
+    assert list(history.throughput) == [0.0] * 7 + [50.0] * 9, "the newest 16"
+
+
+def test_a_server_that_starts_again_has_no_negative_rates() -> None:
+    found = rows(RECORDED, LATER, RECORDED)
+    assert found["tokens/s"].now.startswith("– "), "one reading has no rate"
+    assert rows(LATER, RECORDED, LATER)["tokens/s"].now.startswith("25.0 ")
+
+
+def test_other_servers_are_refused() -> None:
+    check_is_ours(Reading(RECORDED, 0.0), "http://here")
+    others = "\n".join(line for line in RECORDED.splitlines() if "gaudi" not in line)
+    with pytest.raises(NotOurs, match="http://here is vLLM, but not with this plugin"):
+        check_is_ours(Reading(others, 0.0), "http://here")
+    with pytest.raises(NotOurs, match="has nothing of vLLM: another server, or one started with --disable-log-stats"):
+        check_is_ours(Reading("go_threads 3\n", 0.0), "http://here")
+
+
+# ---- addresses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "http://127.0.0.1:8000/",
+        "http://127.0.0.1:8000/v1",
+        "127.0.0.1:8000/metrics",
+        "127.0.0.1:8000/v1/",
+    ],
+)
+def test_any_address_of_the_server_leads_to_it(url: str) -> None:
+    assert base_of(url) == "http://127.0.0.1:8000"
+
+
+def test_a_path_before_it_stays() -> None:
+    assert base_of("https://models.example/tiny/v1") == "https://models.example/tiny"
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "", "http://a:0", "http://a:99999"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ValueError, match="is no address of a server; write it like"):
+        base_of(url)
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """The server grows from one reading to the next."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    texts: Iterator[str] = iter([RECORDED, LATER])
+    return {"/metrics": lambda body: (200, next(texts))}
+
+
+def test_once(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(answers) as address:
+        assert cli.main(["top", f"{address}/v1", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == address
+    table = {line.split("  ")[0]: line for line in lines[3:]}
+    assert table["acceptance rate"].split() == ["acceptance", "rate", "50.0%", "34.4%"]
+    assert re.fullmatch(r" +last \d+ s +since its start", lines[2])
+    assert "\x1b" not in "".join(lines)
+
+
+def test_json(answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(top, "show_live", lambda *arguments: pytest.fail("it was to print once"))
+    with answering(answers) as address:
+        assert cli.main(["top", address, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["server"] == address
+    assert found["figures"]["acceptance rate"] == {"now": 0.5, "since_start": 63 / 183}
+    assert found["figures"]["acceptance by position"]["now"] == {"0": 0.75, "1": 0.5, "2": 0.25}
+    assert found["figures"]["late compiles"] == {"now": 0, "since_start": 0}
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "words"),
+    [
+        (404, '{"detail":"Not Found"}', "/metrics: Not Found"),
+        (500, "broken", "/metrics: 500 Internal Server Error"),
+        (401, '{"error":"Unauthorized"}', "wants an API key"),
+        (200, "<html></html>", "is not in Prometheus' format: line 1 is no sample"),
+        (200, "go_threads 3", "has nothing of vLLM"),
+    ],
+)
+def test_servers_that_are_not_ours(status: int, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({"/metrics": lambda body: (status, text)}) as address:
+        assert cli.main(["top", address, "--once"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gaudi-spec top: error: {address}")
+    assert words in line
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering({}) as address:
+        pass
+    assert cli.main(["top", address, "--once"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gaudi-spec top: error: no server answers at {address} (")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["ftp://a"], "ftp://a is no address of a server"),
+        (["--interval", "0"], "1 or more"),
+        (["--json", "/no/such/folder/top.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["top", *options])
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert status == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_screen_holds_everything() -> None:
+    history = History(10.0)
+    for number in range(59):
+        history.add(Reading(changed(generation_tokens_total=27 + number), float(number)))
+    history.add(Reading(changed(LATER, audits_total__different=1, audit_evidence=4), 59.0))
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    console.print(top.screen(history, Server("127.0.0.1:8000"), "no server answers; trying again"))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert lines[0].endswith("trying again")
+    assert any(line.startswith("device-to-host syncs/step  ") for line in lines)
+    assert any(line.startswith("without drafts ") and "nothing: 16%" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_live_until_it_is_interrupted(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that goes away is waited for."""
+    shown: list[str] = []
+    real = top.screen
+
+    def screen(history: History, server: Server, trouble: str) -> object:
+        shown.append(trouble)
+        return real(history, server, trouble)
+
+    with answering(answers) as address:
+        steps = iter([lambda: None, lambda: answers.clear(), lambda: answers.update(back)])
+        back: Answers = {"/metrics": lambda body: (200, LATER)}
+
+        def sleep(seconds: float) -> None:
+            step = next(steps, None)
+            if step is None:
+                raise KeyboardInterrupt
+            step()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr(top, "screen", screen)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        assert cli.main(["top", address]) == 0
+    assert [bool(trouble) for trouble in shown] == [False, False, True, False]
+    assert shown[2].endswith("trying again")
+    assert "acceptance by position" in capsys.readouterr().out

@@ -1,0 +1,46 @@
+"""Which of vllm-gaudi's tests run on the emulated card, and which of them fail there for which reason.
+
+A failure that is not listed is red, and so is a listed test that passes.
+"""
+
+from __future__ import annotations
+
+VLLM_GAUDI = "0.26.0"
+
+FILES = (
+    "ops/test_hpu_fp8.py",
+    "ops/test_hpu_awq.py",
+    "ops/test_hpu_gptq.py",
+    "ops/test_hpu_fused_moe.py",
+    "ops/test_hpu_compressed_tensors.py",
+    "ops/test_hpu_custom_op_registration.py",
+    "ops/test_hpu_row_parallel_linear.py",
+    "ops/test_hpu_gdn_pytorch.py",
+    "ops/test_depthwise_conv1d_tpc.py",
+    "ops/test_hpu_layernorm.py",
+    "ops/test_hpu_rotary_embedding.py",
+    "sampler/test_hpu_sampler.py",
+    "test_bucketing.py",
+    "test_decode_bucket_hybrid.py",
+    "test_defragmentation.py",
+    "test_flags.py",
+    "test_platform.py",
+    "test_utils.py",
+)
+
+# Why the others do not run here.
+LEFT_OUT = {
+    "worker/*, lora/*, multimodal/*, test_embedding.py, test_prefix_caching.py": "models from a hub",
+    "test_fsdpa_slicing.py": "asks for PT_HPU_LAZY_MODE=0, which is not emulated",
+    "kv_offload/*, test_lmcache_monkey.py, test_multi_model_engine_unit.py, test_minimax_m3_tool_parser.py, "
+    "test_vision_resolutions.py": "nothing of the card",
+}
+
+_TOPK = "topk with sorted=False, which bridge 1.19 refuses, and so does the hostile card (lesson O08)"
+_AUTOGRAD = "autograd asks torch's C++ which accelerator there is, and the emulated card is none for it"
+
+# By the beginning of a test's name within its file.
+KNOWN_FAILURES: dict[str, str] = {
+    "ops/test_hpu_fused_moe.py::test_gather_swigluoai_moe_matches_dense": _TOPK,
+    "ops/test_depthwise_conv1d_tpc.py::test_autograd": _AUTOGRAD,
+}

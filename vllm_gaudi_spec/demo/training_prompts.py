@@ -1,0 +1,1 @@
+../../demo/training_prompts.py

@@ -1,0 +1,268 @@
+"""A function as compiled regions: traced once without values, cut at markers, each region compiled for its shapes.
+
+A region is what happened to tensors between two markers, as an FX graph whose inputs are all that it reads: arguments,
+weights, caches, and results of regions before it. Python does not run in it, so there is nothing to guard and no break;
+and regions that do the same to tensors of the same geometry, as a model's layers do, are one compilation. torch.compile
+on the function itself would have a guard for each name of a layer and each branch of Python, and compile each layer
+(lessons C03, C04, C06-C11).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from vllm_gaudi_spec.devices.common.arguments import flatten, key_of, name_of, rebuild, tensors_in
+from vllm_gaudi_spec.devices.common.tracing import (
+    Operation,
+    Segment,
+    Tracer,
+    Value,
+    check_equal,
+    constant,
+    fill_in,
+    frozen,
+    numbers_in,
+    replace,
+)
+
+if TYPE_CHECKING:
+    from vllm_gaudi_spec.devices.base import Function
+
+Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Sequence[Any]]]
+"""A backend of torch.compile. It gets tensors without values."""
+
+
+class _Step(NamedTuple):
+    """One compiled region, or one collective."""
+
+    run: Callable[..., Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+    """Numbers of values that nothing later reads."""
+
+
+class RegionCompiler:
+    """Makes compiled functions, and keeps what was compiled for others of the same form."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        device_type: str,
+        rewrites: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        """`rewrites`: instead of an operation, a function that does the same by others, or returns NotImplemented."""
+        self._compiler = compiler
+        self._device_type = device_type
+        self._rewrites = rewrites or {}
+        self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
+        self.functions: Counter[str] = Counter()
+        """How many were compiled of each, by name: one for each geometry of arguments."""
+        self.traces_twice = False
+        """Whether a function has to do the same twice: what Python counts would be compiled as the number it was."""
+        self._tracer: Tracer | None = None
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    def cut(self) -> None:
+        """The marker: while a function is traced, a region ends here."""
+        if self._tracer is not None:
+            self._tracer.cut()
+
+    def compiled(self, function: Function) -> Function:
+        """`function`, compiled for each set of shapes and of arguments that are not tensors."""
+        made: dict[Hashable, list[CompiledFunction]] = {}
+
+        def run(*args: Any) -> Any:
+            tensors, rest = flatten(args)
+            candidates = made.setdefault((key_of(tensors, rest), _sharing(tensors)), [])
+            found = next((one for one in candidates if one.fits(tensors)), None)
+            if found is None:
+                found = self.compile(function, tensors, rest)
+                candidates.append(found)
+            return found(tensors)
+
+        return cast("Function", run)
+
+    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any) -> CompiledFunction:
+        """`tensors`, `rest`: its flattened arguments."""
+        tracer, results, form = self._trace(function, tensors, rest)
+        steps = self._steps(tracer, results)
+        if self.traces_twice:
+            again, _, _ = self._trace(function, tensors, rest)
+            check_equal(tracer, again)
+        self.functions[name_of(function)] += 1
+        return CompiledFunction(tensors, steps, tracer, results, form)
+
+    def _trace(
+        self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any
+    ) -> tuple[Tracer, list[int], Any]:
+        assert self._tracer is None, "a function that is compiled calls no other"
+        tracer = self._tracer = Tracer(self._rewrites, self._device_type)
+        try:
+            with tracer:
+                arguments = [tracer.enter(tensor) for tensor in tensors]
+                result = function(*rebuild(arguments, rest))
+        finally:
+            self._tracer = None
+        found, form = flatten(result)
+        return tracer, [tracer.number_of(tensor) for tensor in found], form
+
+    def _steps(self, tracer: Tracer, results: Sequence[int]) -> list[_Step]:
+        segments = [segment for segment in tracer.segments if segment.operations]
+        last_use = {
+            number: index
+            for index, segment in enumerate(segments)
+            for operation in segment.operations
+            for number in (*numbers_in((operation.args, operation.kwargs)), *operation.outputs)
+        }
+        made: set[int] = set()
+        steps = []
+        for index, segment in enumerate(segments):
+            inputs: dict[int, None] = {}
+            new: dict[int, None] = {}
+            for operation in segment.operations:
+                read = numbers_in((operation.args, operation.kwargs))
+                inputs.update(dict.fromkeys(number for number in read if number not in new))
+                # One that it was given is changed in place.
+                new.update(dict.fromkeys(number for number in operation.outputs if number not in inputs))
+            outputs = tuple(number for number in new if last_use[number] > index or number in results)
+            made.update(new)
+            dead = tuple(
+                number
+                for number in (*inputs, *outputs)
+                if number in made and last_use[number] == index and number not in results
+            )
+            steps.append(_Step(self._callable(segment, tracer, tuple(inputs), outputs), tuple(inputs), outputs, dead))
+        return steps
+
+    def _callable(
+        self, segment: Segment, tracer: Tracer, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        if not segment.is_compiled:
+            return _collective(segment.operations[0], inputs, outputs)
+        key = _form(segment, tracer, inputs, outputs)
+        if key not in self._compiled:
+            module = _graph_of(segment, inputs, outputs)
+            self._compiled[key] = self._compiler(module, [tracer.values[number] for number in inputs])
+        return self._compiled[key]
+
+
+class CompiledFunction:
+    """A function for arguments of one geometry, as steps."""
+
+    def __init__(
+        self,
+        arguments: Sequence[torch.Tensor],
+        steps: Sequence[_Step],
+        tracer: Tracer,
+        results: Sequence[int],
+        form: Any,
+    ) -> None:
+        self._steps = steps
+        self._num_arguments = len(arguments)
+        self._num_values = len(tracer.values)
+        self._outside = tracer.outside
+        self._number_by_storage = {_storage(tensor): number for number, tensor in self._outside.items()}
+        self._sharing = self._sharing_outside(arguments)
+        self._results = results
+        self._form = form
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they share memory with tensors from outside as those did that it was made for."""
+        return self._sharing_outside(tensors) == self._sharing
+
+    def _sharing_outside(self, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+        """Of each, the number of a tensor from outside that has the same memory."""
+        return tuple(self._number_by_storage.get(_storage(tensor)) for tensor in tensors)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        values: list[Any] = [None] * self._num_values
+        values[: self._num_arguments] = tensors
+        for number, tensor in self._outside.items():
+            values[number] = tensor
+        for run, inputs, outputs, dead in self._steps:
+            for number, value in zip(outputs, run(*[values[number] for number in inputs]), strict=True):
+                values[number] = value
+            for number in dead:
+                values[number] = None
+        return rebuild([values[number] for number in self._results], self._form)
+
+
+def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequence[int]) -> Hashable:
+    """What a region does, with its own numbers of values: equal for regions that may share what is compiled."""
+    local: dict[int, int] = {}
+    storages: dict[int, int] = {}
+
+    def renumbered(item: Any) -> Any:
+        if isinstance(item, Value):
+            return "value", local.setdefault(item.number, len(local))
+        return constant(item)
+
+    geometry = []
+    for number in inputs:
+        local[number] = len(local)
+        fake = tracer.values[number]
+        storage = storages.setdefault(fake.untyped_storage()._cdata, len(storages))
+        geometry.append((fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device, storage))
+    operations = []
+    for one in segment.operations:
+        arguments = frozen(replace(one.args, renumbered)), frozen(replace(dict(one.kwargs), renumbered))
+        operations.append(
+            (one.target, arguments, tuple(local.setdefault(number, len(local)) for number in one.outputs))
+        )
+    return tuple(geometry), tuple(operations), tuple(local[number] for number in outputs)
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Of each, the first that has the same memory: regions are made for arguments that share it as these do."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(_storage(tensor), index) for index, tensor in enumerate(tensors))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _graph_of(segment: Segment, inputs: Sequence[int], outputs: Sequence[int]) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes: dict[int, fx.Node] = {number: graph.placeholder(f"input_{index}") for index, number in enumerate(inputs)}
+    for one in segment.operations:
+        arguments, named = fill_in((one.args, dict(one.kwargs)), nodes)
+        node = graph.call_function(one.target, arguments, named)
+        node.stack_trace = one.source
+        if one.positions is None:
+            nodes.setdefault(one.outputs[0], node)
+            continue
+        for position, number in zip(one.positions, one.outputs, strict=True):
+            if number not in nodes:
+                nodes[number] = graph.call_function(_item, (node, position))
+    graph.output(tuple(nodes[number] for number in outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _item(found: Sequence[Any], index: int) -> Any:
+    return found[index]
+
+
+def _collective(operation: Operation, inputs: Sequence[int], outputs: Sequence[int]) -> Callable[..., Any]:
+    def run(*tensors: torch.Tensor) -> Sequence[Any]:
+        arguments, named = fill_in((operation.args, dict(operation.kwargs)), dict(zip(inputs, tensors, strict=True)))
+        result = operation.target(*arguments, **named)
+        result[-1].wait() if isinstance(result, tuple) else result.wait()
+        found = dict(zip(operation.outputs, tensors_in(result), strict=True))
+        return [found[number] for number in outputs]
+
+    return run

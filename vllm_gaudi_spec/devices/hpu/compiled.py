@@ -1,0 +1,69 @@
+"""Compiled mode: what `hpu_backend` is given, and what is kept from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from vllm_gaudi_spec.devices.common.regions import RegionCompiler
+
+aten = torch.ops.aten
+
+
+def make_region_compiler() -> RegionCompiler:
+    return RegionCompiler(_compile, "hpu", _REWRITES)
+
+
+def _compile(module: fx.GraphModule, examples: list[torch.Tensor]) -> Any:
+    from torch._dynamo import lookup_backend  # takes a second, and lazy mode needs none of it
+
+    return lookup_backend("hpu_backend")(module, examples)
+
+
+def _integer_where(condition: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
+    """It is compiled wrongly for integers (lesson C17)."""
+    if any(value.is_floating_point() or value.dtype is torch.bool for value in (left, right)):
+        return NotImplemented
+    kind = torch.result_type(left, right)
+    left, right = left.to(kind), right.to(kind)
+    return right + (left - right) * condition.to(kind)
+
+
+def _product(left: torch.Tensor, right: Any) -> Any:
+    """With True or False it leaves the compiled graph (lesson C16)."""
+    return left * int(right) if isinstance(right, bool) and left.dtype is not torch.bool else NotImplemented
+
+
+def _booleans(make: Any) -> Callable[..., Any]:
+    """What fills a tensor with True or False leaves the compiled graph (lesson C16)."""
+
+    def rewrite(*args: Any, **kwargs: Any) -> Any:
+        like = args[0].dtype if isinstance(args[0], torch.Tensor) else None
+        filler = torch.bool if isinstance(args[-1], bool) else None
+        if (kwargs.get("dtype") or like or filler) is not torch.bool:
+            return NotImplemented
+        numbers = [int(item) if isinstance(item, bool) else item for item in args]
+        return make(*numbers, **{**kwargs, "dtype": torch.int32}).ne(0)
+
+    return rewrite
+
+
+_FILLING = (
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.new_ones.default,
+)
+_REWRITES: dict[Any, Callable[..., Any]] = {
+    aten.where.self: _integer_where,
+    aten.mul.Tensor: _product,
+    **{make: _booleans(make) for make in _FILLING},
+}

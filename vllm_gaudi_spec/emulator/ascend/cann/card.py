@@ -1,0 +1,102 @@
+"""The emulated card under torch_npu, as reports see it: the runtime counts, and here the counts are put into steps."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from vllm_gaudi_spec.emulator.counters import Counters, Tally
+
+
+class Counts(NamedTuple):
+    """What the runtime counts, in its order."""
+
+    launches: int
+    """Operators and copies outside of graphs."""
+    replays: int
+    replayed: int
+    """Tasks in them."""
+    captures: int
+    uploads: int
+    upload_bytes: int
+    downloads: int
+    download_bytes: int
+    syncs: int
+    """Calls that may block."""
+    task_updates: int
+    memory: int
+    graphs: int
+
+
+class Card:
+    generation = "Ascend910B3"
+    lazy = False
+    # The runtime knows no names of graphs.
+    graphs: tuple[()] = ()
+    graph_recipes: tuple[()] = ()
+    graph_bytes = 0
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._counters = Counters()
+        self._seen = self.counts()
+        self.sealed = False
+        self._compile_only = False
+
+    def counts(self) -> Counts:
+        amounts = (ctypes.c_uint64 * len(Counts._fields))()
+        self._library.vgs_cann_counters(amounts)
+        return Counts(*amounts)
+
+    @property
+    def counters(self) -> Counters:
+        now, before = self.counts(), self._seen
+        since = Counts(*(new - old for new, old in zip(now, before, strict=True)))
+        self._seen = now
+        self._counters.step.add(
+            Tally(
+                ops=since.launches + since.replayed,
+                stray_ops=since.launches,
+                graph_captures=since.captures,
+                graph_replays=since.replays,
+                launches=since.launches + since.replays,
+                host_reads=since.downloads,
+                syncs=since.syncs,
+                uploads=since.uploads,
+                upload_bytes=since.upload_bytes,
+                download_bytes=since.download_bytes,
+                late_compiles=since.captures if self.sealed else 0,
+            )
+        )
+        return self._counters
+
+    def next_step(self) -> Tally:
+        return self.counters.next_step()
+
+    def seal(self) -> None:
+        """Warm-up is over."""
+        self.next_step()
+        self.sealed = True
+
+    @property
+    def compile_only(self) -> bool:
+        return self._compile_only
+
+    @compile_only.setter
+    def compile_only(self, value: bool) -> None:
+        """Whether operators compute nothing."""
+        self._compile_only = value
+        self._library.vgs_cann_compute(ctypes.c_bool(not value))
+
+    @property
+    def in_use(self) -> int:
+        return self.counts().memory
+
+    @property
+    def graphs_held(self) -> int:
+        return self.counts().graphs
+
+    def mem_get_info(self) -> tuple[int, int]:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._library.aclrtGetMemInfo(0, ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value

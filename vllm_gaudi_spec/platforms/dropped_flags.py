@@ -1,0 +1,55 @@
+"""Options of `vllm serve` that deployments still pass and that vLLM 0.32 has no more: a warning instead of an end."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.devices import choose_device
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+logger = init_logger(__name__)
+
+# Flag -> whether it takes a value, and what holds without it.
+DROPPED_FLAGS = {
+    "--device": (True, "VGS_DEVICE names the device"),
+    "--disable-log-requests": (False, "requests are not logged without --enable-log-requests"),
+    "--max-seq-len-to-capture": (True, "every length is captured, see additional_config.gaudi_spec"),
+    "--num-scheduler-steps": (True, "--async-scheduling does that"),
+    "--swap-space": (True, "preempted requests are computed again"),
+    "--use-v2-block-manager": (False, "there is one block manager"),
+    "--weights-load-device": (True, "a Gaudi's weights are assembled on the host"),
+}
+
+
+class _Ignored(argparse.Action):
+    """Warns, and sets nothing. A device that is not the platform's own is refused."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        from vllm.platforms import current_platform
+
+        here = current_platform.device_type
+        if option == "--device" and values not in (here, choose_device(), "auto"):
+            parser.error(f"--device {values} is not the device here, {here}: VGS_DEVICE names it; leave --device out")
+        logger.warning("%s has no effect and can be left out: %s.", option, self.metavar)
+
+
+def accept_dropped_flags(parser: FlexibleArgumentParser) -> None:
+    """Idempotent; a flag that vLLM has is vLLM's."""
+    for flag, (takes_value, instead) in DROPPED_FLAGS.items():
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag,
+                action=_Ignored,
+                nargs=None if takes_value else 0,
+                default=argparse.SUPPRESS,
+                dest=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                metavar=instead,
+            )

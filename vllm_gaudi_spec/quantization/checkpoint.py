@@ -1,0 +1,202 @@
+"""A quantised checkpoint, read as the one that it stands for: weights in the model's dtype, under their own names.
+Where a device multiplies FP8, linear layers that have it keep it.
+
+Models are then made and loaded like those of any other checkpoint: layers that are merged, cut for tensor parallelism,
+absorbed (MLA), adapted (LoRA) or experts need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import OTHER_MODEL
+from vllm_gaudi_spec.quantization.encodings import Encoding, EncodingError, Parts
+from vllm_gaudi_spec.quantization.formats import CheckpointFormat
+
+logger = init_logger(__name__)
+
+# Of activations, or written for other kernels: the weight does not depend on them.
+_UNUSED = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "qscale_act",
+    "weight_shape",
+    "bias_scale",
+)
+# Other names of a scale, as Mistral and some writers of FP8 have them.
+_ALIASES = {"weight_scale_inv": "weight_scale", "qscale_weight": "weight_scale"}
+_QUANTISED = re.compile(
+    r"(^|_)(packed|qweight|qzeros|g_idx|weight_zero_point|weight_scale(_2)?|scale_inv|weight_global_scale|qscale_weight)$"
+)
+_MIB = 2**20
+
+
+@dataclass(slots=True)
+class _Counts:
+    matrices: int = 0
+    read: int = 0
+    made: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    model: str
+    """Its folder or name, for messages."""
+    format: CheckpointFormat
+    dtype: torch.dtype
+    keeps_fp8: Callable[[str], bool] = field(default=lambda layer: False)
+    """Whether a layer takes e4m3 numbers, with a scale for each row beside them."""
+    is_unused: Callable[[str], bool] = field(default=lambda name: False)
+    """Whether the model drops a tensor of that name."""
+    _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By layer, the tensors of its weight that have come."""
+    _counts: dict[tuple[str, str], _Counts] = field(default_factory=dict)
+
+    def weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of all tensors of the files, in any order. Those of a layer may be in several files."""
+        for name, tensor in tensors:
+            if self.is_unused(name):
+                continue
+            layer, _, part = name.rpartition(".")
+            encoding = self.format.encoding_of(layer)
+            if encoding is not None and part not in encoding.parts:
+                part = _ALIASES.get(part, part)
+            if encoding is None or not _belongs(part, tensor, encoding):
+                # Those of a `fake_quantizer` are scales of KV, which are read.
+                if part not in (*_UNUSED, *self.format.unused) or layer.endswith("_fake_quantizer"):
+                    self._check_plain(name, part, tensor)
+                    yield name, tensor
+                continue
+            parts = self._waiting.setdefault(layer, {})
+            parts[part] = tensor
+            if all(needed in parts for needed in encoding.parts):
+                yield from self._read(layer, encoding, self._waiting.pop(layer))
+        for layer, parts in self._waiting.items():
+            encoding = self.format.encoding_of(layer)
+            assert encoding is not None
+            list(self._read(layer, encoding, parts))  # raises, with what is missing
+
+    def _check_plain(self, name: str, part: str, tensor: torch.Tensor) -> None:
+        """A model would take the bytes of quantised numbers for weights."""
+        is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        if is_byte or _QUANTISED.search(part):
+            reason = f"is quantised in a way that config.json ({self.format.name}) does not describe"
+            raise EncodingError(f"{self.model}: {name} {reason}; {OTHER_MODEL}.")
+
+    def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        stored = parts.get("weight")
+        keeps = stored is not None and stored.dtype == torch.float8_e4m3fn and self.keeps_fp8(layer)
+        try:
+            if keeps:
+                weight, scale = encoding.fp8_rows(parts)
+                if not (_is_finite(weight.float()) and _is_finite(scale)):
+                    raise EncodingError("has scales or values that are not finite")
+                found = {"weight": weight, "weight_scale": scale}
+            else:
+                found = {"weight": self._cast(encoding.weight(parts))}
+        except EncodingError as error:
+            raise EncodingError(f"{self.model}: layer {layer} {error}; {error.remedy}.") from error
+        kept_as = "e4m3 with a scale for each row" if keeps else dtype_name(self.dtype)
+        counts = self._counts.setdefault((encoding.name, kept_as), _Counts())
+        counts.matrices += 1
+        counts.read += sum(part.nbytes for part in parts.values())
+        for part, tensor in found.items():
+            counts.made += tensor.nbytes
+            yield f"{layer}.{part}", tensor.contiguous()
+
+    def _cast(self, weight: torch.Tensor) -> torch.Tensor:
+        made = weight.to(self.dtype)
+        if not _is_finite(made):
+            if not _is_finite(weight):
+                raise EncodingError("has scales or values that are not finite")
+            raise EncodingError(f"has values beyond {dtype_name(self.dtype)}", remedy="use --dtype bfloat16")
+        return made
+
+    def report(self) -> None:
+        for (name, kept_as), counts in self._counts.items():
+            logger.info(
+                "%s: %d matrices of %s (%s) became %s while they were read: %.1f MiB, %.2f times the %.1f MiB in the "
+                "files.",
+                self.model,
+                counts.matrices,
+                name,
+                self.format.name,
+                kept_as,
+                counts.made / _MIB,
+                counts.made / counts.read,
+                counts.read / _MIB,
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or bool(tensor.isfinite().all())
+
+
+def _belongs(part: str, tensor: torch.Tensor, encoding: Encoding) -> bool:
+    """A layer that is left as it was has a weight of floating point numbers."""
+    return part in encoding.parts and not (part == "weight" and tensor.dtype.itemsize > 1)
+
+
+class _Headers(Checkpoint):
+    """Of tensors without data: those that are alike fit alike, and a large model has thousands of few kinds."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._fit: set[Hashable] = set()
+
+    def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        kind = encoding, frozenset((part, tensor.shape, tensor.dtype) for part, tensor in parts.items())
+        if kind not in self._fit:
+            yield from super()._read(layer, encoding, parts)
+            self._fit.add(kind)
+
+
+def misfit(model: str, format: CheckpointFormat, files: Iterable[Path]) -> str | None:
+    """Why a checkpoint cannot be read, as far as the headers of its files show: what is done with tensors while they
+    are read is done here with tensors without data."""
+    try:
+        for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(_headers(files)):
+            pass
+    except EncodingError as error:
+        return str(error)
+    return None
+
+
+def _headers(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                header = opened.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype())
+                if dtype is not None:
+                    yield name, torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""As safetensors names them."""

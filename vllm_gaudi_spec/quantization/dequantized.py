@@ -1,0 +1,176 @@
+"""Quantised checkpoints that are dequantised while they are read, and which of them are.
+
+Formats that can be read become the method `dequantized` (`method.py`) while vLLM makes the configuration; a model goes
+back to vLLM's own method where the device has native kernels for its format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_gaudi_spec.config import NATIVE, REFERENCE, Options, UnsupportedConfigError, in_one_line
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, dtype_name
+from vllm_gaudi_spec.quantization.formats import CheckpointFormat, UnknownFormatError, method_of, read_format
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend, Weights
+
+logger = init_logger(__name__)
+
+DEQUANTIZED = "dequantized"
+# The cast to FP8 has no form for float16 (lesson O30).
+FP8_INPUTS = ("torch.bfloat16", "torch.float32")
+
+_load_backend: Callable[[], DeviceBackend] | None = None
+_left_to_vllm: ContextVar[bool] = ContextVar("left_to_vllm", default=False)
+
+
+def is_left_to_vllm() -> bool:
+    """Whether the method that vLLM is looking for is to be its own."""
+    return _left_to_vllm.get()
+
+
+def use_device(load_backend: Callable[[], DeviceBackend]) -> None:
+    """Name what loads the device, for layers and readers that vLLM makes by itself."""
+    global _load_backend
+    _load_backend = load_backend
+
+
+def device() -> DeviceBackend:
+    assert _load_backend is not None
+    return _load_backend()
+
+
+def keeps_fp8(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
+    """Whether linear layers of the format are multiplied as they are. `requested`: the option `weight_kernels`."""
+    takes_inputs = str(dtype) in FP8_INPUTS
+    return format.has_fp8 and weights.multiplies_fp8 and takes_inputs and requested != REFERENCE
+
+
+def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
+    """Give a model that would be dequantised back to vLLM's own method for its format, where that has kernels on this
+    device or the user asks for them."""
+    requested = Options.from_vllm(vllm_config).weight_kernels
+    if model.quantization != DEQUANTIZED:
+        return
+    method = method_of(described(model))
+    if requested == REFERENCE:
+        _report_dequantised(model, "as weight_kernels asks")
+        return
+    try:
+        if keeps_fp8(format_of(model), model.dtype, requested, backend.weights):
+            logger.info_once(
+                "%s: linear layers in %s stay FP8, and are multiplied by activations rounded to FP8; other quantised "
+                "weights become %s while they are read.",
+                *(model.model, method, dtype_name(model.dtype)),
+            )
+            return
+    except UnknownFormatError:
+        logger.debug("The format of %s is left to vLLM.", model.model, exc_info=True)
+    is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
+    try:
+        _leave_to_vllm(vllm_config, model)
+        reason = None if requested == NATIVE else backend.weights.missing_kernel(vllm_config, model)
+    # vLLM's own refusal of a format, or of one in this dtype, and what else a malformed description comes to.
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = in_one_line(error)
+        if requested == NATIVE:
+            raise UnsupportedConfigError(
+                f"{model.model} has quantized weights ({method}), which are not for vLLM's kernels ({reason}); leave "
+                "weight_kernels out."
+            ) from error
+    if reason is None:
+        logger.info_once("%s: weights in %s stay as they are, for vLLM's own kernels.", model.model, method)
+        return
+    _report_dequantised(model, f"vLLM's own kernels: {reason}")
+    model.quantization = DEQUANTIZED
+    if is_target:
+        vllm_config.quant_config = quant_config
+
+
+def _report_dequantised(model: ModelConfig, reason: str) -> None:
+    logger.info_once(
+        "%s: weights in %s become %s while they are read (%s).",
+        *(model.model, method_of(described(model)), dtype_name(model.dtype), reason),
+    )
+
+
+def _leave_to_vllm(vllm_config: VllmConfig, model: ModelConfig) -> None:
+    from vllm.config import VllmConfig as Config
+
+    with _leaving_to_vllm():
+        model.quantization = None
+        model._verify_quantization()
+        if model is vllm_config.model_config:
+            vllm_config.quant_config = Config.get_quantization_config(model, vllm_config.load_config)
+
+
+@contextmanager
+def _leaving_to_vllm() -> Iterator[None]:
+    token = _left_to_vllm.set(True)
+    try:
+        yield
+    finally:
+        _left_to_vllm.reset(token)
+
+
+def format_of(model: ModelConfig) -> CheckpointFormat:
+    """Of a model that is dequantised while it is read."""
+    return read_format(described(model))
+
+
+def described(model: ModelConfig) -> dict[str, Any]:
+    """A checkpoint's `quantization_config`."""
+    found: dict[str, Any] | None = model.model_arch_config.quantization_config
+    return found or {}
+
+
+def read_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, loaded: nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `loaded`, of what its files hold."""
+    if model.quantization != DEQUANTIZED:
+        yield from tensors
+        return
+    from vllm.config import get_current_vllm_config
+
+    format, requested = format_of(model), Options.from_vllm(get_current_vllm_config()).weight_kernels
+    checkpoint = Checkpoint(model=model.model, format=format, dtype=model.dtype)
+    if keeps_fp8(format, model.dtype, requested, device().weights):
+        checkpoint.keeps_fp8 = layers_in_fp8(loaded, format)
+    if (is_unused := getattr(loaded, "is_unused_checkpoint_weight", None)) is not None:
+        checkpoint.is_unused = is_unused
+    yield from checkpoint.weights(tensors)
+    checkpoint.report()
+
+
+def layers_in_fp8(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
+    """Whether `model` keeps the layer of a name in the checkpoint in FP8."""
+    from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+
+    modules, mapper = dict(model.named_modules()), getattr(model, "hf_to_vllm_mapper", None)
+    merged: dict[str, set[str]] = {}
+    for module in modules.values():
+        for whole, parts in (getattr(module, "packed_modules_mapping", None) or {}).items():
+            for part in parts:
+                merged.setdefault(part, set()).add(whole)
+
+    def is_in_fp8(layer: str) -> bool:
+        tensor = f"{layer}.weight" if mapper is None else mapper.map_name(f"{layer}.weight")
+        path, _, name = str(tensor).removesuffix(".weight").rpartition(".")
+        names = (f"{path}.{name}".removeprefix(".") for name in (name, *merged.get(name, ())))
+        found = next((modules[name] for name in names if name in modules), None)
+        if found is None:  # renamed by the model itself while it loads, as MTP heads are
+            return format.may_keep_fp8(layer)
+        return isinstance(getattr(found, "quant_method", None), Fp8Linear)
+
+    return is_in_fp8

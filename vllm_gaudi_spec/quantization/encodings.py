@@ -1,0 +1,262 @@
+"""How a quantised matrix lies in a checkpoint: the tensors in its weight's stead, and what they stand for.
+
+All arithmetic is torch's, in float32, on [outputs N, inputs K]. It is also run on tensors without data, made from the
+headers of files, so that what does not fit is found before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from vllm_gaudi_spec.config import OTHER_MODEL
+
+Parts = Mapping[str, torch.Tensor]
+"""Tensors by the end of their names."""
+Read = TypeVar("Read")
+Block = tuple[int, int]
+"""Rows and columns that share a scale; -1 for all there are."""
+
+TENSOR, CHANNEL = (-1, -1), (1, -1)
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ keeps each of the eight columns of a word."""
+E4M3 = torch.finfo(torch.float8_e4m3fn).max
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class EncodingError(ValueError):
+    """Tensors do not fit their format; the reason in one line."""
+
+    def __init__(self, reason: str, *, remedy: str = "take another copy of the model") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    name: str
+    parts: tuple[str, ...]
+    """Names' ends of the tensors that make one weight; all are needed."""
+    decode: Callable[[Parts], torch.Tensor]
+    """float32 [N, K]."""
+    rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """The same as e4m3 numbers and a scale for each row, [N, 1]; None where it is not such numbers."""
+
+    def weight(self, parts: Parts) -> torch.Tensor:
+        return self._checked(parts, self.decode)
+
+    def fp8_rows(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.rows is not None
+        return self._checked(parts, self.rows)
+
+    def _checked(self, parts: Parts, read: Callable[[Parts], Read]) -> Read:
+        if missing := [part for part in self.parts if part not in parts]:
+            raise EncodingError(f"has no {missing[0]}")
+        try:
+            return read(parts)
+        except (RuntimeError, IndexError) as error:  # torch's, of shapes and indices that do not fit
+            raise EncodingError(f"has tensors that do not fit: {str(error).splitlines()[0]}") from error
+
+
+# ---- encodings -------------------------------------------------------------------------------------------
+
+
+def numbers(
+    block: Block | None, *, scale: str = "weight_scale", integers: bool = False, zero_point: bool = False
+) -> Encoding:
+    """8-bit numbers, one a byte: e4m3, or integers. `block` None: a scale for all, or one a row."""
+    parts = ("weight", scale, *(["weight_zero_point"] if zero_point else []))
+
+    def spread_scale(tensors: Parts) -> torch.Tensor:
+        found = _scale(tensors[scale])
+        if not integers and not found.is_meta and bool((found < 0).any()):
+            raise EncodingError("has scales below 0")
+        return _spread(found, tensors["weight"].shape, block)
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        stored = _matrix(tensors["weight"])
+        values = stored.float()
+        if zero_point:
+            values = values - _spread(tensors["weight_zero_point"].float(), stored.shape, block)
+        return values * spread_scale(tensors)
+
+    def rows(tensors: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = _matrix(tensors["weight"])
+        spread = spread_scale(tensors)
+        if spread.shape[1] == 1:
+            return stored, spread.expand(stored.shape[0], 1)
+        return _rounded_rows(stored.float() * spread)
+
+    name = "8-bit integers" if integers else "8-bit floating point numbers"
+    return Encoding(name=name, parts=parts, decode=decode, rows=None if integers else rows)
+
+
+def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: bool) -> Encoding:
+    """compressed-tensors: integers of a row packed into words. `reordered`: each column names its group."""
+    more = [*(["weight_zero_point"] if zero_point else []), *(["weight_g_idx"] if reordered else [])]
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        offset = 1 << (bits - 1)
+        values = _unpacked(_matrix(tensors["weight_packed"]), bits, dim=1) - offset
+        scale = _scale(tensors["weight_scale"])
+        zeros = None
+        if zero_point:
+            zeros = (_unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0) - offset).float()
+            zeros = zeros[: values.shape[0]]  # the last words may be part-filled
+        if reordered:
+            groups = _groups(tensors["weight_g_idx"], values.shape[1], scale.shape[1])
+            scale = scale[:, groups]
+            zeros = None if zeros is None else zeros[:, groups]
+            _same(scale.shape, values.shape)
+        else:
+            scale = _spread(scale, values.shape, block)
+            zeros = None if zeros is None else _spread(zeros, values.shape, block)
+        shifted = values.float() if zeros is None else values - zeros
+        return shifted * scale
+
+    parts = ("weight_packed", "weight_scale", *more)
+    return Encoding(name=f"packed {bits}-bit integers", parts=parts, decode=decode)
+
+
+def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
+    """`size`: inputs of a group, -1 for all; None if the format has none. `zero_offset`: what is added to zero
+    points as they are stored."""
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        scales_GN = _scale(tensors["scales"])
+        bits = _bits(_matrix(tensors["qzeros"]).shape[1], scales_GN.shape[1])
+        values_KN = _unpacked(_matrix(tensors["qweight"]), bits, dim=0)
+        zeros_GN = _unpacked(tensors["qzeros"], bits, dim=1) + zero_offset
+        _same(zeros_GN.shape, scales_GN.shape)
+        if reordered:
+            groups = _groups(tensors["g_idx"], values_KN.shape[0], scales_GN.shape[0])
+            return ((values_KN - zeros_GN[groups]) * scales_GN[groups]).t()
+        block = _inputs_of_group(size, values_KN, scales_GN), 1
+        zeros_KN = _spread(zeros_GN.float(), values_KN.shape, block)
+        return ((values_KN - zeros_KN) * _spread(scales_GN, values_KN.shape, block)).t()
+
+    return Encoding(
+        name="GPTQ", parts=("qweight", "qzeros", "scales", *(["g_idx"] if reordered else [])), decode=decode
+    )
+
+
+def awq(size: int | None) -> Encoding:
+    """`size`: as of `gptq`."""
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        scales_GN = _scale(tensors["scales"])
+        values_KN, zeros_GN = (_awq_columns(_matrix(tensors[part])) for part in ("qweight", "qzeros"))
+        block = _inputs_of_group(size, values_KN, scales_GN), 1
+        zeros_KN = _spread(zeros_GN.float(), values_KN.shape, block)
+        return ((values_KN - zeros_KN) * _spread(scales_GN, values_KN.shape, block)).t()
+
+    return Encoding(name="AWQ", parts=("qweight", "qzeros", "scales"), decode=decode)
+
+
+def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
+    """e2m1 numbers, two a byte, a scale for `size` of a row. `whole`: a scale of all scales, which `divides` or not."""
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        stored = _matrix(tensors[codes])
+        low_high = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).long()
+        table = torch.tensor(FP4, device=stored.device)
+        values = torch.cat((table, -table))[low_high]
+        scale = _scale(tensors["weight_scale"])
+        if whole is not None:
+            of_all = _spread(tensors[whole].float(), values.shape, TENSOR)
+            scale = scale / of_all if divides else scale * of_all
+        return values * _spread(scale, values.shape, (1, size))
+
+    parts = (codes, "weight_scale", *([whole] if whole is not None else []))
+    return Encoding(name="4-bit floating point numbers", parts=parts, decode=decode)
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------
+
+
+def _scale(stored: torch.Tensor) -> torch.Tensor:
+    """A byte is an exponent of two (e8m0), of which the highest is none."""
+    if stored.dtype != torch.uint8:
+        return stored.float()
+    exponents = stored.float() - 127
+    return torch.where(stored == 255, torch.nan, exponents.exp2())
+
+
+def _rounded_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (values.abs().amax(1, keepdim=True) / E4M3).clamp_min(torch.finfo(torch.float32).tiny)
+    return (values / scale).to(torch.float8_e4m3fn), scale
+
+
+def _spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
+    """Scales of blocks, so that they multiply a matrix of that shape."""
+    if scale.numel() == 1 and block in (None, TENSOR):
+        return scale.reshape(1, 1)
+    sizes = [all_of if size < 0 else size for size, all_of in zip(block or CHANNEL, shape, strict=True)]
+    expected = [-(-all_of // size) for size, all_of in zip(sizes, shape, strict=True)]
+    if scale.dim() == 1 and expected[1] == 1:
+        scale = scale.unsqueeze(1)
+    _same(scale.shape, expected)
+    for dim, (size, all_of) in enumerate(zip(sizes, shape, strict=True)):
+        if size > 1 and expected[dim] > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, all_of)
+    return scale
+
+
+def _same(shape: torch.Size, expected: torch.Size | list[int]) -> None:
+    if list(shape) != list(expected):
+        raise EncodingError(
+            f"has scales or zero points of shape {list(shape)}, where its weight needs {list(expected)}"
+        )
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 2:
+        raise EncodingError(
+            f"has quantised values of {tensor.dim()} dimensions, where only matrices are read", remedy=OTHER_MODEL
+        )
+    return tensor
+
+
+def _inputs_of_group(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> int:
+    if size is not None:
+        return size
+    num_inputs, num_groups = values_KN.shape[0], scales_GN.shape[0]
+    if num_groups == 0 or num_inputs % num_groups:
+        raise EncodingError(
+            f"has {num_groups} groups of {num_inputs} inputs, and config.json has no group_size",
+            remedy=OTHER_MODEL,
+        )
+    return num_inputs // num_groups
+
+
+def _groups(indices: torch.Tensor, num_inputs: int, num_groups: int) -> torch.Tensor:
+    if indices.shape != (num_inputs,):
+        raise EncodingError(f"has {indices.numel()} group indices for {num_inputs} inputs")
+    if not indices.is_meta and not bool(((indices >= 0) & (indices < num_groups)).all()):
+        raise EncodingError(f"has group indices outside of its {num_groups} groups")
+    return indices.long()
+
+
+def _bits(words: int, values: int) -> int:
+    """Of an integer, by how many words so many values take."""
+    in_word = values // words if words else 0
+    if in_word not in (4, 8) or words * in_word != values:
+        raise EncodingError(f"packs {values} values into {words} words; integers of 4 or 8 bits are known")
+    return 32 // in_word
+
+
+def _unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """int32: unsigned values of words along `dim`, the first of a word from its lowest bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    shape = [1, 1, 1]
+    shape[dim + 1] = len(shifts)
+    values = (words.unsqueeze(dim + 1) >> shifts.reshape(shape)) & ((1 << bits) - 1)
+    return values.flatten(dim, dim + 1)
+
+
+def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+    values = _unpacked(words, 4, dim=1).unflatten(1, (-1, 8))
+    return values[..., list(AWQ_COLUMNS)].flatten(1)

@@ -1,0 +1,240 @@
+"""The formats of quantised checkpoints: which encoding each layer has by their `quantization_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from vllm_gaudi_spec.config import in_one_line
+from vllm_gaudi_spec.quantization.encodings import (
+    CHANNEL,
+    TENSOR,
+    Block,
+    Encoding,
+    awq,
+    fp4,
+    gptq,
+    numbers,
+    packed_integers,
+)
+
+Described = Mapping[str, Any]
+"""`quantization_config` of config.json."""
+
+
+class UnknownFormatError(ValueError):
+    """No encoding for what a checkpoint describes; the reason in one line, as a relative clause without its pronoun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFormat:
+    name: str
+    default: Encoding | None
+    """None where only named layers are quantised."""
+    by_layer: tuple[tuple[str, Encoding], ...] = ()
+    """Patterns of layers' names with encodings of their own; the first one counts."""
+    ignored: tuple[str, ...] = ()
+    """Names of layers that are not quantised, or of what contains them; patterns begin with `re:`."""
+    unused: tuple[str, ...] = ()
+    """Names' ends of tensors beside a weight that do not change it."""
+    has_fp8: bool = False
+    """Whether linear layers are e4m3 numbers that are multiplied by such numbers, and names distinguish them from
+    layers that are not."""
+
+    def encoding_of(self, layer: str) -> Encoding | None:
+        """`layer`: its name in the checkpoint."""
+        return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
+
+    def may_keep_fp8(self, layer: str) -> bool:
+        """By a name in the checkpoint, or in the model before parts are merged."""
+        is_linear = ".experts." not in layer and not layer.endswith(_NEVER_FP8)
+        return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
+
+
+# Absorbed by latent attention, or no linear layers of vLLM's.
+_NEVER_FP8 = ("kv_b_proj", "lm_head", "embed_tokens")
+
+
+def read_format(described: Described) -> CheckpointFormat:
+    method = method_of(described)
+    if method not in _READERS:
+        raise UnknownFormatError(f"are in {method}, which is not read")
+    try:
+        return _READERS[method](described)
+    except UnknownFormatError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, re.error) as error:
+        reason = f"{type(error).__name__}: {in_one_line(error)}"
+        raise UnknownFormatError(f"are described in a way that is not read ({reason})") from error
+
+
+def method_of(described: Described) -> str:
+    """Files of ModelOpt's may describe themselves by their producer alone."""
+    producer = described.get("producer")
+    unnamed = "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else "no known format"
+    return str(described.get("quant_method") or unnamed).lower()
+
+
+# ---- compressed-tensors ----------------------------------------------------------------------------------
+
+
+def _compressed_tensors(described: Described) -> CheckpointFormat:
+    if described.get("transform_config"):
+        raise UnknownFormatError("need transforms of activations (transform_config), which are not computed")
+    sparsity = described.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise UnknownFormatError(f"are sparse ({sparsity['format']}), which is not read")
+    default, of_default, named, has_fp8 = None, None, [], True
+    for group in (described.get("config_groups") or {}).values():
+        if (weights := group.get("weights")) is None:
+            continue
+        layout = str(group.get("format") or described.get("format"))
+        encoding = _of_group(weights, layout)
+        for target in group["targets"]:
+            if not re.fullmatch(r"[A-Z]\w*", target):
+                named.append((_pattern(target), encoding))
+                continue
+            if default is not None and of_default != (weights, layout):  # `target` is a class of layers
+                raise UnknownFormatError("have several formats by classes of layers, which are not distinguished")
+            default, of_default = encoding, (weights, layout)
+            has_fp8 = has_fp8 and encoding.rows is not None and _is_fp8(group.get("input_activations"))
+    return CheckpointFormat(
+        name="compressed-tensors",
+        default=default,
+        by_layer=tuple(named),
+        ignored=_names(described.get("ignore")),
+        has_fp8=has_fp8 and default is not None and not named,
+    )
+
+
+def _is_fp8(inputs: Mapping[str, Any] | None) -> bool:
+    return inputs is not None and (inputs["num_bits"], inputs["type"]) == (8, "float")
+
+
+@cache
+def _pattern(name: str) -> str:
+    return name.removeprefix("re:") if name.startswith("re:") else rf"(^|\.){re.escape(name)}(\.|$)"
+
+
+def _names(names: Iterable[str] | None) -> tuple[str, ...]:
+    found = tuple(names or ())
+    for name in found:
+        re.compile(_pattern(name))
+    return found
+
+
+def _of_group(weights: Mapping[str, Any], layout: str) -> Encoding:
+    bits, kind = int(weights["num_bits"]), weights["type"]
+    is_symmetric = bool(weights.get("symmetric", True))
+    reordered = weights.get("actorder") in ("group", "dynamic", True)
+    if layout == "pack-quantized" and kind == "int" and bits in (4, 8):
+        return packed_integers(bits, _block(weights), zero_point=not is_symmetric, reordered=reordered)
+    if (
+        layout in ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
+        and bits == 8
+        and not reordered
+    ):
+        return numbers(_block(weights), integers=kind == "int", zero_point=not is_symmetric)
+    if layout == "nvfp4-pack-quantized":
+        return fp4(16, codes="weight_packed", whole="weight_global_scale", divides=True)
+    if layout == "mxfp4-pack-quantized":
+        return fp4(32, codes="weight_packed")
+    raise UnknownFormatError(f"are {bits}-bit {kind} numbers in the layout {layout}, which is not read")
+
+
+def _block(weights: Mapping[str, Any]) -> Block:
+    strategy = weights.get("strategy") or ("tensor" if not weights.get("group_size") else "group")
+    if strategy == "block":
+        structure = weights["block_structure"]
+        rows, columns = structure.split("x") if isinstance(structure, str) else structure
+        return _size(rows), _size(columns)
+    if strategy in ("group", "tensor_group"):
+        return 1, _size(weights["group_size"])
+    if strategy not in ("tensor", "channel"):
+        raise UnknownFormatError(f"have scales by {strategy}, which is not read")
+    return TENSOR if strategy == "tensor" else CHANNEL
+
+
+def _size(written: Any) -> int:
+    """How many share a scale; -1: all."""
+    if (size := int(written)) < 1 and size != -1:
+        raise UnknownFormatError(f"have scales of {size} numbers each, which cannot be")
+    return size
+
+
+# ---- the others ------------------------------------------------------------------------------------------
+
+
+def _fp8(described: Described) -> CheckpointFormat:
+    block = described.get("weight_block_size")
+    whole = numbers(None) if block is None else numbers((_size(block[0]), _size(block[1])), scale="weight_scale_inv")
+    ignored = described.get("ignored_layers") or described.get("modules_to_not_convert")
+    return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), has_fp8=True)
+
+
+def _gptq(described: Described) -> CheckpointFormat:
+    if described.get("dynamic"):
+        raise UnknownFormatError("have other numbers of bits by layer (dynamic), which is not read")
+    if str(described.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        raise UnknownFormatError(f"are in GPTQ's layout {described['checkpoint_format']}, which is not read")
+    is_new = described.get("checkpoint_format") == "gptq_v2"
+    if not described.get("sym", True) and not is_new:
+        # One less than a zero point of 0 is stored as another number by each of the tools.
+        raise UnknownFormatError("have zero points in GPTQ's first layout, whose writers differ")
+    reordered = bool(described.get("desc_act", False))
+    encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
+    return CheckpointFormat(name="gptq", default=encoding, unused=("g_idx",))
+
+
+def _group_size(described: Described) -> int | None:
+    written = described.get("group_size", described.get("q_group_size"))
+    return None if written is None else _size(written)
+
+
+def _awq(described: Described) -> CheckpointFormat:
+    if int(described.get("bits", described.get("w_bit", 4))) != 4:
+        raise UnknownFormatError("are AWQ with other than 4 bits, which is not read")
+    if str(described.get("version", "gemm")).lower() != "gemm":
+        raise UnknownFormatError(f"are in AWQ's layout {described['version']}, which is not read")
+    return CheckpointFormat(name="awq", default=awq(_group_size(described)))
+
+
+def _auto_round(described: Described) -> CheckpointFormat:
+    packing = str(described.get("packing_format", "auto_round:auto_gptq"))
+    if packing.endswith("gptq"):
+        return _gptq(described)
+    if packing.endswith("awq"):
+        return _awq(described)
+    raise UnknownFormatError(f"are in auto-round's layout {packing}, which is not read")
+
+
+def _modelopt(described: Described) -> CheckpointFormat:
+    inner = described.get("quantization") or described
+    algorithm = str(inner.get("quant_algo") or "").upper()
+    encodings: dict[str, Encoding | None] = {
+        "": None,  # the KV cache alone
+        "FP8": numbers(None),
+        "FP8_PER_CHANNEL_PER_TOKEN": numbers(None),
+        "NVFP4": fp4(16, codes="weight", whole="weight_scale_2"),
+        "MXFP8": numbers((1, 32)),
+    }
+    if algorithm not in encodings:
+        raise UnknownFormatError(f"are in ModelOpt's {algorithm}, which is not read")
+    return CheckpointFormat(name="modelopt", default=encodings[algorithm])
+
+
+_READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mxfp8": _modelopt,
+}
+"""By `quant_method`, as vLLM completes it."""
+FORMATS = tuple(_READERS)

@@ -1,0 +1,69 @@
+"""Linear layers with e4m3 weights and a scale for each row, whose inputs are rounded to e4m3 token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+)
+from vllm.model_executor.parameter import ChannelQuantScaleParameter
+from vllm.model_executor.utils import replace_parameter
+
+from vllm_gaudi_spec.quantization.encodings import E4M3
+from vllm_gaudi_spec.quantization.fp8 import Arithmetic
+
+# A row of padding is all zeros, and must not be divided by nothing: what comes out would be no number (lesson Q06).
+_SMALLEST = 1e-8
+_NOT_LOADED = torch.finfo(torch.float32).min  # what vLLM makes a scale of
+
+
+class Fp8Linear(LinearMethodBase):
+    def __init__(self, *, arithmetic: Callable[[float], Arithmetic], largest: float, prefix: str) -> None:
+        """`largest`: of the e4m3 numbers that the device multiplies."""
+        self._arithmetic, self._largest, self._prefix = arithmetic(largest), largest, prefix
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        loader = extra_weight_attrs["weight_loader"]
+        weight = create_fp8_weight_parameter(sum(output_partition_sizes), input_size_per_partition, loader)
+        layer.register_parameter("weight", weight)
+        scale = create_fp8_scale_parameter(
+            ChannelQuantScaleParameter, output_partition_sizes, input_size_per_partition, None, loader
+        )
+        layer.register_parameter("weight_scale", scale)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """On the host, where numbers above a card's range are numbers still (lesson Q03)."""
+        weight_NK, scale_N = layer.weight.data, layer.weight_scale.data.squeeze(1)
+        if bool((scale_N == _NOT_LOADED).any()):
+            raise RuntimeError(f"{self._prefix} is kept in FP8, and its checkpoint has no such weight for it.")
+        if self._largest < E4M3:
+            # Half of the largest number fits into the range. Numbers below 2**-5 may be rounded by that, so only rows
+            # that need it are halved (lesson Q02).
+            factor_N = 1.0 + (weight_NK.float().abs().amax(1) > self._largest)
+            weight_NK, scale_N = (weight_NK.float() / factor_N[:, None]).to(torch.float8_e4m3fn), scale_N * factor_N
+        replace_parameter(layer, "weight", self._arithmetic.keep(weight_NK.t().contiguous()))
+        replace_parameter(layer, "weight_scale", scale_N.contiguous())
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows_TK = x.reshape(-1, x.shape[-1])
+        scale_T1 = rows_TK.abs().amax(-1, keepdim=True).float() / self._largest + _SMALLEST
+        rounded_TK = self._arithmetic.cast(rows_TK, 1 / scale_T1)
+        out_TN = self._arithmetic.multiply(rounded_TK, layer.weight, scale_T1, layer.weight_scale, x.dtype)
+        if bias is not None:
+            out_TN = out_TN + bias
+        return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])

@@ -1,0 +1,132 @@
+"""`dequantized`, a quantisation method of vLLM's: the layers are those of a model that is not quantised.
+
+vLLM asks it first for every checkpoint with a `quantization_config`, while it makes the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from vllm_gaudi_spec.config import E4M3_MAX, Options
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, device, is_left_to_vllm, keeps_fp8
+from vllm_gaudi_spec.quantization.formats import FORMATS, method_of, read_format
+from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.models.utils import WeightsMapper
+
+# Of formats that vLLM has under another name, and of those that it distinguishes itself.
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8")
+_VLLMS_NAMES = {
+    "awq": ("auto_awq",),
+    "gptq": ("auto_gptq",),
+    "auto-round": ("inc",),
+    **dict.fromkeys(_MODELOPT, _MODELOPT),
+}
+
+
+def _renamed(name: str, renaming: WeightsMapper) -> str:
+    if name.startswith("re:"):
+        return name
+    # As of a tensor: the prefixes of a mapper end in dots.
+    return str(renaming.map_name(f"{name}.weight")).removesuffix(".weight")
+
+
+@register_quantization_config(DEQUANTIZED)
+class DequantizedConfig(QuantizationConfig):
+    def __init__(self, written: dict[str, Any] | None = None) -> None:
+        """`written`: the checkpoint's `quantization_config`."""
+        super().__init__()
+        self._written = written or {}
+        self._renamings: list[WeightsMapper] = []
+        # Where vLLM looks for it.
+        self.kv_cache_scheme = self._written.get("kv_cache_scheme")
+        # vLLM's, of the whole model; a rank's heads are cut out of them.
+        self.total_num_heads = self._written.get("total_num_heads")
+        self.total_num_kv_heads = self._written.get("total_num_kv_heads")
+        self._has_scales_by_head = (self.kv_cache_scheme or {}).get("strategy") == BY_HEAD
+
+    @classmethod
+    def get_name(cls) -> Any:
+        return DEQUANTIZED
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> DequantizedConfig:
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> Any:
+        if is_left_to_vllm() or (method := method_of(hf_quant_cfg)) not in FORMATS:
+            return None
+        if user_quant not in (None, DEQUANTIZED, method, *_VLLMS_NAMES.get(method, ())):
+            return None  # vLLM's to take or to refuse
+        return DEQUANTIZED  # what of the format is not read is refused later, with the reason
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Layers are asked for by their names in the model, and config.json has those of the files."""
+        self._renamings.append(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        # Not at the top: general plugins are loaded before a process may need layers.
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+            CompressedTensorsKVCacheMethod,
+        )
+        from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+        if isinstance(layer, LinearBase):
+            return self._fp8_linear(prefix) or UnquantizedLinearMethod()
+        if isinstance(layer, Attention | MLAAttention):
+            # Scales of KV are read as they are; those by head are cut for tensor parallelism.
+            return CompressedTensorsKVCacheMethod(self) if self._has_scales_by_head else BaseKVCacheMethod(self)
+        return None  # vLLM's own choice for experts and embeddings that are not quantised
+
+    def _fp8_linear(self, prefix: str) -> QuantizeMethodBase | None:
+        from vllm.config import get_current_vllm_config
+
+        from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+
+        weights, requested = device().weights, Options.from_vllm(get_current_vllm_config()).weight_kernels
+        format = read_format(self._written)
+        for renaming in self._renamings:
+            format = replace(format, ignored=tuple(_renamed(name, renaming) for name in format.ignored))
+        if not keeps_fp8(format, torch.get_default_dtype(), requested, weights):
+            return None
+        *path, name = prefix.split(".")
+        parts = self.packed_modules_mapping.get(name, [name])
+        if not all(format.may_keep_fp8(".".join((*path, part))) for part in parts):
+            return None
+        assert weights.fp8_arithmetic is not None
+        assert weights.fp8_range is not None  # hardware that multiplies FP8 has a range of its own
+        largest = E4M3_MAX[weights.fp8_range]
+        return Fp8Linear(arithmetic=weights.fp8_arithmetic, largest=largest, prefix=prefix)
+
+    @staticmethod
+    def get_cache_scale_mapper() -> WeightsMapper:
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        older = {f".{kind}_proj.output_scale": f".attn.{kind}_scale" for kind in "qkv"}
+        older[".self_attn.prob_output_scale"] = ".self_attn.attn.prob_scale"
+        return WeightsMapper(orig_to_new_suffix=older) | QuantizationConfig.get_cache_scale_mapper()

@@ -1,0 +1,52 @@
+"""Refusals of scales for KV in FP8, which the loader would take as they are, or fail on in the engine's process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from vllm_gaudi_spec.config import FP8_KV
+from vllm_gaudi_spec.quantization.fingerprint import folder_of
+from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD, how_to_keep_the_models_dtype, schemes_of, was_set_aside
+from vllm_gaudi_spec.refusals.files import weight_files
+from vllm_gaudi_spec.refusals.models import models_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_gaudi_spec.devices.base import DeviceBackend
+
+# Names in checkpoints, as vLLM's loader knows them.
+_SCALE = re.compile(r"\.(?:kv?_scale|v_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$")
+
+
+def kv_scale_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    if vllm_config.cache_config.cache_dtype != FP8_KV:
+        return
+    for model, load_format in models_of(vllm_config):
+        if model.quantization is not None and not was_set_aside(model):  # of others the loader reads no scales
+            remedy = how_to_keep_the_models_dtype(vllm_config)
+            yield from (f"{fault}; correct the checkpoint, or {remedy}." for fault in _faults_of(model, load_format))
+
+
+def _faults_of(model: ModelConfig, load_format: str) -> Iterator[str]:
+    """Of files that are on this machine."""
+    folder = folder_of(model.model)
+    if folder is None or (read := weight_files(folder, load_format)) is None:
+        return
+    by_head = any(scheme["strategy"] == BY_HEAD for scheme in schemes_of(model))
+    num_scales = model.get_total_num_kv_heads() if by_head else 1
+    for file in sorted(folder.glob(read[0])):
+        with safe_open(file, "pt") as tensors:
+            for name in filter(_SCALE.search, tensors.keys()):
+                scale = tensors.get_tensor(name).float()
+                if scale.numel() != num_scales:
+                    fault = f"has shape {list(scale.shape)}, and there should be {num_scales} of it"
+                elif not (right := scale.isfinite() & (scale > 0)).all():
+                    fault = f"is {scale[~right].flatten()[0].item():g}, and a scale is a finite number above 0"
+                else:
+                    continue
+                yield f"{name} in {file} {fault}"

@@ -1,0 +1,109 @@
+"""`gaudi-spec chat`: a conversation with a running server, accepted drafts in colour."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm_gaudi_spec import environment
+from vllm_gaudi_spec.tools.cli.output import FINE, PROBLEMS, fail
+from vllm_gaudi_spec.tools.io.argument_types import not_negative, positive
+from vllm_gaudi_spec.tools.live.http import DEFAULT_URL, Server, ServerError
+
+DESCRIPTION = """\
+Talk to a running server. Answers come as they are made, and on a terminal accepted drafts are green. The conversation
+so far goes along with each message; /clear forgets it, Ctrl-C stops an answer, Ctrl-D ends.
+
+gaudi-spec chat
+echo "Why is the sky blue?" | gaudi-spec chat http://127.0.0.1:8000
+
+green    accepted drafts: all tokens of a step but its last one
+plain    the target's own tokens: the last one of each step
+yellow   not known: several steps in one piece, as the server was faster than its stream, or a step that ends reasoning
+dim      reasoning, where the server separates it
+
+It is read off the stream, which has no marks: where two steps came in one piece that one could have brought, a token of
+the target is green, and the last token of an answer is plain even if it was a draft. The line after each answer has the
+server's count of accepted drafts beside the number shown; it includes what others asked meanwhile. In a pipe there is
+only the text, and each line of the input is a message.
+
+A server started with --api-key gets the key of OPENAI_API_KEY.
+
+Exit status: 0 at the end of the conversation, 1 when the server does not answer, 2 for options that make no sense.
+"""
+_PROMPT = "> "
+_CLEAR = "/clear"
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "chat",
+        help="talk to a running server, accepted drafts in colour",
+        description=DESCRIPTION,
+    )
+    add = parser.add_argument
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="of the server")
+    add("--model", metavar="NAME", help="as the server names it (default: its first)")
+    add("--max-tokens", type=positive, default=512, metavar="N", help="of each answer")
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="0: the most likely token")
+
+
+def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    try:
+        server = Server(options.url, environment.api_key())
+    except ValueError as error:
+        return fail("chat", str(error))
+    try:
+        talk(server, options)
+    except ServerError as error:
+        return fail("chat", str(error), PROBLEMS)
+    return FINE
+
+
+def talk(server: Server, options: argparse.Namespace) -> None:
+    from vllm_gaudi_spec.tools.live.answers import INTERRUPTED, counted
+    from vllm_gaudi_spec.tools.live.conversation import Conversation
+    from vllm_gaudi_spec.tools.live.transcript import Transcript
+
+    model = options.model or server.model()
+    shown = Transcript(sys.stdout)
+    k = counted(server).k
+    shown.begin(server.base, model, k)
+    conversation = Conversation(
+        server=server, model=model, k=k, max_tokens=options.max_tokens, temperature=options.temperature
+    )
+    for message in messages():
+        if message == _CLEAR:
+            conversation.clear()
+            continue
+        began = time.monotonic()
+        try:
+            answer = conversation.ask(message, shown.piece)
+        except ServerError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"error: {error}", file=sys.stderr)  # such as a conversation that is too long: /clear helps
+            continue
+        if answer.finish_reason == INTERRUPTED and not sys.stdin.isatty():
+            raise KeyboardInterrupt
+        shown.end(answer, time.monotonic() - began)
+
+
+def messages() -> Iterator[str]:
+    """Lines that hold something, from a terminal with a history of them."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    import readline  # noqa: F401 - gives input() its history and its editing
+
+    while True:
+        try:
+            message = input(_PROMPT).strip()
+        except EOFError:
+            print()
+            return
+        if message:
+            yield message

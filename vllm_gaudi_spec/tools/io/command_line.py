@@ -1,0 +1,75 @@
+"""How all commands read their options: dashes or underscores, as in vLLM; defaults in --help; help with typos."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+# What several commands take: its name, as vLLM has it where vLLM has one, and others that are understood.
+SHARED = {
+    "--draft": ("--draft-model",),
+    "--num-speculative-tokens": ("--num-spec-tokens", "--num-drafts"),
+    "--output-len": ("--osl", "--tokens"),
+    "--speculative-config": ("--speculative",),
+}
+
+
+def add_shared(add: Callable[..., Any], name: str, **options: Any) -> None:
+    add(name, *SHARED[name], **options)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to each option that takes a value and does not name it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        if "default" in text or action.nargs == 0 or action.required or action.default is argparse.SUPPRESS:
+            return action.help
+        if not action.option_strings and action.nargs is None:  # it has to be given
+            return action.help
+        return f"{text} (default: {_shown(action.default)})".lstrip()
+
+
+def _shown(default: Any) -> str:
+    """For argparse, which fills in percent signs."""
+    if default in (None, [], {}):
+        return "none"
+    words = default if isinstance(default, list) else [default]
+    return " ".join(map(str, words)).replace("%", "%%")
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": Help} | options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's has overloads
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._chosen(found).refuse(unknown)
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # the same
+        return super().parse_known_args(None if args is None else list(map(with_dashes, args)), namespace)
+
+    def _chosen(self, found: argparse.Namespace) -> Parser:
+        """The parser of the command, where this one has commands."""
+        choices = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parser = choices[0].get(found.command) if choices else None
+        return parser if isinstance(parser, Parser) else self
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        names = [argument.partition("=")[0] for argument in unknown]
+        close = (difflib.get_close_matches(name, self._option_string_actions, n=1) for name in names if name[:1] == "-")
+        likely = [match for matches in close for match in matches]
+        question = f"; did you mean {' and '.join(likely)}?" if likely else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
+
+
+def with_dashes(argument: str) -> str:
+    """--like_this=A_B as --like-this=A_B."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

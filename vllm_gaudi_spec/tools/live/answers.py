@@ -1,0 +1,99 @@
+"""A streamed answer, as pieces that know whether they were drafts.
+
+A server sends the tokens of one step in one event: the accepted drafts, then the token that the target added. So all
+but the last token of an event were drafts. That is wrong in four cases:
+- the server was faster than its stream, and put several steps into one event. With more than k + 1 tokens that is
+  certain, and the piece is `UNKNOWN`; with fewer it is not seen, and a token of the target looks like a draft;
+- a step's text is split between reasoning and answer, or held back: its tokens are `UNKNOWN` too;
+- the last token of an answer that ended at a draft (end token, max_tokens, stop string): that draft looks like the
+  target's;
+- a character of several tokens has the kind of the event that it came with.
+`Counted` has the server's own count of accepted drafts, to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from vllm_gaudi_spec.tools.live.exposition import NotMetrics, Reading
+from vllm_gaudi_spec.tools.live.figures import ACCEPTED, PER_POSITION
+from vllm_gaudi_spec.tools.live.http import Server, ServerError
+
+TARGET = "target"
+DRAFT = "draft"
+UNKNOWN = "unknown"
+REASONING = "reasoning"
+
+INTERRUPTED = "interrupted"
+"""A finish reason of ours."""
+
+
+class Piece(NamedTuple):
+    text: str
+    kind: str
+
+
+class Counted(NamedTuple):
+    """The server's figures of one moment."""
+
+    k: int
+    """Drafts per step at most; 0 without speculation, and where the server has no metrics."""
+    accepted: float | None
+    """Of all requests since the server's start; None where it has no metrics, or did not answer in time."""
+
+
+def counted(server: Server) -> Counted:
+    try:
+        reading = Reading(server.metrics(), 0.0)
+    except (ServerError, NotMetrics):  # another server than vLLM, or one that is busy
+        return Counted(0, None)
+    return Counted(len(reading.by("position", PER_POSITION)), reading.sum(ACCEPTED))
+
+
+class Answer:
+    """Filled while its pieces are read."""
+
+    def __init__(self, k: int) -> None:
+        """`k`: 0 where nothing is known of drafts."""
+        self.k = k
+        self.text = ""
+        self.num_tokens = 0
+        self.num_drafts = 0
+        """Shown as accepted drafts."""
+        self.num_unknown = 0
+        self.num_accepted: float | None = None
+        """By the server's count, with those of other requests at the same time; None where it is not known."""
+        self.finish_reason = ""
+
+    def pieces(self, events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
+        for event in events:
+            for choice in event.get("choices", ()):
+                yield from self._pieces_of(choice)
+
+    def _pieces_of(self, choice: dict[str, Any]) -> Iterator[Piece]:
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        delta = choice.get("delta") or {}
+        if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+            yield Piece(reasoning, REASONING)
+        text = delta.get("content") or ""
+        self.text += text
+        num_tokens = len(choice.get("token_ids") or ())
+        self.num_tokens += num_tokens
+        # Where reasoning ends, and of text that is held back, nobody knows which tokens are shown here.
+        is_split = num_tokens > 1 and (reasoning or not text)
+        if num_tokens > self.k + 1 or is_split:
+            self.num_unknown += num_tokens
+            found = [Piece(text, UNKNOWN)]
+        else:
+            self.num_drafts += max(num_tokens - 1, 0)
+            split = len(text) - _length_of_last(choice, text) if num_tokens > 1 else 0
+            found = [Piece(text[:split], DRAFT), Piece(text[split:], TARGET)]
+        yield from (piece for piece in found if piece.text)
+
+
+def _length_of_last(choice: dict[str, Any], text: str) -> int:
+    """Characters of the last token in the text of its event; 0 where they are not shown (an end token) or not whole."""
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    last = entries[-1]["token"] if entries else ""
+    return len(last) if text.endswith(last) else 0
