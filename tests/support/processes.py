@@ -30,3 +30,9 @@ def run_tests(folder: str, **environment: str) -> None:
     )
     if done.returncode:
         pytest.fail(f"{folder} {environment or ''}:\n{done.stdout}", pytrace=False)
+
+
+def forget_bridge(patch: pytest.MonkeyPatch) -> None:
+    """Tests of the emulated Gaudi leave its bridge to those that come after them in a process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
+        patch.delitem(sys.modules, name)

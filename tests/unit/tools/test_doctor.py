@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, forget_bridge
 from vllm_gaudi_spec import devices, versions
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.environment import VARIABLES
@@ -33,7 +33,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         if not variable.name.startswith(("OMP_", "LD_", "KMP_", "HF_", "XDG_")):
             monkeypatch.delenv(variable.name, raising=False)
-    monkeypatch.delitem(sys.modules, "habana_frameworks", raising=False)  # tests of the emulated card leave a double
+    forget_bridge(monkeypatch)
     devices.other_platform_plugins.cache_clear()
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.measurements import measured
+from tests.support.processes import forget_bridge
 from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.files import MEASURED, LinearShape, Node, Part, Record
 from vllm_gaudi_spec.tools.tune.quant_configs import measuring, serving
@@ -28,10 +29,9 @@ ROWS, COLUMNS = 24, 16
 
 @pytest.fixture(scope="module")
 def no_emulator() -> Iterator[None]:
-    """It looks for a card when it is imported, and tests before these may have left an emulated one."""
+    """It looks for a card when it is imported."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
-            patch.delitem(sys.modules, name)
+        forget_bridge(patch)
         yield
 
 
