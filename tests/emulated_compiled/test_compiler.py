@@ -141,14 +141,19 @@ def test_c16_booleans_are_made_in_the_graph(card: Any, regions: RegionCompiler) 
             torch.zeros(2, dtype=torch.bool, device="hpu"),
             torch.full((2,), True, device="hpu"),
             x.new_full((2,), False, dtype=torch.bool),
+            torch.zeros_like(x > 0),
             x * True,
         )
 
     with pytest.raises(DeviceRefusal, match="leaves the compiled graph"):
         unguarded().compiled(fill)(hpu(1.0, 2.0))
     found = regions.compiled(fill)(hpu(1.0, 2.0))
-    assert [one.tolist() for one in found] == [[True] * 2, [False] * 2, [True] * 2, [False] * 2, [1.0, 2.0]]
-    assert [one.dtype for one in found] == [torch.bool] * 4 + [torch.float32]
+    assert [one.tolist() for one in found] == [
+        [True] * 2,
+        *[[False] * 2, [True] * 2, [False] * 2, [False] * 2],
+        [1.0, 2.0],
+    ]
+    assert [one.dtype for one in found] == [torch.bool] * 5 + [torch.float32]
 
 
 def test_lazy_mode_has_no_compiler(card: Any, regions: RegionCompiler) -> None:

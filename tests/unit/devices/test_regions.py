@@ -207,6 +207,18 @@ def test_what_no_graph_holds_is_refused(regions: RegionCompiler) -> None:
         regions.compiled(lambda x: torch.empty_like(x).uniform_(generator=generator))(torch.ones(1))
 
 
+def test_a_collective_of_another_form_is_refused(regions: RegionCompiler) -> None:
+    """A region of its own is made of those that torch.distributed calls."""
+    all_reduce = torch.ops._c10d_functional.all_reduce
+    with pytest.raises(NotCompilableError, match=r"all_reduce.* has no step of its own: .*test_regions\.py"):
+        regions.compiled(lambda x: all_reduce(x, "sum", "a group"))(torch.ones(1))
+
+
+def test_a_tensor_on_another_device_is_refused(regions: RegionCompiler) -> None:
+    with pytest.raises(NotCompilableError, match=r"makes a tensor on meta .*test_regions\.py"):
+        regions.compiled(lambda x: torch.empty_like(x, device="meta"))(torch.ones(1))
+
+
 def test_operations_that_return_several(regions: RegionCompiler) -> None:
     def function(x: torch.Tensor) -> tuple[Any, ...]:
         values, indices = x.topk(2)
