@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -154,6 +155,14 @@ def test_c16_booleans_are_made_in_the_graph(card: Any, regions: RegionCompiler) 
         [1.0, 2.0],
     ]
     assert [one.dtype for one in found] == [torch.bool] * 5 + [torch.float32]
+
+
+def test_c23_a_collective_in_a_region_is_refused(card: Any) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "a group")),))
+    with FakeTensorMode() as fakes, pytest.raises(DeviceRefusal, match="known to add wrongly"):
+        lookup_backend("hpu_backend")(fx.GraphModule({}, graph), [fakes.from_tensor(hpu(1.0))])
 
 
 def test_lazy_mode_has_no_compiler(card: Any, regions: RegionCompiler) -> None:
