@@ -69,6 +69,19 @@ def test_rows_of_a_cache_are_written_in_place(card: Any, regions: RegionCompiler
     assert float(cache.sum()) == 16.0
 
 
+def test_a_cache_that_is_read_as_it_was_is_copied(card: Any, regions: RegionCompiler) -> None:
+    cache = torch.zeros(4).to("hpu")
+
+    def write(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        changed = cache.index_copy(0, rows, x)
+        before = cache.sum()
+        cache.copy_(changed)
+        return before
+
+    assert float(regions.compiled(write)(hpu(3), hpu(5.0))) == 0.0
+    assert cache.tolist() == [0.0, 0.0, 0.0, 5.0]
+
+
 def test_c31_in_compile_only_mode_nothing_is_computed(card: Any, regions: RegionCompiler) -> None:
     state = hpu(1.0)
     run = regions.compiled(lambda x: state.add_(x))
