@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,29 +15,34 @@ from vllm.config import set_current_vllm_config
 from vllm.config.utils import update_config
 from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader import ShardedStateLoader, get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.utils import clear_layer_kv_caches
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError
+from vllm_gaudi_spec.config import FP8_KV, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.common.group_check import check_groups
 from vllm_gaudi_spec.drafting.memory import NO_ROOM_FOR_KV
 from vllm_gaudi_spec.environment import name_process_group, runs_self_test
+from vllm_gaudi_spec.quantization.config import target_config
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
-from vllm_gaudi_spec.runner.weights import check_overrides
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
 from vllm_gaudi_spec.self_test.result import ASYNC_SCHEDULING, KV_FROM_FREE_MEMORY, KV_IN_FP8, SPECULATION
 from vllm_gaudi_spec.self_test.run import of_this_process
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig
+    from vllm.config import LoadConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
+    from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.manager import AdapterLoader
     from vllm_gaudi_spec.self_test.result import Result
 
@@ -194,11 +201,15 @@ class Worker(WorkerBase):
 
     # --- weights of a running engine, through `collective_rpc` ---
 
+    @property
+    def _weights(self) -> ModelWeights:
+        return ModelWeights(self.vllm_config, self.get_model(), self.backend)
+
     @torch.inference_mode()
     def reload_weights(self, *args: Any, **named: Any) -> None:
         """As in vLLM's worker: from `weights_iterator`, or `weights_path`, or the model's own files."""
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.weights.reload(*args, **named)
+            self._weights.reload(*args, **named)
 
     def update_config(self, overrides: dict[str, Any]) -> None:
         """For `reload_weights`: options of load_config, and those of model_config that name the weights."""
@@ -210,13 +221,13 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        self.model_runner.weights.save_sharded_state(path, pattern, max_size)
+        self._weights.save_sharded_state(path, pattern, max_size)
 
     @torch.inference_mode()
     def compute_weight_checksums(self) -> dict[str, str]:
         """By names with the same prefix as in vLLM's worker."""
         ranks = f"dp{self.parallel_config.data_parallel_index}:pp0:pcp0:tp{get_tp_group().rank_in_group}:"
-        return {ranks + name: digest for name, digest in self.model_runner.weights.checksums().items()}
+        return {ranks + name: digest for name, digest in self._weights.checksums().items()}
 
     sleep = wake_up = _refuse("Sleep mode is not supported; end the engine to free its memory.")
     profile = _refuse("Profiling through the engine is not supported; profile the process from outside.")
@@ -255,3 +266,129 @@ class Worker(WorkerBase):
             clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
             del self.model_runner
             gc.collect()
+
+
+class ModelWeights:
+    """The target's weights while the engine runs: replaced in place, saved, and compared by checksum.
+
+    Captured graphs read weights at their addresses of warm-up, so new ones are copied into the same storages. vLLM's
+    loader does that layer by layer (`model_loader.reload`); copies that a device makes of a weight are the backend's
+    task.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, backend: DeviceBackend) -> None:
+        self._vllm_config = vllm_config
+        self._model = model
+        self._backend = backend
+
+    # --- read by vLLM's helpers: packed weights as they were before packing ---
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, weight) for name, weight in self._model.named_parameters() if weight.numel())
+        yield from self._backend.weights.unpacked_weights(self._model)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """On the host. A weight with two names has the alphabetically first one, as the loader expects."""
+        state = self._model.state_dict(keep_vars=True)
+        names = {id(tensor): name for name, tensor in sorted(state.items(), reverse=True)}
+        weights = {name: state[name].detach().cpu() for name in names.values()}
+        return weights | dict(self._backend.weights.unpacked_weights(self._model))
+
+    # --- called by users ---
+
+    def reload(
+        self,
+        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """The arguments are those of vLLM's worker. Without any, the model's own files are read again."""
+        for reason in self._refusals("reload_weights"):
+            raise UnsupportedConfigError(reason)
+        if not is_checkpoint_format:
+            raise ValueError("reload_weights takes weights as in a checkpoint; leave is_checkpoint_format out.")
+        if weights_iterator is not None and weights_path is not None:
+            raise ValueError("reload_weights takes weights_iterator or weights_path, not both; leave one out.")
+        source = "weights_iterator" if weights_iterator is not None else self._check_files(weights_path)
+        model_config = self._vllm_config.model_config
+        try:
+            reload_weights(self._vllm_config, self._model, weights_iterator, weights_path, is_checkpoint_format=True)
+        except Exception as error:  # each model's loader raises its own for names and shapes that are not the model's
+            finalize_layerwise_reload(self._model, model_config)  # otherwise layers would be left without storage
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = in_one_line(error).rstrip(".")
+            raise ValueError(
+                f"The weights of {source} do not fit {model_config.architecture}: {reason}. Some of them are in the "
+                "model now: call reload_weights with weights that fit, or restart the engine."
+            ) from error
+        finally:
+            self._backend.weights.weights_changed(self._model)
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """This rank's files for `--load-format sharded_state`."""
+        for reason in self._refusals("save_sharded_state"):
+            raise UnsupportedConfigError(reason)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        stand_in: Any = self
+        ShardedStateLoader.save_model(stand_in, path, pattern=pattern, max_size=max_size)
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight of this rank by name."""
+        for reason in self._refusals("compute_weight_checksums"):
+            raise UnsupportedConfigError(reason)
+        stand_in: Any = self
+        return compute_tensor_digests(stand_in)
+
+    def _check_files(self, weights_path: str | None) -> str:
+        """Before a layer is changed: check that files exist in a format that can be read again. Returns their model."""
+        load_config, model_config = self._vllm_config.load_config, copy(self._vllm_config.model_config)
+        loader = get_model_loader(load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise ValueError(
+                f"Weights of load format {load_config.load_format} cannot be reloaded; set another one first with "
+                'update_config({"load_config": {"load_format": "auto"}}).'
+            )
+        if weights_path is not None:
+            model_config.model, model_config.model_weights, model_config.revision = weights_path, "", None
+        try:
+            loader.download_model(model_config)
+        except UnsupportedConfigError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"The weights of {model_config.model} cannot be read: {in_one_line(error).rstrip('.')}."
+            ) from error
+        return str(model_config.model)
+
+    def _refusals(self, method: str) -> Iterator[str]:
+        model = self._vllm_config.model_config
+        if self._vllm_config.lora_config is not None:
+            yield f"{method} does not work with LoRA adapters; leave out --enable-lora."
+        if target_config() is not None:
+            yield f"{method} does not work with QUANT_CONFIG; unset it."
+        if model.quantization is not None:
+            yield f"{method} is for weights in the model's dtype, and those of {model.model} are {model.quantization}."
+        if model.is_moe:
+            yield f"{method} does not work with experts, which {model.model} has; use a model without them."
+        if model.use_mla:
+            yield f"{method} does not work with MLA attention, which {model.model} has; use a model without it."
+
+
+# Fields of model_config that a running engine reads again.
+_RELOADED_FROM = ("model", "model_weights", "revision")
+
+
+def check_overrides(overrides: dict[str, Any]) -> None:
+    """For `update_config` of a worker: refuse overrides that a running engine does not read."""
+    for name, fields in overrides.items():
+        if name not in ("load_config", "model_config"):
+            raise ValueError(
+                f"update_config takes load_config and model_config, got {name}; restart the engine with it."
+            )
+        useless = [field for field in fields if name == "model_config" and field not in _RELOADED_FROM]
+        if useless:
+            raise ValueError(
+                f"{', '.join(useless)} of model_config cannot be changed while the engine runs (only "
+                f"{', '.join(_RELOADED_FROM)} can, for reload_weights); restart the engine with it."
+            )

@@ -30,7 +30,6 @@ from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up
-from vllm_gaudi_spec.runner.weights import ModelWeights
 from vllm_gaudi_spec.sampling import grammar
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
 from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
@@ -495,10 +494,6 @@ class ModelRunner:
     def get_draft_model(self) -> nn.Module | None:
         """None where the drafter has no model."""
         return None if self.drafter is None else self.drafter.model
-
-    @property
-    def weights(self) -> ModelWeights:
-        return ModelWeights(self.vllm_config, self.target.model, self.backend)
 
     def step_report(self) -> dict[str, object]:
         in_use = self.requests.in_use() | (self.drafting.in_use() if self.drafting is not None else {})
