@@ -24,8 +24,7 @@ from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, drafts_sig
 from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
+from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -317,7 +316,7 @@ class ModelRunner:
             leave_out_scores(step, batch.shape)
         step.unfinished = unfinished
         step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]
-        step.prompt_logprobs = take(requests)
+        step.prompt_logprobs = self.prompt_logprobs.take(requests)
         if self.drafting is None:
             return self.send(step)
         of_drafting, shape = batch, SampleShape(self.shapes.fit_rows(len(requests)), num_queries)

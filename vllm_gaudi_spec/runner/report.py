@@ -1,22 +1,57 @@
-"""Transfer of a step's results to the host: all in one copy, then as vLLM's records."""
+"""Transfer of a step's results to the host: all in one copy, then as vLLM's records.
+
+Log-probabilities of prompt tokens have copies of their own: each chunk's are computed and sent with the chunk, and
+reported in the step that ends the prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, StepResult, Verification, WorkerCounts
+from vllm_gaudi_spec.records import (
+    FAULTY,
+    PREFILL,
+    UNVERIFIED,
+    DraftRound,
+    Drafts,
+    PromptScores,
+    StepResult,
+    Verification,
+    WorkerCounts,
+)
+from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job
+from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import PromptScores
+    from vllm_gaudi_spec.records import Batch, Request
+    from vllm_gaudi_spec.runner.model import LoadedModel
+    from vllm_gaudi_spec.sampling.params import Sampling
+
+
+Wait = Callable[[], "torch.Tensor"]
+
+
+class Downloads:
+    def __init__(self, backend: DeviceBackend, *, overlap: bool) -> None:
+        self._backend = backend
+        self._overlap = overlap
+
+    def start(self, tensor: torch.Tensor) -> Wait:
+        """Start a copy to the host. The result waits for it; the tensor may be overwritten once this has returned."""
+        if self._overlap:
+            return self._backend.memory.start_download(tensor)
+        host = self._backend.memory.download(tensor)
+        return lambda: host
 
 
 def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
@@ -136,13 +171,6 @@ def _sampled_tokens(step: StepResult) -> list[list[int]]:
     return [row[:count] for row, count in zip(rows, counts, strict=True)][: len(step.requests)]
 
 
-def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
-    """The part that the request asked for; waits for the copy."""
-    packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
-    scores_NC = packed[:, width : 2 * width].contiguous().view(torch.float32)
-    return LogprobsTensors(packed[:, :columns], scores_NC[:, :columns], packed[:, 2 * width])
-
-
 def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     """One table over all tokens of the step; requests that ask for fewer leave columns or rows empty."""
     verified = step.verification
@@ -172,17 +200,105 @@ def _join(step: StepResult, sampled: list[list[int]]) -> LogprobsLists | None:
     return LogprobsLists(ids, scores, ranks, offsets.tolist())
 
 
-Wait = Callable[[], "torch.Tensor"]
+# --- log-probabilities of prompt tokens ---
+
+# Prompt positions whose logits are computed at a time: a whole chunk's would not fit beside the KV cache.
+_SLICE = 64
 
 
-class Downloads:
-    def __init__(self, backend: DeviceBackend, *, overlap: bool) -> None:
+class PromptLogprobs:
+    def __init__(
+        self,
+        target: LoadedModel,
+        chunk_TH: torch.Tensor,
+        sampling: Sampling,
+        backend: DeviceBackend,
+        downloads: Downloads,
+    ) -> None:
+        """`chunk_TH`: the buffer of the hidden states of each prompt chunk."""
+        self._target = target
+        self._chunk_TH = chunk_TH
+        self._sampling = sampling
         self._backend = backend
-        self._overlap = overlap
+        self._downloads = downloads
+        self._score = backend.graphs.graph(self._score_slice)
 
-    def start(self, tensor: torch.Tensor) -> Wait:
-        """Start a copy to the host. The result waits for it; the tensor may be overwritten once this has returned."""
-        if self._overlap:
-            return self._backend.memory.start_download(tensor)
-        host = self._backend.memory.download(tensor)
-        return lambda: host
+    def collect(self, batch: Batch, saw: Callable[[Hashable], None]) -> None:
+        """Score the prompt tokens that this chunk predicts, for requests that ask for it."""
+        if batch.shape.phase != PREFILL:
+            return
+        for index, request in enumerate(batch.requests):
+            num_requested = request.params.prompt_logprobs
+            # After a preemption the outputs are prefilled too; the user already has the prompt's scores.
+            if num_requested is None or len(request.all_token_ids) > request.num_prompt:
+                continue
+            begin = request.num_computed
+            following = request.all_token_ids[begin + 1 : min(begin + batch.counts[index], request.num_prompt - 1) + 1]
+            count = self._sampling.prompt_logprob_count(num_requested)
+            for first in range(0, len(following), _SLICE):
+                saw(self._signature(count))
+                chunk_index = index * batch.shape.queries + first
+                wait, num_tokens = self._piece(chunk_index, following[first : first + _SLICE], count, request.row)
+                request.prompt_logprobs.append(
+                    PromptScores(
+                        wait=wait,
+                        num_tokens=num_tokens,
+                        num_computed=count,
+                        num_requested=count if num_requested < 0 else num_requested,
+                    )
+                )
+
+    @staticmethod
+    def take(finishing: list[Request]) -> list[tuple[Request, list[PromptScores]]]:
+        """Scores that are complete with this step: vLLM expects those of a prompt in the step that ends it."""
+        done = []
+        for request in finishing:
+            if request.prompt_logprobs:
+                done.append((request, list(request.prompt_logprobs)))
+                request.prompt_logprobs.clear()
+        return done
+
+    def _piece(self, begin: int, tokens: list[int], count: int, row: int) -> tuple[Wait, int]:
+        """Scores of `tokens`, which follow the chunk's tokens from index `begin` on. The last slice is padded to the
+        same shape."""
+        small = np.zeros((3, _SLICE), dtype=np.int64)
+        small[0] = np.minimum(begin + np.arange(_SLICE), self._chunk_TH.shape[0] - 1)
+        small[1, : len(tokens)] = tokens
+        small[2] = row
+        packed = self._score(self._backend.memory.upload(torch.from_numpy(small)), count)
+        return self._downloads.start(packed), len(tokens)
+
+    def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
+        """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
+        index_S, tokens_S, rows_S = small_3S.unbind(0)
+        adapters = self._target.adapters
+        slots_S = None if adapters is None else adapters.of_rows(rows_S)
+        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), slots_S)
+        if self._sampling.logprobs_mode.endswith("logprobs"):
+            scores = scores.log_softmax(-1)
+        result = gather_logprobs(scores, tokens_S.int(), count)
+        ids, values, ranks = result.logprob_token_ids, result.logprobs, result.selected_token_ranks
+        return torch.cat((ids.int(), values.float().view(torch.int32), ranks.int()[:, None]), dim=1)
+
+    def jobs(self, saw: Callable[[Hashable], None]) -> Iterator[Job]:
+        # A device that captures compiles these for prompts of any length, so no limit on tokens excludes them.
+        num_tokens = 0 if self._backend.traits.captures else _SLICE
+        for count in self._sampling.prompt_logprob_counts():
+            run = partial(self._run_padding, count, saw)
+            yield Job(PROMPT_LOGPROBS, run, (self._signature(count),), num_tokens)
+
+    def _run_padding(self, count: int, saw: Callable[[Hashable], None]) -> None:
+        saw(self._signature(count))
+        wait, _ = self._piece(0, [0], count, 0)
+        wait()
+
+    @staticmethod
+    def _signature(count: int) -> Hashable:
+        return ("prompt logprobs", count)
+
+
+def _prompt_tensors(scores: PromptScores) -> LogprobsTensors:
+    """The part that the request asked for; waits for the copy."""
+    packed, width, columns = scores.wait()[: scores.num_tokens], 1 + scores.num_computed, 1 + scores.num_requested
+    scores_NC = packed[:, width : 2 * width].contiguous().view(torch.float32)
+    return LogprobsTensors(packed[:, :columns], scores_NC[:, :columns], packed[:, 2 * width])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.kv_cache import KVCache
     from vllm_gaudi_spec.runner.model import LoadedModel
-    from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs
+    from vllm_gaudi_spec.runner.report import PromptLogprobs
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
     from vllm_gaudi_spec.runner.shapes import Shapes

@@ -157,14 +157,14 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "load": {"*"},
     },
     "runner": {
-        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "report", "requests"), frozenset()),
+        **dict.fromkeys(("__init__", "graphs", "kv_cache", "model", "requests"), frozenset()),
         "shapes": {"graphs"},
         "memory": {"graphs"},
         "batch": {"requests", "shapes"},
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
         "hidden_states": {"batch"},
-        "prompt_logprobs": {"graphs", "model", "report"},
+        "report": {"graphs", "model"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
             *(
@@ -173,7 +173,7 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
                 "kv_cache",
                 "memory",
                 "model",
-                "prompt_logprobs",
+                "report",
                 "requests",
                 "sample_shapes",
                 "shapes",

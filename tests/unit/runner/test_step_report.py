@@ -13,8 +13,7 @@ from tests.support.fakes import CapturingBackend, HostBackend, batches_of, new_r
 from tests.support.warm_up import listed as signatures_of
 from tests.unit.runner.test_shapes import shapes
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, DraftRound, Drafts, Request, StepResult, Verification
-from vllm_gaudi_spec.runner.prompt_logprobs import PromptLogprobs, take
-from vllm_gaudi_spec.runner.report import Downloads, Report, Reports
+from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.scheduling import metrics
@@ -133,7 +132,7 @@ def test_prompt_logprobs_travel_with_the_step_that_ends_the_prompt(
             chunk_TV[: batch.shape.tokens] = hidden_TV.flatten(0, 1)
             scoring.collect(batch, seen.add)
         finishing = [member for batch in pending for member, _ in batch.finishing()]
-        done = StepResult(finishing, prompt_logprobs=take(finishing))
+        done = StepResult(finishing, prompt_logprobs=scoring.take(finishing))
         done.unfinished = [member for batch in pending for member in batch.continuing()]
         done.verification = Verification(torch.ones(4, 1).int(), torch.ones(4).int())
         before = backend.memory.num_host_syncs
@@ -162,7 +161,7 @@ def test_after_a_preemption_prompt_logprobs_are_not_scored_again() -> None:
     requests.apply(step({"a": 5}, new=[again]))
     (batch,) = batches_of(step({"a": 5}), requests, listed, {})
     scoring.collect(batch, lambda signature: None)
-    assert take(batch.requests) == []
+    assert scoring.take(batch.requests) == []
     assert backend.memory.num_host_syncs == 0
 
 
