@@ -6,13 +6,14 @@ Each step makes its batches, which have no state.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_spec.attention.inputs import Inputs, rectangle
 from vllm_gaudi_spec.records import DECODE, Batch, Listed, Planned, Rows, SampleBatch, SampleShape
+from vllm_gaudi_spec.runner.requests import Located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.records import Request, Shape
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
-
-
-class Located(NamedTuple):
-    """Where a rectangle begins in the request state, and how much of it is real."""
-
-    starts_B: torch.Tensor
-    """int32: position of each row's first token."""
-    num_real_B: torch.Tensor
-    """int32: how many of the Q tokens are real."""
 
 
 def locate(phase: str, uploaded: Rows, requests: Requests) -> Located:
@@ -49,18 +41,6 @@ def build_inputs(queries: int, uploaded: Rows, located: Located, requests: Reque
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=located.starts_B.device)
     tokens_BQ = requests.tokens_at(uploaded.rows_B, located.starts_B[:, None] + offsets_Q)
     return rectangle(tokens_BQ, located.starts_B, located.num_real_B, uploaded.blocks)
-
-
-def sampled_positions(phase: str, queries: int, located: Located) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens are sampled, [B, Q]: indices in the flat rectangle, and positions. All tokens of a decode, the last
-    one of a prompt chunk."""
-    rows, device = located.starts_B.shape[0], located.starts_B.device
-    row_B = torch.arange(rows, dtype=torch.int32, device=device)
-    if phase == DECODE:
-        offsets_BQ = torch.arange(queries, dtype=torch.int32, device=device).expand(rows, -1)
-    else:
-        offsets_BQ = (located.num_real_B - 1).clamp(min=0)[:, None]
-    return row_B[:, None] * queries + offsets_BQ, located.starts_B[:, None] + offsets_BQ
 
 
 def make_batch(requests: Requests, planned: Planned) -> Batch:

@@ -21,11 +21,10 @@ from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, SampleShape, 
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, drafts_signature, report_signature
-from vllm_gaudi_spec.runner.hidden_states import HiddenStateBuffer
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
 from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
-from vllm_gaudi_spec.runner.requests import Requests
+from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up

@@ -163,7 +163,6 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         "batch": {"requests", "shapes"},
         "sample_shapes": {"shapes"},
         "data_parallel": {"shapes"},
-        "hidden_states": {"batch"},
         "report": {"graphs", "model"},
         # Not the model runner: warm-up names the parts that it runs.
         "warmup": {
