@@ -16,7 +16,6 @@ from vllm_gaudi_spec.sampling.rules.table import RULES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.sampling_params import SamplingParams
 
 
 ADDITIONAL_CONFIG_KEY = "gaudi_spec"
@@ -265,16 +264,6 @@ MAX_LOGIT_EDITS, MAX_EDIT_PREFIX = 320, 16
 
 REQUEST_OPTION = "num_speculative_tokens"
 """In a request's `extra_args`, which is `vllm_xargs` over HTTP: its maximum number of drafts in a step, 0 for none."""
-
-
-def requested_drafts(params: SamplingParams, max_drafts: int) -> int:
-    """The most drafts that a request asks for in a step, `max_drafts` at most."""
-    return min((params.extra_args or {}).get(REQUEST_OPTION, max_drafts), max_drafts)
-
-
-def last_use(num_prompt: int, max_tokens: int) -> int:
-    """The length from which on a request has no use for drafts: one more token is its last."""
-    return num_prompt + max_tokens - 1
 
 
 UNIVERSAL_DRAFT = "universal_draft"

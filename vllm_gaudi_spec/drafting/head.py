@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks
-    from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.proposers import ProposerContext
     from vllm_gaudi_spec.drafting.vocabulary import Translation
     from vllm_gaudi_spec.records import Batch, DraftRequest, Drafts, Request, SampleBatch, Shape
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
 class HeadProposer:

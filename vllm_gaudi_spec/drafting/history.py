@@ -13,9 +13,9 @@ from vllm_gaudi_spec.records import Drafts
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.records import Request, StepResult
     from vllm_gaudi_spec.runner.requests import Requests
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
 @dataclass(frozen=True, slots=True)

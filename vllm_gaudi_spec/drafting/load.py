@@ -12,7 +12,6 @@ from vllm_gaudi_spec.drafting.guard import Guard, agreement
 from vllm_gaudi_spec.drafting.head import HeadKVSync, StateKVSync
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
-from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.memory import DrafterKVRegion
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
@@ -20,6 +19,7 @@ from vllm_gaudi_spec.drafting.proposers import ProposerContext, build_proposer
 from vllm_gaudi_spec.drafting.universal.pairs import Coverage, Pair, Texts
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.environment import cache_folder
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.base import DeviceProposer, Drafting, DraftingContext, HostProposer

@@ -14,11 +14,11 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.choice import DraftChoice
 from vllm_gaudi_spec.drafting.kv_sync import NO_BLOCKS, RoundBlocks
-from vllm_gaudi_spec.drafting.limits import max_drafts
 from vllm_gaudi_spec.records import SampleShape
 from vllm_gaudi_spec.runner.batch import make_padding
 from vllm_gaudi_spec.runner.graphs import DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
+from vllm_gaudi_spec.scheduling.limits import max_drafts
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.inputs import Blocks
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.drafting.choice import DraftProbs
     from vllm_gaudi_spec.drafting.guard import Guard
     from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-    from vllm_gaudi_spec.drafting.limits import LengthSplit
     from vllm_gaudi_spec.drafting.universal.pairs import Coverage
     from vllm_gaudi_spec.records import Batch, DraftRound, Request, SampleBatch, StepResult
     from vllm_gaudi_spec.runner.graphs import StepRecorder
     from vllm_gaudi_spec.runner.requests import Requests
     from vllm_gaudi_spec.runner.shapes import Shapes
     from vllm_gaudi_spec.sampling.params import Sampling, SamplingInputs
+    from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 
 class DeviceDrafting(Drafting):

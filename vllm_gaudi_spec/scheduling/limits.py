@@ -1,14 +1,26 @@
-"""The limits of a request's drafts, and why it has none. Shared by the scheduler and the runner."""
+"""The limits of a request's drafts, and why it has none: for the scheduler, and row by row for the runner.
+
+A request drafts fewer tokens, down to none, as its context nears the drafter's longest, the model's longest, or the end
+of the output that was requested. How many it may draft follows from its own length and from its parameters at
+admission: every rank decides alike, and a long request costs its neighbours nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_spec.config import last_use, requested_drafts
+import numpy as np
+import torch
+
+from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.scheduling import metrics
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.devices.base import DeviceBackend
 
 
 class DraftLimits(NamedTuple):
@@ -19,12 +31,13 @@ class DraftLimits(NamedTuple):
     end: int | None
     """The length at which one more token is the request's last; None without max_tokens."""
     max_drafts: int
-    """The most drafts that the request asked for in a step."""
+    """The most drafts that the request asked for in a step, k at most."""
 
     @classmethod
     def of(cls, params: SamplingParams, num_prompt: int, *, num_drafts: int, max_context: int) -> DraftLimits:
-        end = None if params.max_tokens is None else last_use(num_prompt, params.max_tokens)
-        return cls(max_context, end, requested_drafts(params, num_drafts))
+        end = None if params.max_tokens is None else num_prompt + params.max_tokens - 1
+        requested = (params.extra_args or {}).get(REQUEST_OPTION, num_drafts)
+        return cls(max_context, end, min(requested, num_drafts))
 
     @property
     def reach(self) -> int:
@@ -87,3 +100,55 @@ def why_no_drafts(
     if skip_reason:
         return Reason(skip_reason, _SKIPPED[skip_reason])
     return Reason(metrics.FAULT, _REPORTED[metrics.FAULT]) if has_failed else None
+
+
+# --- rows of the runner ---
+
+
+class LengthSplit:
+    """By row: how many drafts it may have, on the host and on the device."""
+
+    def __init__(self, backend: DeviceBackend, max_rows: int, speculation: Speculation, max_model_len: int) -> None:
+        self._backend = backend
+        self._num_drafts = speculation.num_drafts
+        self._max_len = speculation.longest(max_model_len)
+        # By row: the length that context and drafts together may reach, and the most drafts. Zeros for the pad row.
+        self._limits_np = np.zeros((max_rows + 1, 2), dtype=np.int32)
+        # By row: the most drafts that the scheduler requests after this step.
+        self._paced_np = np.full(max_rows + 1, self._num_drafts, dtype=np.int32)
+
+    def admit(self, row: int, params: SamplingParams, num_prompt: int) -> None:
+        limits = DraftLimits.of(params, num_prompt, num_drafts=self._num_drafts, max_context=self._max_len)
+        self._limits_np[row] = (limits.reach, limits.max_drafts)
+
+    def exclude(self, row: int) -> None:
+        """The row drafts nothing as long as its request has it."""
+        self._limits_np[row, 1] = 0
+
+    def pace(self, limits: Iterable[tuple[int, int]]) -> None:
+        """`limits`: rows that draft less for now, and their most drafts."""
+        self._paced_np.fill(self._num_drafts)
+        for row, limit in limits:
+            self._paced_np[row] = limit
+
+    def paced(self, rows_np: np.ndarray, limit: int) -> np.ndarray:
+        """int32: the most drafts that the scheduler requests of these rows, at most `limit`."""
+        return np.minimum(self._paced_np[rows_np], limit)
+
+    def max_drafts_np(self, rows_np: np.ndarray, lengths_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+        """int32 [B]: drafts that rows of these lengths have use for, at most `limit`."""
+        return max_drafts(torch.from_numpy(self._limits(rows_np, limit)), torch.from_numpy(lengths_np)).numpy()
+
+    def upload(self, rows_np: np.ndarray, limit: int | np.ndarray) -> torch.Tensor:
+        """int32 [B, 2]: what `max_drafts` takes, for lengths that only the device knows."""
+        return self._backend.memory.upload(torch.from_numpy(self._limits(rows_np, limit)))
+
+    def _limits(self, rows_np: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+        limits_np = self._limits_np[rows_np]
+        limits_np[:, 1] = np.minimum(limits_np[:, 1], limit)
+        return limits_np
+
+
+def max_drafts(limits_B2: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """int32 [B]: drafts that rows of these lengths have use for."""
+    return torch.minimum(limits_B2[:, 0] - lengths_B, limits_B2[:, 1]).clamp(min=0).int()

@@ -22,7 +22,6 @@ from vllm_gaudi_spec.drafting.choice import DraftProbs
 from vllm_gaudi_spec.drafting.draft_model import AutoregressiveProposer, DraftModelKVSync
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, ReadBlocks
-from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.vocabulary import SameTokens
 from vllm_gaudi_spec.records import Batch, Hidden, SampleShape
@@ -30,6 +29,7 @@ from vllm_gaudi_spec.runner.batch import locate, make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 VOCAB, BLOCK, LONGEST = 97, 16, 96
 MOST_BLOCKS = 64  # of a row

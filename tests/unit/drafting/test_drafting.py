@@ -15,7 +15,6 @@ from vllm_gaudi_spec.drafting.choice import DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
-from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.on_device import DeviceDrafting
 from vllm_gaudi_spec.drafting.on_host import HostDrafting
 from vllm_gaudi_spec.records import Context, DraftRequest, Drafts, SampleShape, StepResult, Verification
@@ -23,6 +22,7 @@ from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Branch, Sampling
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 K = 3
 VOCAB = 100

@@ -21,7 +21,6 @@ from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard
 from vllm_gaudi_spec.drafting.history import RequestHistory
-from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.drafting.universal.text_drafting import RetokenizedProposer, TextDrafting
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
 from vllm_gaudi_spec.drafting.vocabulary import MappedTokens, OwnTokens, Translation
@@ -31,6 +30,7 @@ from vllm_gaudi_spec.runner.graphs import StepRecorder
 from vllm_gaudi_spec.runner.requests import Requests
 from vllm_gaudi_spec.sampling.params import Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
 
 NUM_ROWS, MAX_LEN = 4, 256
 

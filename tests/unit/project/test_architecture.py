@@ -123,7 +123,7 @@ PROPOSER = "a proposer"
 """Of drafting/: every file that is not named. So a drafter needs no rule of its own."""
 
 # Inside a room: module -> which others of the room it may import. `*` is all of them.
-_SHARED = {"base", "guard", "kv_sync", "limits", "vocabulary"}
+_SHARED = {"base", "guard", "kv_sync", "vocabulary"}
 ROOMS: dict[str, dict[str, Set[str]]] = {
     "drafting": {
         "__init__": set(),
@@ -133,11 +133,11 @@ ROOMS: dict[str, dict[str, Set[str]]] = {
         **dict.fromkeys((*_SHARED, "memory"), frozenset()),
         "models": {"table"},
         "choice": {"memory"},
-        "history": {"limits"},
+        "history": set(),
         # Proposers, and how the KV of each follows the target.
         PROPOSER: {"base", "proposers"},
         "draft_model": {"base", "kv_sync", "proposers", "universal.pairs", "vocabulary"},
-        "head": {"base", "draft_model", "kv_sync", "limits", "proposers", "vocabulary"},
+        "head": {"base", "draft_model", "kv_sync", "proposers", "vocabulary"},
         "medusa": {"base", "draft_model", "head", "proposers", "vocabulary"},
         # Two vocabularies.
         "universal.__init__": set(),

@@ -13,9 +13,8 @@ from vllm import SamplingParams
 from tests.support.fakes import HostBackend
 from tests.unit.scheduling.test_draft_counts import Play
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.limits import LengthSplit
 from vllm_gaudi_spec.scheduling import metrics
-from vllm_gaudi_spec.scheduling.limits import DraftLimits, Reason, why_no_drafts
+from vllm_gaudi_spec.scheduling.limits import DraftLimits, LengthSplit, Reason, why_no_drafts
 from vllm_gaudi_spec.scheduling.scheduler import SpecScheduler
 
 K, NUM_PROMPT, MAX_MODEL_LEN = 4, 10, 40

@@ -8,8 +8,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.fakes import HostBackend
 from vllm_gaudi_spec.config import Speculation
-from vllm_gaudi_spec.drafting.limits import LengthSplit
-from vllm_gaudi_spec.drafting.limits import max_drafts as max_drafts_on_device
+from vllm_gaudi_spec.scheduling.limits import LengthSplit
+from vllm_gaudi_spec.scheduling.limits import max_drafts as max_drafts_on_device
 
 K = 4
 
