@@ -28,9 +28,8 @@ from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
 from vllm_gaudi_spec.runner.warmup import warm_up
-from vllm_gaudi_spec.sampling import grammar
 from vllm_gaudi_spec.sampling.custom_processors import CustomProcessors
-from vllm_gaudi_spec.sampling.params import Branch, Sampling, SamplingInputs
+from vllm_gaudi_spec.sampling.params import Branch, Grammar, Sampling, SamplingInputs, read_grammars
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
@@ -235,7 +234,7 @@ class ModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.recorder.step_done()
         max_drafts = min(self.scheduled.num_spec_tokens_to_schedule, self.num_drafts)
-        self.report = self.finish(pending, grammar.read(constraints, self.scheduled), max_drafts)
+        self.report = self.finish(pending, read_grammars(constraints, self.scheduled), max_drafts)
         self.report.worker_counts = self.recorder.worked(self.backend)
         self.backend.graphs.step_done()
         return self.report if self.async_scheduling else self.read(self.report, max_drafts)
@@ -296,7 +295,7 @@ class ModelRunner:
             with self.observed_drafting():
                 self.drafting.follow(batch)
 
-    def finish(self, pending: list[Planned], grammars: dict[str, grammar.Grammar], max_drafts: int) -> Report:
+    def finish(self, pending: list[Planned], grammars: dict[str, Grammar], max_drafts: int) -> Report:
         """One sampling pass over all requests that sample, whatever batch computed them. A prompt's last position is a
         verify of zero drafts."""
         finishing = [member for batch in pending for member in batch.finishing()]

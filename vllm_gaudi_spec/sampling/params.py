@@ -1,4 +1,4 @@
-"""Requests' sampling parameters: host tables by row, gathered and uploaded for each step."""
+"""Requests' sampling parameters and the masks of their grammars, gathered and uploaded for each step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_gaudi_spec.sampling.logit_edits import LogitEdits
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.records import Request, SampleBatch, SampleShape
-    from vllm_gaudi_spec.sampling.grammar import Grammar
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _NEUTRAL = (0.0, np.inf, 0.0, 0.0, 0.0, 1.0)
@@ -171,6 +171,29 @@ class Branch(NamedTuple):
         for choice, edits in product(choices, product((False, True), repeat=4)):
             for scored, report in product((0, *_SCORED_COUNTS), reports):
                 yield cls._make((*choice, *edits, scored, *report))
+
+
+class Grammar(NamedTuple):
+    """The grammar of one request in this step."""
+
+    mask_NW: np.ndarray
+    """int32 bitmask of its first N positions; drafts after them are not constrained and must not be accepted."""
+    num_acceptable: int
+    """Drafts that the grammar allows."""
+
+
+def read_grammars(output: GrammarOutput | None, scheduled: SchedulerOutput) -> dict[str, Grammar]:
+    """Constrained requests of a step. vLLM lays their masks end to end: a row for each scheduled draft and one more."""
+    if output is None:
+        return {}
+    grammars, begin = {}, 0
+    for index, req_id in enumerate(output.structured_output_request_ids):
+        num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(req_id, ()))
+        end = begin + 1 + num_drafts
+        acceptable = num_drafts if output.num_acceptable_drafts is None else output.num_acceptable_drafts[index]
+        grammars[req_id] = Grammar(output.grammar_bitmask[begin:end], acceptable)
+        begin = end
+    return grammars
 
 
 class SamplingInputs(NamedTuple):

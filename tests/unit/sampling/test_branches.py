@@ -18,8 +18,7 @@ from vllm_gaudi_spec.records import SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import make_sample_batch
 from vllm_gaudi_spec.runner.report import Downloads, Reports
 from vllm_gaudi_spec.runner.requests import Requests
-from vllm_gaudi_spec.sampling.grammar import Grammar
-from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Sampling
+from vllm_gaudi_spec.sampling.params import LISTED, SEARCHED, Branch, Grammar, Sampling
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 from vllm_gaudi_spec.sampling.verify import choose_rule, needs_rectangle, verify, verify_listed
 

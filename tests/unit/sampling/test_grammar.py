@@ -6,14 +6,14 @@ import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.support.fakes import step
-from vllm_gaudi_spec.sampling.grammar import read
+from vllm_gaudi_spec.sampling.params import read_grammars
 
 
 def test_each_request_gets_a_row_for_every_draft_and_one_more() -> None:
     scheduled = step({"a": 1, "b": 3, "c": 1})
     scheduled.scheduled_spec_decode_tokens = {"b": [7, -1], "x": [1, 2, 3]}
     masks = np.arange(10).reshape(5, 2).astype(np.int32)
-    found = read(GrammarOutput(["a", "b", "c"], masks, [0, 1, 0]), scheduled)
+    found = read_grammars(GrammarOutput(["a", "b", "c"], masks, [0, 1, 0]), scheduled)
     assert {name: grammar.mask_NW.tolist() for name, grammar in found.items()} == {
         "a": [[0, 1]],
         "b": [[2, 3], [4, 5], [6, 7]],
@@ -23,4 +23,4 @@ def test_each_request_gets_a_row_for_every_draft_and_one_more() -> None:
 
 
 def test_no_grammar_no_masks() -> None:
-    assert read(None, step({"a": 1})) == {}
+    assert read_grammars(None, step({"a": 1})) == {}
