@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.outputs import LogprobsTensors
 
-    from vllm_gaudi_spec.attention.inputs import Blocks
+    from vllm_gaudi_spec.attention.metadata import Blocks
 
 # --- requests ---
 

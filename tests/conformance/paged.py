@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.support.reference.attention import attend_one
-from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
-from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, Blocks, rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.runner.requests import host_lengths

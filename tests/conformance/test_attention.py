@@ -11,9 +11,8 @@ import torch
 from tests.conformance.fused import Called, of_attention
 from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, Texts, allocate
-from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.attention.metadata import Packed, rectangle
 from vllm_gaudi_spec.attention.operations import OWN, PLAIN
-from vllm_gaudi_spec.attention.packing import packed
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
@@ -227,7 +226,7 @@ def test_without_its_padding_a_rectangle_gives_the_same(backend: DeviceBackend, 
     def step(starts_B: Any, num_real_B: Any, blocks: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
         tokens = torch.zeros((len(starts_B), queries), dtype=torch.int32)
         inputs = rectangle(tokens, starts_B, num_real_B, blocks)
-        kept = packed(num_real_B, queries)
+        kept = Packed.of(num_real_B, queries)
         assert kept is not None
         places, call = kept.index_T, replace(inputs.calls[0], packed=kept, _plans={})
         own_value = None if value is None else value[places]

@@ -9,8 +9,7 @@ import torch
 
 from tests.conformance.graphs import compiled
 from tests.conformance.paged import Kind, Layer, allocate
-from vllm_gaudi_spec.attention.inputs import Blocks
-from vllm_gaudi_spec.attention.metadata import AttentionCall
+from vllm_gaudi_spec.attention.metadata import AttentionCall, Blocks
 from vllm_gaudi_spec.runner.requests import host_lengths
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from tests.full_tests.tiny_models import VOCAB, byte_tokenizer
 from tests.support.fakes import CopyingMemory, HostBackend
 from tests.unit.test_config import engine_config
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.devices.common.torch_ops import copy_blocks
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner.model_runner import ModelRunner

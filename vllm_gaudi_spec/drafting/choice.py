@@ -14,7 +14,7 @@ from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.sampling.verify import restrict
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks
+    from vllm_gaudi_spec.attention.metadata import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.records import Drafts, Hidden
     from vllm_gaudi_spec.runner.requests import Requests

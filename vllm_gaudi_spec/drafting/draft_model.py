@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.attention.metadata import rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
 from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, Job
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
+    from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks, RoundBlocks
     from vllm_gaudi_spec.drafting.proposers import ProposerContext

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.drafting.draft_model import draft_chain
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync, RoundBlocks
 from vllm_gaudi_spec.drafting.vocabulary import FewerTokens, SameTokens

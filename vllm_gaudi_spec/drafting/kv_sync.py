@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.attention.metadata import Blocks
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.runner.requests import host_lengths
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.scheduling.limits import max_drafts
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks
+    from vllm_gaudi_spec.attention.metadata import Blocks
     from vllm_gaudi_spec.config import Speculation
     from vllm_gaudi_spec.drafting.base import DeviceProposer
     from vllm_gaudi_spec.drafting.choice import DraftProbs

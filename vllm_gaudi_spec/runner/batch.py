@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.inputs import Inputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Inputs, rectangle
 from vllm_gaudi_spec.records import DECODE, Batch, Listed, Planned, Rows, SampleBatch, SampleShape
 from vllm_gaudi_spec.runner.requests import Located
 

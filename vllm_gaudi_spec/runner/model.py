@@ -16,8 +16,9 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from vllm_gaudi_spec import compat
-from vllm_gaudi_spec.attention import latent, packing
+from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
+from vllm_gaudi_spec.attention.metadata import Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.distributed import GroupCoordinator
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from vllm_gaudi_spec.attention.inputs import Inputs
+    from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.lora.adapters import Adapters
     from vllm_gaudi_spec.quantization.load_context import Measuring
@@ -176,15 +177,15 @@ class LoadedModel:
         num_tokens = inputs.token_ids_T.shape[0]
         # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
-        packed = packing.packed(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
+        packed = Packed.of(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
         if packed is None:
             return self._run(inputs, carried_TH)
         carried = None if carried_TH is None else carried_TH.index_select(0, packed.index_T)
-        hidden = self._run(packing.pack(inputs, packed), carried)
-        last = packing.spread(hidden.last, packed, num_tokens)
+        hidden = self._run(inputs.pack(packed), carried)
+        last = packed.spread(hidden.last, num_tokens)
         if hidden.carried is None or hidden.carried is hidden.last:
             return Hidden(last, None if hidden.carried is None else last)
-        return Hidden(last, packing.spread(hidden.carried, packed, num_tokens))
+        return Hidden(last, packed.spread(hidden.carried, num_tokens))
 
     def _run(self, inputs: Inputs, carried_TH: torch.Tensor | None) -> Hidden:
         metadata, slots = {}, {}
@@ -226,12 +227,12 @@ class LoadedModel:
     ) -> torch.Tensor:
         """float32 [N, V] of B rows with Q states each, of which the first `num_real_B` are used."""
         num_positions = hidden_NH.shape[0]
-        packed = packing.packed(num_real_B, num_positions // len(num_real_B)) if self._packs else None
+        packed = Packed.of(num_real_B, num_positions // len(num_real_B)) if self._packs else None
         if packed is None:
             return self.logits(hidden_NH, adapters_N)
         if adapters_N is not None:
             adapters_N = adapters_N.index_select(0, packed.index_T)
-        return packing.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), packed, num_positions)
+        return packed.spread(self.logits(hidden_NH.index_select(0, packed.index_T), adapters_N), num_positions)
 
     def logits(self, hidden: torch.Tensor, adapters_N: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, V]. `adapters_N`: the slots of the rows' LoRA adapters."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.records import DECODE, FAULTY, NO_ROW, PREFILL, UNVERIFIED, Drafts, Request
 from vllm_gaudi_spec.sampling.noise import fold_seed, fresh_seed
 

@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, FlatBlocks
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Blocks, FlatBlocks, rectangle
 from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.config import E4M3_MAX
 from vllm_gaudi_spec.devices.common import torch_ops

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.support.reference.attention import attend_one
-from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
-from vllm_gaudi_spec.attention.packing import packed, spread
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, Packed
 from vllm_gaudi_spec.devices.common import torch_ops
 
 CONTEXTS = [0, 1, 31, 32, 70]
@@ -95,16 +94,16 @@ def test_without_its_padding_a_rectangle_says_the_same() -> None:
     query = torch.randn(12, 4, 32, generator=generator)
     expected = torch_ops.attend(query, cache, whole, spec)
     counts_B = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    kept = packed(counts_B, 3)
+    kept = Packed.of(counts_B, 3)
     assert kept is not None
     assert kept.index_T.tolist() == [0, 1, 6, 7, 8, 9]
     out = torch_ops.attend(query[kept.index_T], cache, replace(whole, packed=kept, _plans={}), spec)
     assert out.shape == (6, 4, 32)
     assert torch.allclose(out, expected[kept.index_T], atol=1e-6)
-    assert torch.equal(spread(out, kept, 12)[kept.index_T], out)
-    assert not spread(out, kept, 12)[[2, 3, 4, 5, 10, 11]].any()
+    assert torch.equal(kept.spread(out, 12)[kept.index_T], out)
+    assert not kept.spread(out, 12)[[2, 3, 4, 5, 10, 11]].any()
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [0, 0]])
 def test_nothing_is_packed_where_all_or_nothing_is_real(counts: list[int]) -> None:
-    assert packed(torch.tensor(counts, dtype=torch.int32), 2) is None
+    assert Packed.of(torch.tensor(counts, dtype=torch.int32), 2) is None

@@ -17,8 +17,8 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from vllm_gaudi_spec.attention.inputs import Blocks, rectangle
 from vllm_gaudi_spec.attention.latent import LatentAttention, LatentAttentionBackend
+from vllm_gaudi_spec.attention.metadata import Blocks, rectangle
 
 HEADS, NOPE, ROPE, VALUE, RANK, HIDDEN = 4, 24, 16, 20, 40, 64
 BLOCK = 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi_spec.attention.inputs import Blocks, Inputs, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, Inputs, rectangle
 from vllm_gaudi_spec.records import Hidden
 from vllm_gaudi_spec.runner import model as loaded_model
 from vllm_gaudi_spec.runner.model import LoadedModel

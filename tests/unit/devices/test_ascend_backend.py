@@ -18,8 +18,7 @@ import torch
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, refusals
-from vllm_gaudi_spec.attention.inputs import rectangle
-from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec
+from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, sampled, step
 from tests.support.warm_up import listed, run_jobs
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.base import DeviceProposer
 from vllm_gaudi_spec.drafting.choice import DraftProbs

@@ -18,7 +18,7 @@ from vllm.distributed import parallel_state
 
 from tests.support.fakes import CapturingBackend, HostBackend, batches_of, cached, new_request, step
 from tests.unit.drafting.test_autoregressive import BLOCK, MOST_BLOCKS, PROMPTS, VOCAB, Rows, following
-from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.drafting.head import HeadKVSync, HeadProposer, StateKVSync
 from vllm_gaudi_spec.drafting.kv_sync import ReadBlocks

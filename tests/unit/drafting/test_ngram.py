@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.reference.ngram import ngram_drafts
-from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.drafting.ngram import DeviceNgramProposer, NgramProposer
 from vllm_gaudi_spec.records import Context, Drafted, DraftRequest
 

@@ -16,7 +16,7 @@ from tests.unit.drafting.test_autoregressive import BLOCK, Remembers, following
 from tests.unit.drafting.test_retokenizing import Languages
 from tests.unit.drafting.test_token_bytes import random_texts
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.inputs import Blocks
+from vllm_gaudi_spec.attention.metadata import Blocks
 from vllm_gaudi_spec.config import Speculation
 from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
 from vllm_gaudi_spec.drafting.guard import Guard

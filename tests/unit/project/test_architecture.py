@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "sampling",
     },
     "emulator": {"emulator", "config", "devices.hpu.compile_time"},
-    "records": {"attention.inputs"},
+    "records": {"attention.metadata"},
     "drafting": {
         *("attention", "compat", "config", "devices.base", "drafting", "environment"),
         *("quantization.models", "records", "runner", "sampling", "scheduling"),

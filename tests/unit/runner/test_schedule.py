@@ -7,7 +7,7 @@ import torch
 
 from tests.support.fakes import HostBackend, batches_of, cached, new_request, step
 from tests.unit.runner.test_shapes import shapes
-from vllm_gaudi_spec.attention.inputs import Inputs
+from vllm_gaudi_spec.attention.metadata import Inputs
 from vllm_gaudi_spec.records import FAULTY, UNVERIFIED, Batch, Drafts, Shape
 from vllm_gaudi_spec.runner.batch import build_inputs, locate
 from vllm_gaudi_spec.runner.requests import Located, Requests

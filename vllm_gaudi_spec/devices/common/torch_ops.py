@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_gaudi_spec.attention import packing
 from vllm_gaudi_spec.attention.operations import PLAIN
 from vllm_gaudi_spec.attention.padded import attend as attend_padded
 
@@ -93,7 +92,7 @@ def attend_packed(
     packed = call.packed
     assert packed is not None
     whole: AttentionCall = call.plan("rectangle", lambda: replace(call, packed=None, _plans={}))
-    query = packing.spread(query_THD, packed, call.num_rows * call.num_queries)
+    query = packed.spread(query_THD, call.num_rows * call.num_queries)
     return attend(query, kv_cache, whole, spec, operations).index_select(0, packed.index_T)
 
 

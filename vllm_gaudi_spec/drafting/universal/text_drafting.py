@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_gaudi_spec.attention.inputs import rectangle
+from vllm_gaudi_spec.attention.metadata import rectangle
 from vllm_gaudi_spec.drafting.base import Drafting
 from vllm_gaudi_spec.drafting.draft_model import NUM_NEWEST, draft_chain, forward
 from vllm_gaudi_spec.drafting.universal.timeline import Timeline
@@ -31,7 +31,7 @@ from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, Job
 from vllm_gaudi_spec.sampling.params import Branch
 
 if TYPE_CHECKING:
-    from vllm_gaudi_spec.attention.inputs import Blocks, Inputs
+    from vllm_gaudi_spec.attention.metadata import Blocks, Inputs
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.drafting.base import Model
     from vllm_gaudi_spec.drafting.choice import DraftChoice, DraftProbs
