@@ -65,6 +65,9 @@ class Reads:
         self.vllm_config = vllm_config
         self._size = vllm_config.model_config.get_hidden_size()
 
+    def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> None:
+        return None
+
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return dict.fromkeys(self.layer_names, _SPEC)
 

@@ -24,6 +24,7 @@ from vllm_gaudi_spec.runner.model import LoadedModel
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed import GroupCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_spec.attention.metadata import Inputs
     from vllm_gaudi_spec.config import Speculation
@@ -80,6 +81,14 @@ def draft_config(vllm_config: VllmConfig) -> VllmConfig:
         load_config=spec_config.draft_load_config or vllm_config.load_config,
     )
     return spec_config.apply_draft_overrides(draft_vllm_config)
+
+
+def kv_beside_target(speculation: Speculation | None, drafter: LoadedModel | None) -> dict[str, KVCacheSpec]:
+    """KV of the drafter's layers in the target's blocks; none where it is in a `DrafterKVRegion`."""
+    if speculation is None or drafter is None or speculation.retokenizes:
+        return {}
+    # A head never catches up, so it needs no block that vLLM freed.
+    return drafter.kv_cache_spec() if speculation.is_head else drafter.kv_cache_spec_of_drafter()
 
 
 # --- heads ---

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_gaudi_spec.devices.base import DeviceBackend, Memory
-    from vllm_gaudi_spec.records import Planned
+    from vllm_gaudi_spec.records import Planned, SampleShape
+    from vllm_gaudi_spec.sampling.params import Branch
 
 logger = init_logger(__name__)
 
@@ -48,8 +49,12 @@ class Job(NamedTuple):
     """What a batch may be padded to a larger one of, see `ColdSizes`; None for what every server needs at once."""
 
 
+def sizes_of_report(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
+    """Of the tensors that a step's report takes to the host."""
+    return shape.rows, shape.queries, branch.of_reports()
+
+
 def report_signature(sizes: tuple[Hashable, ...], *, has_drafts: bool) -> Hashable:
-    """`sizes`: rows, queries, and the branch of the results besides tokens."""
     return ("report", *sizes, has_drafts)
 
 

@@ -212,6 +212,10 @@ class LoadedModel:
         """Around work on a forward's tokens where the model is measured: only real tokens count."""
         return nullcontext() if self.measuring is None else self.measuring.counting(inputs.real_T())
 
+    def adapters_of(self, rows_B: torch.Tensor, num_queries: int = 1) -> torch.Tensor | None:
+        """int32: the slot of each row's LoRA adapter, `num_queries` times; None where there are no adapters."""
+        return None if self.adapters is None else self.adapters.of_rows(rows_B, num_queries)
+
     def _adapting(self, adapters_T: torch.Tensor | None) -> AbstractContextManager[None]:
         """Around work of the model's layers on these tokens, or rows of states."""
         return nullcontext() if self.adapters is None else self.adapters.applied(adapters_T)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -14,16 +14,22 @@ from vllm_gaudi_spec.config import Options, Speculation, ranks_in_step
 from vllm_gaudi_spec.drafting.base import Drafting, DraftingContext
 from vllm_gaudi_spec.drafting.load import load_drafting
 from vllm_gaudi_spec.drafting.memory import block_of, drafting_bytes
-from vllm_gaudi_spec.drafting.models import load_drafter
+from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import Batch, Planned, Request, Rows, SampleShape, StepResult
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
-from vllm_gaudi_spec.runner.graphs import StepObserver, StepRecorder, drafts_signature, report_signature
+from vllm_gaudi_spec.runner.graphs import (
+    StepObserver,
+    StepRecorder,
+    drafts_signature,
+    report_signature,
+    sizes_of_report,
+)
 from vllm_gaudi_spec.runner.kv_cache import KVCache
 from vllm_gaudi_spec.runner.model import LoadedModel
-from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports
+from vllm_gaudi_spec.runner.report import Downloads, PromptLogprobs, Report, Reports, leave_out_scores
 from vllm_gaudi_spec.runner.requests import HiddenStateBuffer, Requests
 from vllm_gaudi_spec.runner.sample_shapes import SampleShapes
 from vllm_gaudi_spec.runner.shapes import Shapes
@@ -35,8 +41,6 @@ from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch import nn
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -96,13 +100,7 @@ class ModelRunner:
         )
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = self.target.kv_cache_spec()
-        if self.drafter is None or self.speculation is None or self._has_kv_region:
-            return specs
-        # A head never catches up, so it needs no block that vLLM freed.
-        if self.speculation.is_head:
-            return specs | self.drafter.kv_cache_spec()
-        return specs | self.drafter.kv_cache_spec_of_drafter()
+        return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
 
     @property
     def _has_kv_region(self) -> bool:
@@ -389,8 +387,8 @@ class ModelRunner:
     def _forward(self, phase: str, queries: int, rows: Rows) -> None:
         located = locate(phase, rows, self.requests)
         inputs = build_inputs(queries, rows, located, self.requests)
-        if self.target.adapters is not None:
-            inputs = replace(inputs, adapters_T=self.target.adapters.of_rows(rows.rows_B, queries))
+        if (adapters_T := self.target.adapters_of(rows.rows_B, queries)) is not None:
+            inputs = replace(inputs, adapters_T=adapters_T)
         hidden = self.target.forward(inputs)
         self.hidden_states.put(phase, queries, rows.rows_B, located, hidden)
         # `_finish` advances rows that sample; this is for prompts that go on in a later step.
@@ -403,11 +401,28 @@ class ModelRunner:
         hidden_NH, positions_BQ, num_drafts_B = self.hidden_states.take(rows_B, num_queries, index_2N)
         bound_B = inputs.acceptable_B
         acceptable_B = num_drafts_B if bound_B is None else torch.minimum(num_drafts_B, bound_B)
-        of_rows = positions_BQ, rows_B, num_drafts_B, acceptable_B, inputs
+        common: dict[str, Any] = dict(
+            positions_BQ=positions_BQ,
+            rows_B=rows_B,
+            num_drafts_B=acceptable_B,
+            requests=self.requests,
+            inputs=inputs,
+            logprobs_mode=self.sampling.logprobs_mode,
+        )
         if listed is None:
-            verification = self._verify(hidden_NH, *of_rows)
+            adapters_N = self.target.adapters_of(rows_B, num_queries)
+            logits_NV = self.target.logits_of_rows(hidden_NH, 1 + num_drafts_B, adapters_N)
+            verification = verify(
+                logits_NV.view(*positions_BQ.shape, -1),
+                draft_probs_BKV=self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
+                rule=self.rule,
+                custom=self.custom,
+                **common,
+            )
         else:
-            verification = self._verify_listed(hidden_NH, listed, *of_rows)
+            adapters_N = self.target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
+            logits_NV = self.target.logits(hidden_NH, adapters_N)
+            verification = verify_listed(logits_NV, listed, rules=self.backend.rules, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if self.drafting is not None:  # before `advance` clears the rows' drafts
@@ -417,56 +432,6 @@ class ModelRunner:
         if self.drafting is not None:
             self.drafting.on_verified(rows_B, lengths_B)
         return verification
-
-    def _verify(
-        self,
-        hidden_NH: torch.Tensor,
-        positions_BQ: torch.Tensor,
-        rows_B: torch.Tensor,
-        num_drafts_B: torch.Tensor,
-        acceptable_B: torch.Tensor,
-        inputs: SamplingInputs,
-    ) -> Verification:
-        """By the configured rule, over all positions of the rows."""
-        num_queries, adapters = positions_BQ.shape[1], self.target.adapters
-        slots_N = None if adapters is None else adapters.of_rows(rows_B, num_queries)
-        return verify(
-            self.target.logits_of_rows(hidden_NH, 1 + num_drafts_B, slots_N).view(*positions_BQ.shape, -1),
-            positions_BQ=positions_BQ,
-            rows_B=rows_B,
-            num_drafts_B=acceptable_B,
-            draft_probs_BKV=self.drafting.probs(rows_B) if self.drafting and num_queries > 1 else None,
-            requests=self.requests,
-            inputs=inputs,
-            rule=self.rule,
-            custom=self.custom,
-            logprobs_mode=self.sampling.logprobs_mode,
-        )
-
-    def _verify_listed(
-        self,
-        hidden_NH: torch.Tensor,
-        listed: Listed,
-        positions_BQ: torch.Tensor,
-        rows_B: torch.Tensor,
-        num_drafts_B: torch.Tensor,
-        acceptable_B: torch.Tensor,
-        inputs: SamplingInputs,
-    ) -> Verification:
-        """Over the listed positions only, by a rule for which each stands alone."""
-        adapters, row_N = self.target.adapters, listed.index_2N[0]
-        slots_N = None if adapters is None else adapters.of_rows(rows_B.index_select(0, row_N))
-        return verify_listed(
-            self.target.logits(hidden_NH, slots_N),
-            listed,
-            positions_BQ=positions_BQ,
-            rows_B=rows_B,
-            num_drafts_B=acceptable_B,
-            requests=self.requests,
-            inputs=inputs,
-            rules=self.backend.rules,
-            logprobs_mode=self.sampling.logprobs_mode,
-        )
 
     def _drafts_after(self, rows_B: torch.Tensor) -> Drafts:
         return self.requests.drafts(rows_B, self.num_drafts)
@@ -502,16 +467,3 @@ class ModelRunner:
             status = self.drafter_status
             report["drafter"] = {"faults": status.num_faults if status else 0, "off": bool(status and status.is_off)}
         return report
-
-
-def sizes_of_report(shape: SampleShape, branch: Branch) -> tuple[Hashable, ...]:
-    """Of the tensors that a step's report takes to the host."""
-    return shape.rows, shape.queries, branch.of_reports()
-
-
-def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
-    """For a step in which a full branch computed log-probabilities that nobody asked for: they stay on the device. Its
-    report is that of a step of the same size that computed none, so it is no graph more."""
-    assert step.verification is not None
-    step.verification = step.verification._replace(logprobs=None, scores=None)
-    step.signature = sizes_of_report(shape, Branch())

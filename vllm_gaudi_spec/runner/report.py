@@ -26,14 +26,15 @@ from vllm_gaudi_spec.records import (
     Verification,
     WorkerCounts,
 )
-from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job
+from vllm_gaudi_spec.runner.graphs import PROMPT_LOGPROBS, Job, sizes_of_report
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
+from vllm_gaudi_spec.sampling.params import Branch
 from vllm_gaudi_spec.scheduling import metrics
 from vllm_gaudi_spec.scheduling.outputs import CountedOutput, SpeculativeOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
-    from vllm_gaudi_spec.records import Batch, Request
+    from vllm_gaudi_spec.records import Batch, Request, SampleShape
     from vllm_gaudi_spec.runner.model import LoadedModel
     from vllm_gaudi_spec.sampling.params import Sampling
 
@@ -72,6 +73,14 @@ def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> St
     return replace(
         step, verification=verified, drafts=drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B))
     )
+
+
+def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
+    """For a step in which a full branch computed log-probabilities that nobody asked for: they stay on the device. Its
+    report is that of a step of the same size that computed none, so it is no graph more."""
+    assert step.verification is not None
+    step.verification = step.verification._replace(logprobs=None, scores=None)
+    step.signature = sizes_of_report(shape, Branch())
 
 
 class Reports:
@@ -271,9 +280,7 @@ class PromptLogprobs:
     def _score_slice(self, small_3S: torch.Tensor, count: int) -> torch.Tensor:
         """int32 [S, 2 * (1 + count) + 1]: token ids, their scores, the rank of the first."""
         index_S, tokens_S, rows_S = small_3S.unbind(0)
-        adapters = self._target.adapters
-        slots_S = None if adapters is None else adapters.of_rows(rows_S)
-        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), slots_S)
+        scores = self._target.logits(self._chunk_TH.index_select(0, index_S), self._target.adapters_of(rows_S))
         if self._sampling.logprobs_mode.endswith("logprobs"):
             scores = scores.log_softmax(-1)
         result = gather_logprobs(scores, tokens_S.int(), count)

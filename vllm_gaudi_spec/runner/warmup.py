@@ -16,7 +16,15 @@ from vllm_gaudi_spec import environment
 from vllm_gaudi_spec.environment import cached_files
 from vllm_gaudi_spec.records import DECODE, Shape, WarmUpWork
 from vllm_gaudi_spec.runner.batch import make_batch, make_padding, padding_of
-from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS, PROMPT_CHUNKS, Job, drafts_signature, report_signature
+from vllm_gaudi_spec.runner.graphs import (
+    DRAFTERS_READS,
+    DRAFTS,
+    PROMPT_CHUNKS,
+    Job,
+    drafts_signature,
+    report_signature,
+    sizes_of_report,
+)
 from vllm_gaudi_spec.runner.memory import WarmUpMemory
 from vllm_gaudi_spec.runner.sample_shapes import holds
 from vllm_gaudi_spec.sampling.params import Branch
@@ -257,7 +265,7 @@ def _forward(runner: Runner, shape: Shape) -> None:
 
 def _sampling_pass(runner: Runner, shape: SampleShape, branch: Branch) -> Job:
     """With the reports of its step: without drafts, and with them where a drafter on the device may report some."""
-    sizes, has_drafts = (shape.rows, shape.queries, branch.of_reports()), _reports_drafts(runner)
+    sizes, has_drafts = sizes_of_report(shape, branch), _reports_drafts(runner)
     reports = [report_signature(sizes, has_drafts=kind) for kind in ((False, True) if has_drafts else (False,))]
     drafts = [drafts_signature(shape.rows)] if has_drafts else []
     signatures = (runner.sampling.signature(shape, branch), *reports, *drafts)

@@ -77,7 +77,8 @@ def test_each_request_gets_the_logprobs_it_asked_for() -> None:
 class HiddenLogits:
     """A model whose hidden states are its logits."""
 
-    adapters = None
+    def adapters_of(self, rows_B: torch.Tensor) -> None:
+        return None
 
     def logits(self, hidden_NH: torch.Tensor, adapters_N: torch.Tensor | None) -> torch.Tensor:
         return hidden_NH.clone()
