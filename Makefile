@@ -31,8 +31,10 @@ export DO_NOT_TRACK := 1
 .PHONY: help
 help:  ## show this list
 	@echo "usage: make TARGET [NAME=value ...]"
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | sort | \
-		while IFS=$$'\t' read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | sort | \
+		while IFS=$$'\t' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
+	@echo "defaults: MODEL the demo model, TASK=$(TASK), OSL=$(OSL) (tokens per answer), HOST=$(HOST), PORT=$(PORT)," \
+		"SECONDS=$(SECONDS)"
 
 # ---- environment --------------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ setup: $(VENV)/.stamp  ## make .venv with the locked CPU stack and this project
 
 # No set-up: pip makes an environment for the build. What an earlier build left would be packed too.
 .PHONY: wheel
-wheel:  ## dist/*.whl, with the models of the demo inside
+wheel:  ## build dist/*.whl, with the models of the demo inside
 	@rm -rf build/lib build/bdist.* dist/vllm_gaudi_spec-*.whl
 	@'$(or $(PYTHON),python3)' -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
@@ -100,15 +102,15 @@ FAIR_THREADS = $(if $(wildcard $(VENV)/lib/libiomp5.so),env LD_PRELOAD='$(CURDIR
 
 # Its own defaults make it short; ARGS, coming last, overrides.
 .PHONY: demo
-demo: $(VENV)/.stamp  ## set up, then the ways of drafting side by side on the demo model, and a page (MODEL=, TASK=, OSL=, ARGS=)
+demo: $(VENV)/.stamp  ## compare speculation methods on the demo model, with a report page (MODEL=, TASK=, OSL=, ARGS= for gaudi-spec demo)
 	@$(BIN)/gaudi-spec demo --task $(TASK) --output-len $(OSL) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 .PHONY: serve
-serve: $(VENV)/.stamp  ## OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; on two machines: docs/scaling.md)
+serve: $(VENV)/.stamp  ## start an OpenAI-compatible server (MODEL=, HOST=, PORT=, ARGS= for vllm serve; several machines: docs/scaling.md)
 	@$(choose_model); exec $(FAIR_THREADS) $(BIN)/vllm serve "$$model" --host $(HOST) --port $(PORT) $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## costs of host, drafters and matrices, upstream's platform beside ours, goodput, into .bench/ (ARGS=)
+bench: $(VENV)/.stamp  ## measure costs of a step, and throughput beside vLLM's CPU platform, into .bench/ (ARGS= for benchmarks/upstream.py)
 	@mkdir -p .bench
 	@$(BIN)/python benchmarks/host_overhead.py --json .bench/host_overhead.json
 	@$(BIN)/python benchmarks/drafters.py --json .bench/drafters.json
@@ -123,7 +125,7 @@ ON_GAUDI := env VGS_DEVICE=hpu-emulated PT_HPU_LAZY_MODE=1
 ON_ASCEND := env VGS_DEVICE=ascend-emulated
 
 .PHONY: browser
-browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): a test of `make test` is skipped without
+browser: $(VENV)/.stamp  ## find a Chromium, or install one through apt (root): without it a test of `make test` is skipped
 	@$(BIN)/python requirements/browser.py
 
 .PHONY: test
@@ -145,11 +147,11 @@ soak: $(VENV)/.stamp-dev  ## minutes of mixed load through a server, then a chec
 	@$(BIN)/python -m tests.full_tests.soak --seconds $(SECONDS) $(ARGS)
 
 .PHONY: verify
-verify: $(VENV)/.stamp-dev  ## every test but those below torch_npu, hours; goes on where it was interrupted (ARGS=--fresh starts over)
+verify: $(VENV)/.stamp-dev  ## every test but those on torch_npu, hours; continues where it was interrupted (ARGS=--fresh starts over)
 	@$(BIN)/python tests/verify.py $(ARGS)
 
 .PHONY: verify-models
-verify-models: $(VENV)/.stamp-dev  ## tiny checkpoints of every architecture and format beside transformers and upstream (ARGS=NAME, --device)
+verify-models: $(VENV)/.stamp-dev  ## compare tiny checkpoints of every architecture and format with transformers and vLLM's CPU platform (ARGS=NAME, --device)
 	@$(BIN)/python -m tests.models $(ARGS)
 
 # No set-up: on a card's machine the Python of the vendor's image is the one that has torch for it.
@@ -157,7 +159,7 @@ verify_device = python=$(BIN)/python; [ -x "$$python" ] || python=python3; "$$py
 
 # No set-up: torch 2.11 with the rest is an environment of the user's.
 .PHONY: verify-torch211
-verify-torch211:  ## the emulated Gaudi on torch 2.11, as in Gaudi's images (PYTHON=, of an environment that has it)
+verify-torch211:  ## test the emulated Gaudi on torch 2.11, as in Gaudi's images (PYTHON=, of an environment that has it)
 	@'$(PYTHON)' -c 'import sys, torch; v = torch.__version__; sys.exit(v[:5] != "2.11." and f"error: torch {v}, not 2.11")'
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest tests/conformance
 	@$(ON_GAUDI) '$(PYTHON)' -m pytest -n 2 --dist loadfile tests/full_tests -m emulated --durations=5 -v $(ARGS)
@@ -172,29 +174,29 @@ $(TORCH_NPU)/.stamp: $(VENV)/.stamp requirements/torch-npu.txt
 .PHONY: verify-torch-npu
 verify-torch-npu: export VGS_DEVICE := ascend-emulated
 verify-torch-npu: export VGS_TORCH_NPU := $(CURDIR)/$(TORCH_NPU)
-verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## the emulated NPU below Huawei's own torch_npu (needs g++; ARGS=)
+verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## test the emulated NPU with Huawei's own torch_npu on top (needs g++; ARGS=)
 	@$(BIN)/pytest tests/emulated_cann tests/conformance
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v $(ARGS)
 
 .PHONY: verify-vendor
-verify-vendor: $(VENV)/.stamp-dev  ## vllm-gaudi on the emulated Gaudi: its tests, its worker beside ours (VENDOR=checkout, ARGS=)
+verify-vendor: $(VENV)/.stamp-dev  ## test vllm-gaudi on the emulated Gaudi, and its worker beside ours (VENDOR=checkout, ARGS=)
 	@[ -d '$(VENDOR)' ] || { echo "error: VENDOR= names a checkout of vllm-gaudi v0.26.0"; exit 2; }
 	@$(BIN)/python -m tests.vendor vllm-gaudi '$(VENDOR)' $(ARGS)
 
 .PHONY: verify-optimum
-verify-optimum: $(VENV)/.stamp-dev  ## optimum-habana's text generation on the emulated Gaudi, beside transformers
+verify-optimum: $(VENV)/.stamp-dev  ## run optimum-habana's text generation on the emulated Gaudi, beside transformers
 	@$(BIN)/python -m tests.vendor optimum-habana
 
 .PHONY: verify-gaudi
-verify-gaudi:  ## on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
+verify-gaudi:  ## test on a Gaudi: full tests, and its counts beside the emulator's (ARGS=--rehearse needs no card)
 	@$(call verify_device,gaudi)
 
 .PHONY: verify-ascend
-verify-ascend:  ## on an Ascend NPU: the same
+verify-ascend:  ## test on an Ascend NPU: the same
 	@$(call verify_device,ascend)
 
 .PHONY: lint
-lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
+lint: $(VENV)/.stamp-dev  ## check with ruff, mypy, and linters of markdown and the Dockerfile
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -203,11 +205,11 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, markdown, Dockerfile
 
 # No set-up: the few packages for it have an environment of their own.
 .PHONY: docs
-docs:  ## the site of docs/ into build/docs, to be opened at index.html
+docs:  ## build the site of docs/ into build/docs; open index.html there
 	@'$(or $(PYTHON),python3)' requirements/environment.py docs $(VENV)/docs
 	@NO_MKDOCS_2_WARNING=true $(VENV)/docs/bin/mkdocs build --strict
 	@echo "$(CURDIR)/build/docs/index.html"
 
 .PHONY: replay
-replay:  ## build the CPU image without docker and use it (root, buildah, debootstrap; ARGS=)
+replay:  ## build the CPU image without docker, and use it (root, buildah, debootstrap; ARGS=)
 	@python3 docker/replay.py cpu $(ARGS)

@@ -23,12 +23,11 @@ FAST_ENOUGH = 0.95
 
 
 def parse_options() -> argparse.Namespace:
-    parser = parser_of(__doc__, turns=3)
-    parser.set_defaults(batches=[1, 4, 16], texts="openings")
+    parser = parser_of(__doc__, turns=3, drafts_help="drafts per step: every number from 0 to K")
+    parser.set_defaults(batches=[1, 4, 16], texts="openings", drafts=6)
     parser.add_argument(
-        "--most", type=int, default=6, metavar="K", help="numbers of drafts: 0 to K (default: %(default)s)"
+        "--out", type=Path, metavar="FOLDER", help="keep there what the script measured (default: a temporary folder)"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="what the script measured is kept there")
     return parser.parse_args()
 
 
@@ -40,7 +39,7 @@ def chosen(model: str, options: argparse.Namespace, folder: Path) -> dict[int, i
     command += ["--draft", f"draft_model={shared.SAME_VOCAB['model']}", "--prompts", str(prompts), "--out", str(folder)]
     command += [
         "--num-speculative-tokens",
-        *map(str, range(1, options.most + 1)),
+        *map(str, range(1, options.drafts + 1)),
         "--batches",
         *map(str, options.batches),
     ]
@@ -60,7 +59,7 @@ def measure(batch: int, model: str, options: argparse.Namespace) -> list[dict[st
     """Turns: seconds by number of drafts."""
     requests = max(batch, len(shared.texts_named(options.texts)))
     with side_by_side() as engines:
-        for k in range(options.most + 1):
+        for k in range(options.drafts + 1):
             settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": batch}
             if k:
                 settings["speculative_config"] = {**shared.SAME_VOCAB, "num_speculative_tokens": k}
@@ -96,11 +95,18 @@ def measure_all(options: argparse.Namespace) -> None:
         rows.append(row_of(batch, choice[batch], measure(batch, model, options)))
         speeds = ", ".join(f"k = {k} {interval(value)}" for k, value in rows[-1]["ratios"].items())
         common.log(f"batch {batch}: chosen {choice[batch]}; {speeds}")
-    header = ["batch", *(f"k = {k}" for k in range(1, options.most + 1)), "fastest", "chosen", "chosen / fastest", ""]
+    header = [
+        "batch",
+        *(f"k = {k}" for k in range(1, options.drafts + 1)),
+        "fastest",
+        "chosen",
+        "chosen / fastest",
+        "",
+    ]
     lines = [
         [
             str(row["batch"]),
-            *(f"{row['ratios'][str(k)][0]:.2f}" for k in range(1, options.most + 1)),
+            *(f"{row['ratios'][str(k)][0]:.2f}" for k in range(1, options.drafts + 1)),
             str(row["fastest"]),
             str(row["chosen"]),
             "1" if row["chosen"] == row["fastest"] else interval(row["beside_fastest"]),

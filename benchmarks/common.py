@@ -40,6 +40,10 @@ def log(text: str) -> None:
     print(text, flush=True)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+
+
 # ---- subprocesses --------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ drawn from a whole vocabulary, which never match. Suffix decoding is timed besid
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,17 +18,28 @@ import numpy as np
 from vllm_gaudi_spec.drafting.ngram import NgramProposer
 from vllm_gaudi_spec.drafting.suffix import SuffixProposer
 from vllm_gaudi_spec.records import Context
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 STEPS = 200
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=8192, help="tokens of the request")
-    parser.add_argument("--drafts", type=int, default=8, help="tokens wanted a step")
-    parser.add_argument("--ngram", type=int, nargs=2, default=(2, 5), metavar=("MIN", "MAX"))
-    parser.add_argument("--responses", type=int, default=200, help="past responses of 500 tokens in the suffix cache")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of the request")
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        default=8,
+        metavar="K",
+        help="drafts per step",
+    )
+    parser.add_argument("--ngram", type=int, nargs=2, default=[2, 5], metavar=("MIN", "MAX"), help="lengths of matches")
+    parser.add_argument(
+        "--responses", type=int, default=200, metavar="N", help="past responses in the suffix cache, 500 tokens each"
+    )
+    common.add_json(parser)
     return parser.parse_args()
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
@@ -26,6 +25,8 @@ import dummy
 import speculation_common as shared
 from phases import Phases
 from serving import Counted, Served, Tape
+
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
 DEFAULTS = {
@@ -36,15 +37,23 @@ ASKED = 0.85
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=DRAFTERS, default="tiny")
-    parser.add_argument("--batches", type=int, nargs="+", metavar="B")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="P")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--prompt", type=int, metavar="N", help="tokens")
-    parser.add_argument("--steps", type=int, metavar="N", help="that are counted")
-    parser.add_argument("--repeats", type=int, default=20, help="of each program alone")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="size of target and drafter")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="batch sizes (default: by --size)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="P", help="acceptance rates")
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="k",
+        type=int,
+        default=4,
+        metavar="K",
+        help="drafts per step",
+    )
+    parser.add_argument("--prompt", type=int, metavar="N", help="tokens of each prompt (default: by --size)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps that are counted (default: by --size)")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="times that each graph is run alone")
+    common.add_json(parser)
     options = parser.parse_args()
     for name, value in DEFAULTS[options.size].items():
         setattr(options, name, getattr(options, name) or value)

@@ -20,6 +20,8 @@ import common
 import speculation_common as shared
 from common import log
 
+from vllm_gaudi_spec.tools.io.command_line import add_shared
+
 # Technical prose that no model was trained on, kept as it is: an edition of this project's own docs/architecture.md.
 TEXT = Path(__file__).parent / "held_out.txt"
 WINDOW = 500
@@ -31,15 +33,41 @@ KV = {"KV, gaudi3": "gaudi3", "KV, gaudi2": "gaudi2"}
 
 def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
-    parser.add_argument("folder", type=Path, help="of a calibration")
-    parser.add_argument("--model", help="the target (default: the demo model)")
-    parser.add_argument("--draft", default=str(shared.SAME_VOCAB["model"]), help="(default: the demo's)")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="NAME", help="ways of making scales")
-    parser.add_argument("--text", type=Path, default=TEXT, help="whose perplexity (default: %(default)s)")
-    parser.add_argument("--num_tokens", type=int, default=2000, help="of the text")
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt, past any end token")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all)")
-    parser.add_argument("--num_drafts", type=int, default=3)
+    parser.add_argument("folder", type=Path, help="folder of a calibration")
+    parser.add_argument("--model", metavar="MODEL", help="the target (default: the demo model)")
+    add_shared(
+        parser.add_argument,
+        "--draft",
+        default=str(shared.SAME_VOCAB["model"]),
+        metavar="MODEL",
+        help="the drafter (default: the demo's)",
+    )
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), metavar="NAME", help="scale methods of the calibration"
+    )
+    parser.add_argument(
+        "--text", type=Path, default=TEXT, metavar="FILE", help="text for the perplexity (default: held_out.txt here)"
+    )
+    parser.add_argument("--num-tokens", type=int, default=2000, metavar="N", help="tokens of that text")
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all)")
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="num_drafts",
+        type=int,
+        default=3,
+        metavar="K",
+        help="drafts per step",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / "fp8.json", help="the report")
     return parser.parse_args()
 

@@ -48,6 +48,7 @@ from vllm_gaudi_spec.runner.sample_shapes import SampleShapes  # noqa: E402
 from vllm_gaudi_spec.runner.shapes import Shapes  # noqa: E402
 from vllm_gaudi_spec.sampling.params import Branch, Sampling  # noqa: E402
 from vllm_gaudi_spec.sampling.verify import needs_rectangle  # noqa: E402
+from vllm_gaudi_spec.tools.io.command_line import Parser  # noqa: E402
 
 VOCAB = 128256
 MAX_LOGPROBS = 20
@@ -376,11 +377,14 @@ def open_checkout(checkout: Path) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
-        "--checkout", type=Path, metavar="FOLDER", help="of vllm-project/vllm-gaudi, to count its buckets"
+        "--checkout",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkout of vllm-project/vllm-gaudi, to count its buckets too",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    common.add_json(parser)
     return parser.parse_args()
 
 

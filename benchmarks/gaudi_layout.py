@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec import emulator
@@ -31,6 +30,7 @@ from vllm_gaudi_spec.devices.hpu.backend import TRAITS, DeviceBackend, KVPair, m
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.emulator.card import DEVICE  # noqa: E402
 from vllm_gaudi_spec.emulator.counters import Tally  # noqa: E402
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared  # noqa: E402
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (128, 1024, 4096)
@@ -231,11 +231,22 @@ def measure(case: Case) -> Outcome:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--drafts", type=int, nargs="+", default=DRAFTS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="B", help="batch sizes")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N", help="tokens of KV per request"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        nargs="+",
+        default=list(DRAFTS),
+        metavar="K",
+        help="numbers of drafts per step",
+    )
+    common.add_json(parser)
     return parser.parse_args()
 
 

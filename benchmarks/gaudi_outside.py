@@ -41,6 +41,7 @@ from vllm_gaudi_spec.devices.hpu.backend import TRAITS, KVPair, make_backend
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.sampling.rules import strict
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
 SAMPLER = "vllm_gaudi.v1.sample.hpu_rejection_sampler"
@@ -346,12 +347,25 @@ RAN = (
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, required=True, metavar="FOLDER", help="of vllm-project/vllm-gaudi")
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--contexts", type=int, nargs="+", default=(128, 130, 1024))
-    parser.add_argument("--drafts", type=int, nargs="+", default=(1, 3))
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--checkout", type=Path, required=True, metavar="FOLDER", help="a checkout of vllm-project/vllm-gaudi"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="B", help="batch sizes")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[128, 130, 1024], metavar="N", help="tokens of KV per request"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        nargs="+",
+        default=[1, 3],
+        metavar="K",
+        help="numbers of drafts per step",
+    )
+    common.add_json(parser)
     return parser.parse_args()
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import common
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 from vllm import _custom_ops as vllm_ops
 
 from vllm_gaudi_spec.devices.cpu.linear import Float16Linear, Int8Linear
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -192,13 +192,22 @@ CANDIDATES: dict[str, tuple[Callable[[torch.Tensor], Multiply], float]] = {
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 8, 16, 24, 32, 128])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="candidates with one of these texts in their names")
-    parser.add_argument("--matrices", action="store_true", help="a table for each matrix as well")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="demo", help="size of the model")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5, 8, 16, 24, 32, 128],
+        metavar="N",
+        help="rows (tokens) per matrix",
+    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="times that each candidate is timed")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="only kernels with one of these texts in their names (default: all)"
+    )
+    parser.add_argument("--matrices", action="store_true", help="print a table for each matrix as well")
+    common.add_json(parser)
     return parser.parse_args()
 
 

@@ -31,8 +31,17 @@ PROMISED = 0.97
 
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__, turns=8)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--learn", type=int, default=3, metavar="N", help="turns before those that count")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)}",
+    )
+    parser.add_argument(
+        "--learn", type=int, default=3, metavar="N", help="turns in which the rule learns, reported apart"
+    )
     return parser.parse_args()
 
 

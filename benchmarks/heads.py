@@ -4,14 +4,14 @@ python benchmarks/heads.py --json .bench/heads.json
 
 float32, temperature 0. The prompts are those of the reference evaluation (demo/README.md, a plain loop without an
 engine): 40 questions out of the training's template at k = 3, and prompts held out from training at k = 1 to 5. Of the
-256 prompts held out, --held_out takes the first of both kinds, chat and plain, in the same shares and order.
+256 prompts held out, --held-out takes the first of both kinds, chat and plain, in the same shares and order.
 
 All sides count by the rule of the reference: tokens per step are those that verifying steps yielded, by such steps. A
 request's first token comes out of its prompt and is not counted, neither as a token nor as a step. After it, each
 step yields its accepted drafts and one token more, and counts in full while the text before it has neither the end
-token nor --tokens tokens; so a last step may go past either. Engines would cut that step off, or draft less in it: here
-they ignore the end token and have room for k tokens more, and `by_reference` finds in each request's account, step by
-step, where the reference would have stopped. A counted step that did not draft k tokens is an error.
+token nor --output-len tokens; so a last step may go past either. Engines would cut that step off, or draft less in it:
+here they ignore the end token and have room for k tokens more, and `by_reference` finds in each request's account,
+step by step, where the reference would have stopped. A counted step that did not draft k tokens is an error.
 
 Intervals are 95 %, a bootstrap over the prompts. "inside": the reference, as rounded, lies in our interval. "ours -
 upstream" is resampled in pairs, prompt by prompt; "below" is YES where all of its interval is below 0. Texts are
@@ -36,6 +36,7 @@ from common import PLATFORMS, QUIET, check_platform
 from speculation_common import Estimate
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 QUESTIONS, HELD_OUT = "out of template", "held out"
 # Tokens per step, then the share of steps with at least 1, 2, ... accepted drafts.
@@ -58,20 +59,48 @@ NUM_CHAT, NUM_PLAIN, SEED = 30000, 11000, 0
 NUM_HELD_OUT, CHAT_SHARE, LONGEST_PROMPT = 256, 0.7, 96
 
 QUICK = {"questions": 8, "held_out": 8, "drafts": [COMPARED_K]}
-SETTINGS = ("head", "questions", "held_out", "drafts", "tokens", "batch_size")
+SETTINGS = ("head", "questions", "held_out", "num_drafts", "tokens", "batch_size")
 
 
 def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
-    parser.add_argument("--head", default=str(shared.DEMO / "eagle-head"), metavar="FOLDER")
-    parser.add_argument("--questions", type=int, default=40, metavar="N", help="of those out of the template")
-    parser.add_argument("--held_out", type=int, default=64, metavar="N", help=f"at most {NUM_HELD_OUT}")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K", choices=range(1, 6))
+    parser.add_argument("--head", default=str(shared.DEMO / "eagle-head"), metavar="FOLDER", help="the EAGLE head")
+    parser.add_argument(
+        "--questions", type=int, default=40, metavar="N", help="questions out of the training's template"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=64, metavar="N", help=f"prompts held out from training, at most {NUM_HELD_OUT}"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="num_drafts",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        choices=range(1, 6),
+        metavar="K",
+        help="numbers of drafts per step",
+    )
     parser.add_argument("--quick", action="store_true", help="8 prompts of each kind, k = 3 alone: to see it work")
-    parser.add_argument("--tokens", type=int, default=128, help="per prompt; the reference's figures are for 128")
-    parser.add_argument("--batch_size", type=int, default=16, help="concurrency")
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens per prompt; the reference's figures are for 128",
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="concurrency")
     parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / "heads.json", help="the report")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=common.LOGS / "heads.json",
+        help="the report, which keeps finished cases",
+    )
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
@@ -125,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     platform, k = options.part.split("/")[0], int(options.part.split("/")[1])
     check_platform(platform)
     model, texts = demo_model_path(), reference_texts(options.questions, options.held_out)
-    prompts = {name: encode(model, texts[name]) for name in sets_of(k, options.drafts)}
+    prompts = {name: encode(model, texts[name]) for name in sets_of(k, options.num_drafts)}
     # The reference's last step begins with one token missing, and yields k + 1.
     room = options.tokens + (k or COMPARED_K)
     longest = max(len(ids) for some in prompts.values() for ids in some)
@@ -241,7 +270,7 @@ def measure_all(options: argparse.Namespace) -> None:
     settings = {name: getattr(options, name) for name in SETTINGS}
     stored = shared.Kept.open(options.json, settings, options.fresh)
     common.warn_if_busy()
-    names = [name for name in case_names(options.drafts) if name not in stored.cases]
+    names = [name for name in case_names(options.num_drafts) if name not in stored.cases]
     for index, name in enumerate(names, 1):
         common.log(f"[{index}/{len(names)}] {described(name)} ...")
         started = time.perf_counter()
@@ -254,7 +283,7 @@ def measure_all(options: argparse.Namespace) -> None:
         )
         stored.add(name, answer)
         common.log(f"      {time.perf_counter() - started:.0f} s")
-    rows, texts = rows_of(stored.cases, options.drafts), compare_texts(stored.cases)
+    rows, texts = rows_of(stored.cases, options.num_drafts), compare_texts(stored.cases)
     show(rows, texts, options)
     report = {"settings": settings, "rows": rows, "texts": texts, "machine": common.describe_machine()}
     common.write_json(options.json, {**report, "cases": stored.cases})

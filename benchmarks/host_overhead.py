@@ -11,7 +11,6 @@ them to the device: what the host waits for it is no overhead, and is left out o
 import argparse
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 NUM_DRAFTS = 4
 CONTEXT = 512
@@ -48,13 +48,17 @@ class FreeModel:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], metavar="B")
-    parser.add_argument("--method", choices=("ngram", "draft_model"), help="default: ngram; accelerators: draft_model")
-    parser.add_argument("--overlap", action="store_true", help="asynchronous scheduling, for draft_model")
-    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="of the models, on an accelerator")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], metavar="B", help="batch sizes")
+    parser.add_argument(
+        "--method",
+        choices=("ngram", "draft_model"),
+        help="how to draft (default: ngram; draft_model on an accelerator)",
+    )
+    parser.add_argument("--overlap", action="store_true", help="async scheduling, for draft_model")
+    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="size of the models, on an accelerator")
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps that are timed")
+    common.add_json(parser)
     options = parser.parse_args()
     options.method = options.method or ("draft_model" if dummy.on_accelerator() else "ngram")
     return options

@@ -28,7 +28,14 @@ ENVIRONMENT = {**common.QUIET, **common.PLATFORMS["ours"]}
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__, turns=8)
     parser.set_defaults(batches=[1, 8])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["no speculation", "draft_model"])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=["no speculation", "draft_model"],
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)}",
+    )
     return parser.parse_args()
 
 

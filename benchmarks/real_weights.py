@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import common
@@ -18,6 +17,7 @@ import dummy
 import speculation_common as shared
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 METHODS = {
     "draft_model": shared.SAME_VOCAB,
@@ -28,14 +28,39 @@ MAX_LEN = 512
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], metavar="B")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all, 24 and 8)")
-    parser.add_argument("--tokens", type=int, default=128, help="per prompt, past any end token")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)}",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 32], metavar="B", help="batch sizes (concurrency)"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="k",
+        type=int,
+        default=4,
+        metavar="K",
+        help="drafts per step",
+    )
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of target and drafter")
+    common.add_json(parser)
     return parser.parse_args()
 
 

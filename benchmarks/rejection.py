@@ -24,7 +24,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ import torch
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 RULES = ("greedy", "strict", "sure", "standard", "block")
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -408,13 +408,28 @@ def show(cells: list[Cell], totals: list[dict[str, Any]], bandwidth: float) -> N
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny: correctness alone, anywhere")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--drafts", nargs="+", type=int, default=DRAFTS)
-    parser.add_argument("--vocabs", nargs="+", type=int, default=VOCABS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--size", choices=("full", "tiny"), default="full", help="tiny checks correctness only, on any machine"
+    )
+    parser.add_argument(
+        "--rules", nargs="+", choices=RULES, default=list(RULES), metavar="RULE", help=f"of {', '.join(RULES)}"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), metavar="B", help="batch sizes")
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        nargs="+",
+        default=list(DRAFTS),
+        metavar="K",
+        help="numbers of drafts per step",
+    )
+    parser.add_argument(
+        "--vocabs", nargs="+", type=int, default=list(VOCABS), metavar="V", help="vocabulary sizes, in tokens"
+    )
+    common.add_json(parser)
     return parser.parse_args()
 
 

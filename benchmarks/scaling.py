@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import common
 
+from vllm_gaudi_spec.tools.io.command_line import Parser
+
 # Figures and the axes along which they may grow, under the names that the reports give them.
 FIGURES = {
     "plain_ms": ("batch", "context"),
@@ -47,9 +49,11 @@ class Line(NamedTuple):
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", type=Path, nargs="+", metavar="FILE", help="what --json of the others has written")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "reports", type=Path, nargs="+", metavar="FILE", help="a report that another benchmark wrote with --json"
+    )
+    common.add_json(parser)
     return parser.parse_args()
 
 

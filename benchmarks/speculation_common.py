@@ -16,6 +16,8 @@ import common
 import numpy as np
 from common import PLATFORMS, QUIET
 
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+
 TESTS = common.ROOT / "tests" / "full_tests"
 DEMO = common.ROOT / "demo"
 SAME_VOCAB = {"method": "draft_model", "model": str(DEMO / "draft-same-vocab")}
@@ -40,7 +42,7 @@ RESAMPLES = 2000
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """With the options by which `common.run_part` starts a script again."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -49,12 +51,24 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None:
     """For scripts that measure cases one by one and keep them."""
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt, past any end token")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each kind (default: all, 24 and 8)")
-    parser.add_argument("--batch_size", type=int, default=16, help="concurrency")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases with one of these texts in their names")
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="concurrency")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="only cases with one of these texts in their names (default: all)"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / report, help="the report")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", default=common.LOGS / report, help="the report, which keeps finished cases"
+    )
 
 
 def cli(options: argparse.Namespace, *names: str) -> list[str]:

@@ -25,6 +25,7 @@ import numpy as np
 import speculation_common as shared
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
+from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 METHODS = {"draft_model": shared.SAME_VOCAB, "universal": shared.OTHER_VOCAB}
 WARMUP_TOKENS = 16
@@ -33,14 +34,40 @@ SETTINGS = ("tokens", "texts", "prompts", "temperature", "cpu_weights")
 
 def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--tokens", type=int, default=128, help="per prompt, past any end token")
-    parser.add_argument("--texts", choices=shared.TEXTS, default="openings", help="which prompts")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="the first N of them")
-    parser.add_argument("--cpu_weights", metavar="FORMAT", help="additional_config.gaudi_spec.cpu_weights")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        metavar="K",
+        help="numbers of drafts per step",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)}",
+    )
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    parser.add_argument("--texts", choices=shared.TEXTS, default="openings", help="which set of prompts")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="the first N prompts of the set")
+    parser.add_argument(
+        "--cpu-weights", metavar="FORMAT", help="the option cpu_weights of additional_config.gaudi_spec"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    common.add_json(parser)
     return parser.parse_args()
 
 

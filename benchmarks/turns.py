@@ -14,6 +14,8 @@ from typing import Any
 import common
 import numpy as np
 
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+
 # 0.975 quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution is near.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 _PATIENCE_S = 900
@@ -21,18 +23,38 @@ Turn = dict[str, float]
 """Seconds of neighbouring turns, by engine."""
 
 
-def parser_of(doc: str | None, turns: int) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step") -> argparse.ArgumentParser:
     """`turns`: the default, of each engine."""
     import speculation_common as shared
 
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--drafts", type=int, default=3, metavar="K")
-    parser.add_argument("--tokens", type=int, default=64, help="per prompt")
-    parser.add_argument("--turns", type=int, default=turns, metavar="N", help="that count, at each batch size")
-    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which prompts")
+    parser = Parser(description=doc)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 8, 16], metavar="B", help="batch sizes (concurrency)"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        default=3,
+        metavar="K",
+        help=drafts_help,
+    )
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=turns, metavar="N", help="measured turns of each engine, at each batch size"
+    )
+    parser.add_argument("--texts", choices=shared.TEXTS, default="general", help="which set of prompts")
     parser.add_argument("--model", help="Hugging Face id or folder (default: the demo model)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    common.add_json(parser)
     return parser
 
 

@@ -32,7 +32,14 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted
 
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__, turns=6)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)}",
+    )
     return parser.parse_args()
 
 

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import common
@@ -31,6 +30,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
 CHUNK = 256
 GRIDS = {
@@ -42,14 +42,29 @@ FULL_K = 4
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=GRIDS, default="tiny")
-    parser.add_argument("--batches", type=int, nargs="+", metavar="B")
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="K")
-    parser.add_argument("--middle", type=int, metavar="N", help="the context at which every k is measured")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--size", choices=GRIDS, default="tiny", help="size of the model, and which batches and contexts"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="batch sizes (default: by --size)")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", metavar="N", help="tokens of KV per request (default: by --size)"
+    )
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest="drafts",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        metavar="K",
+        help="numbers of drafts per step",
+    )
+    parser.add_argument(
+        "--middle", type=int, metavar="N", help="the context at which every k is measured (default: by --size)"
+    )
+    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="times that each step is timed")
+    common.add_json(parser)
     options = parser.parse_args()
     for name, values in GRIDS[options.size].items():
         setattr(options, name, getattr(options, name) or values)

@@ -46,7 +46,7 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="tokens to generate per prompt, past any end token",
     )
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both engines")
     add("--python", default=sys.executable, help="of the reference's environment (default: this one)")
     add_shared(
         add,
@@ -57,7 +57,7 @@ def parse_options() -> argparse.Namespace:
         help="as for vllm serve, for our engine",
     )
     add("--engine", type=json_object, default={}, metavar="JSON", help="more options of our LLM(...)")
-    add("--out", type=Path, default=Path(".calibration/reference"), metavar="FOLDER")
+    add("--out", type=Path, default=Path(".calibration/reference"), metavar="FOLDER", help="the report and the answers")
     options: argparse.Namespace = parser.parse_args()
     return options
 

@@ -348,14 +348,31 @@ def show(figures: dict[str, Any]) -> None:
 
 def options() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--seconds", type=positive, default=600, help="of load")
-    parser.add_argument("--method", choices=METHODS, default="draft_model")
-    parser.add_argument("--model", help="a target of your own, and with it --draft and --kv-cache-bytes")
-    add_shared(parser.add_argument, "--draft", dest="draft_model", metavar="MODEL", help="a drafter of your own")
-    parser.add_argument("--kv-cache-bytes", type=positive, help="so little that requests are preempted")
-    parser.add_argument("--requests", type=positive, default=44, help="with known answers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("--seconds", type=positive, default=600, metavar="S", help="seconds of load")
+    parser.add_argument("--method", choices=METHODS, default="draft_model", help="speculation method")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a target of your own, with --draft and --kv-cache-bytes (default: a tiny Llama)",
+    )
+    add_shared(
+        parser.add_argument,
+        "--draft",
+        dest="draft_model",
+        metavar="MODEL",
+        help="a drafter of your own (default: a tiny one)",
+    )
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=positive,
+        metavar="N",
+        help="bytes of KV cache, few enough for preemption (default: by model)",
+    )
+    parser.add_argument(
+        "--requests", type=positive, default=44, metavar="N", help="number of requests whose answers are compared"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     given: argparse.Namespace = parser.parse_args()
     if given.model and not given.kv_cache_bytes:
         parser.error("--model needs --kv-cache-bytes")

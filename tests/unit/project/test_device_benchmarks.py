@@ -21,7 +21,7 @@ import scaling
 
 BENCHMARKS = Path(scaling.__file__).parent
 RUNS = {
-    "verify": ["--batches", "2", "--contexts", "64", "--drafts", "2", "4", "--repeats", "2"],
+    "verify": ["--batches", "2", "--contexts", "64", "--num-speculative-tokens", "2", "4", "--repeats", "2"],
     "end_to_end": ["--batches", "2", "--rates", "1.0", "--steps", "4", "--repeats", "2"],
     "host_overhead": ["--batches", "2", "4", "--steps", "5"],
 }

@@ -47,7 +47,9 @@ def test_numbers_of_graphs(tmp_path: Path) -> None:
 
 def test_bytes_of_kv_read(tmp_path: Path) -> None:
     """A verify step reads each listed block once; flattened rows read it once a row."""
-    (row,) = found_by(tmp_path, "gaudi_layout.py", "--batches", "2", "--contexts", "300", "--drafts", "3")["rows"]
+    (row,) = found_by(
+        tmp_path, "gaudi_layout.py", "--batches", "2", "--contexts", "300", "--num-speculative-tokens", "3"
+    )["rows"]
     assert row["blocks"] == 2 * 3
     assert row["listed_bytes"] == row["blocks"] * 2 * 128 * 2 * 16 * 4
     assert (row["ours_ratio"], row["flattened_ratio"]) == (1.0, 4.0)

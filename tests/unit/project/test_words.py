@@ -56,6 +56,28 @@ IDENTIFIERS = {
 OF_OTHERS = re.compile(r'bad_words|behind_schedule|"spared_steps"|program_id|PT_HPU_PLACE_ON_CPU')
 
 
+# What a serving engineer searches for, and a page that has it: where the thing is explained, measured or shown.
+SEARCHED = {
+    "TTFT": "metrics",
+    "ITL": "metrics",
+    "throughput": "performance",
+    "concurrency": "performance",
+    "speedup": "performance",
+    "acceptance length": "metrics",
+    "tool calling": "as_in_vllm",
+    "reasoning parser": "as_in_vllm",
+    "tracing": "as_in_vllm",
+    "guidellm": "clients",
+    "Kubernetes": "kubernetes",
+}
+
+
+@pytest.mark.parametrize(("word", "page"), SEARCHED.items())
+def test_words_that_are_searched_for(word: str, page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert re.search(rf"\b{word}", text, re.IGNORECASE), f"docs/{page}.md has no {word!r}"
+
+
 def found(text: str, words: list[Word]) -> Iterator[str]:
     for number, line in enumerate(text.replace(OLD_JSON_KEY, "").split("\n"), 1):
         for word in words:

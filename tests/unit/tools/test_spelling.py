@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,18 +54,51 @@ def test_the_names_are_used_by_several_commands() -> None:
         assert len({name for name, action in options() if option in action.option_strings}) > 1, option
 
 
-SCRIPTS = sorted((Path(__file__).parents[3] / "calibration").glob("*.py"))
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted(path for folder in ("calibration", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+ADDING = ("add", "add_argument", "add_shared")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_scripts_read_their_options_as_the_commands_do(script: Path) -> None:
     text = script.read_text()
     assert "ArgumentParser(" not in text
-    assert "Parser(" in text or "vllm_gaudi_spec.tools.cli import main" in text
+    if "parse_args(" in text:
+        assert re.search(r"\b(Parser|parser_of)\(", text)
     for name, others in SHARED.items():
         assert f'add("{name}"' not in text, "add_shared adds it"
         assert f'add_argument("{name}"' not in text, "add_shared adds it"
         assert not any(f'"{other}"' in text for other in others)
+
+
+def added(source: str) -> Iterator[tuple[list[str], set[str]]]:
+    """The options that a script adds: their names, and what else is stated."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        if getattr(call.func, "attr", getattr(call.func, "id", "")) in ADDING:
+            words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if names := [word for word in words if word.startswith("-")]:
+                yield names, {keyword.arg or "" for keyword in call.keywords}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_explain_each_option(script: Path) -> None:
+    for names, stated in added(script.read_text()):
+        assert "help" in stated, names
+        assert not any("_" in name for name in names), names
+
+
+def test_options_of_scripts_are_found() -> None:
+    assert [names for names, _ in added("parser.add_argument('--a_b')\nadd_shared(add, '--c', help='d')")] == [
+        ["--a_b"],
+        ["--c"],
+    ]
+    assert sum(1 for script in SCRIPTS for _ in added(script.read_text())) > 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_explain_each_option(name: str) -> None:
+    for action in COMMANDS[name]._actions:
+        assert action.help, action.dest
 
 
 @pytest.mark.parametrize("name", COMMANDS)

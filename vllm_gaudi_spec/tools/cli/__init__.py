@@ -22,13 +22,16 @@ _COMMANDS = {
     "completion": completion,
 }
 _STATUSES = (
-    "Exit status of all commands: 0 when all is well, 1 when something was found or failed, 2 for wrong options."
+    "COMMAND --help lists the options of a command.\n"
+    "Exit status of all commands: 0 success, 1 a problem was found or the work failed, 2 wrong options."
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="gaudi-spec", description="vLLM on Intel Gaudi, built around speculative decoding.", epilog=_STATUSES
+        prog="gaudi-spec",
+        description="Tools for vllm-gaudi-spec: vLLM with speculative decoding on Intel Gaudi and the CPU.",
+        epilog=_STATUSES,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -22,17 +22,17 @@ echo "Why is the sky blue?" | gaudi-spec chat http://127.0.0.1:8000
 
 green    accepted drafts: all tokens of a step but its last one
 plain    the target's own tokens: the last one of each step
-yellow   not known: several steps in one piece, as the server was faster than its stream, or a step that ends reasoning
+yellow   not known: several steps came in one event, or a step ended the reasoning
 dim      reasoning, where the server separates it
 
-It is read off the stream, which has no marks: where two steps came in one piece that one could have brought, a token of
-the target is green, and the last token of an answer is plain even if it was a draft. The line after each answer has the
-server's count of accepted drafts beside the number shown; it includes what others asked meanwhile. In a pipe there is
-only the text, and each line of the input is a message.
+Colours are inferred: the stream does not mark drafts. Where two steps came in one event that one step could have
+filled, a token of the target is green; the last token of an answer is plain even if it was a draft. The line after each
+answer has the server's own count of accepted drafts, which includes other requests. In a pipe there is only the text,
+and each line of the input is a message.
 
-A server started with --api-key gets the key of OPENAI_API_KEY.
+The environment variable OPENAI_API_KEY has the key for a server with --api-key.
 
-Exit status: 0 at the end of the conversation, 1 when the server does not answer, 2 for options that make no sense.
+Exit status: 0 at the end of the conversation, 1 when the server does not answer, 2 for wrong options.
 """
 _PROMPT = "> "
 _CLEAR = "/clear"
@@ -41,14 +41,14 @@ _CLEAR = "/clear"
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "chat",
-        help="talk to a running server, accepted drafts in colour",
+        help="chat with a running server; accepted drafts are coloured",
         description=DESCRIPTION,
     )
     add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="of the server")
-    add("--model", metavar="NAME", help="as the server names it (default: its first)")
-    add("--max-tokens", type=positive, default=512, metavar="N", help="of each answer")
-    add("--temperature", type=not_negative, default=0.0, metavar="T", help="0: the most likely token")
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server")
+    add("--model", metavar="NAME", help="as the server names it (default: the server's first model)")
+    add("--max-tokens", type=positive, default=512, metavar="N", help="longest answer, in tokens")
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -34,10 +34,10 @@ class _Command(NamedTuple):
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "completion",
-        help="complete commands and options in your shell",
+        help="print a completion script for bash, zsh or fish",
         description=DESCRIPTION,
     )
-    parser.add_argument("shell", choices=sorted(_SHELLS))
+    parser.add_argument("shell", choices=sorted(_SHELLS), help="your shell")
 
 
 def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
-        help="the ways of drafting side by side, and a page about it",
+        help="compare speculation methods on one model; table and report page",
         description=DESCRIPTION,
     )
     comparison.add_to(parser, num_prompts=f"default: {NUM_PROMPTS}")

@@ -15,14 +15,14 @@ from vllm_gaudi_spec.tools.io.argument_types import json_object, positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
-Look at versions, drivers, devices, plugins and environment variables, load torch and vLLM in a process of their own,
-and with --model report whether the model, or the pair of models, can be served: refusals, overlap of the vocabularies,
-lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
+Check this machine: versions, drivers, devices, plugins and environment variables. torch and vLLM are loaded in another
+process. With --model, also check whether the model, or the pair of target and drafter, can be served: refusals, overlap
+of the vocabularies, lengths, and memory for weights, KV and the drafter's KV region. Weights are not loaded.
 
 gaudi-spec doctor
 gaudi-spec doctor --model TARGET --draft DRAFTER --method universal_draft --num-speculative-tokens 4
 
-Exit status: 0 when all is fine (warnings included), 1 when there are problems, 2 for options that make no sense.
+Exit status: 0 without problems (there may be warnings), 1 with problems, 2 for wrong options.
 """
 _DEFAULT_DRAFTS = 3
 _STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
@@ -31,23 +31,43 @@ _STYLES = {"problem": "bold red", "warning": "yellow", "note": "cyan", "ok": "gr
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="what is installed here, what is wrong with it, and what to do",
+        help="check this machine, and a model: faults, each with its remedy",
         description=DESCRIPTION,
     )
     add = parser.add_argument
-    add("--model", help="folder or Hugging Face id of the target; of an id the configuration is downloaded")
-    add_shared(add, "--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter")
-    add("--method", choices=[*METHODS, UNIVERSAL_DRAFT], help="how to draft (default: draft_model with --draft)")
-    add_shared(add, "--num-speculative-tokens", type=positive, metavar="K", help=f"default: {_DEFAULT_DRAFTS}")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="folder or Hugging Face id of the target; an id downloads configuration and tokenizer (default: no model)",
+    )
+    add_shared(add, "--draft", metavar="MODEL", help="folder or Hugging Face id of the drafter (default: no drafter)")
+    add(
+        "--method",
+        choices=[*METHODS, UNIVERSAL_DRAFT],
+        metavar="METHOD",
+        help=f"speculation method: {', '.join([*METHODS, UNIVERSAL_DRAFT])} "
+        "(default: draft_model with --draft, else none)",
+    )
     add_shared(
-        add, "--speculative-config", type=json_object, metavar="JSON", help="as for vllm serve, instead of these three"
+        add,
+        "--num-speculative-tokens",
+        type=positive,
+        metavar="K",
+        help=f"drafts per step (default: {_DEFAULT_DRAFTS})",
+    )
+    add_shared(
+        add,
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="as for vllm serve; replaces --draft, --method and --num-speculative-tokens",
     )
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
-    add("--max-model-len", type=positive, metavar="N", help="as you will serve (default: the model's own)")
-    add("--max-num-seqs", type=positive, metavar="N", help="as you will serve")
-    add("--tensor-parallel-size", type=positive, metavar="N", help="as you will serve")
-    add("--dtype", help="as you will serve")
-    add("--kv-cache-dtype", help="as you will serve")
+    add("--max-model-len", type=positive, metavar="N", help="as for vllm serve, in tokens (default: the model's own)")
+    add("--max-num-seqs", type=positive, metavar="N", help="as for vllm serve (default: vLLM's)")
+    add("--tensor-parallel-size", type=positive, metavar="N", help="as for vllm serve (default: 1)")
+    add("--dtype", help="as for vllm serve (default: vLLM's)")
+    add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
     output_files.add_json(add, "everything that was found")
 
 

@@ -15,13 +15,13 @@ from vllm_gaudi_spec.tools.io.argument_types import at_least, json_object, posit
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
-Run a mixed workload on a model and report whether a Gaudi, or an Ascend NPU, would stay on the graphs that warm-up
-captured: prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts. The
-default is an emulated Gaudi, which needs no card. Figures named estimate are computed from counted bytes and
-operations; nothing is measured.
+Run a mixed workload on a model, and report whether a Gaudi, or an Ascend NPU, runs only graphs that warm-up captured.
+The workload has prompts of many lengths, batches that grow and shrink, all kinds of sampling, late arrivals and aborts.
+The default is an emulated Gaudi, which needs no card. Figures named "estimate" are computed from counted bytes and
+operations, not measured.
 
 Exit status: 0 when no step compiles after warm-up and none has more device-to-host syncs than allowed, 1 when one does
-or the model does not run, 2 for options that make no sense.
+or the model does not run, 2 for wrong options.
 """
 # An emulated card before the card: it is everywhere.
 CHECKED = sorted((name for name, device in DEVICES.items() if device.has_graph_check), reverse=True)
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "graph-check",
-        help="does a step compile after warm-up, or wait for too many device-to-host syncs?",
+        help="count graphs compiled after warm-up, and device-to-host syncs per step",
         description=DESCRIPTION,
     )
     add = parser.add_argument
@@ -50,21 +50,28 @@ def add_to(commands: Any) -> None:
         "--speculative-config",
         type=json_object,
         metavar="JSON",
-        help="as for vllm serve; none: no speculation",
+        help="as for vllm serve (default: no speculation)",
     )
     add("--additional-config", type=json_object, metavar="JSON", help="as for vllm serve")
-    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as you will serve (default: 512)")
-    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as you will serve (default: 4)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: the model's own")
-    add("--device", default=CHECKED[0], choices=CHECKED, help=f"default: {CHECKED[0]}")
-    add("--requests", type=positive, default=32, metavar="N", help="size of the workload (default: 32)")
-    add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload (default: 0)")
+    add("--max-model-len", type=at_least(64), default=512, metavar="N", help="as for vllm serve, in tokens")
+    add("--max-num-seqs", type=positive, default=4, metavar="N", help="as for vllm serve")
     add(
-        "--host-reads",
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float32"),
+        help="as for vllm serve (default: auto, the model's own)",
+    )
+    add("--device", default=CHECKED[0], choices=CHECKED, help="the card, real or emulated")
+    add("--requests", type=positive, default=32, metavar="N", help="number of requests in the workload")
+    add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload")
+    add(
+        "--host-syncs",
+        "--host-reads",  # its name in 0.32.0
+        dest="host_reads",
         type=positive,
         default=1,
         metavar="N",
-        help="device-to-host syncs allowed per step (default: 1; retokenize with slem needs 2)",
+        help="device-to-host syncs allowed per step; universal_draft with retokenize and slem needs 2",
     )
     output_files.add_json(add, "everything that was counted")
     add("--verbose", action="store_true", help="show what vLLM logs while it starts")

@@ -12,24 +12,24 @@ from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.output_files import STDOUT
 
 DESCRIPTION = """\
-Write one page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, mean acceptance length,
-per-position acceptance rates, the texts with accepted tokens marked, graphs, device-to-host syncs, and the command to
-run it again. Several records are compared. The page is one file that loads nothing, and has no script.
+Write one HTML page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, mean acceptance
+length, per-position acceptance rates, the texts with accepted tokens marked, graphs, device-to-host syncs, and the
+command that repeats the run. Several records are compared. The page is one file without scripts, and loads no other.
 
-Exit status: 0 when the page is written, 2 when a record cannot be read or the options make no sense.
+Exit status: 0 when the page is written, 2 when a record cannot be read or for wrong options.
 """
 
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "report",
-        help="a page about one run or several",
+        help="make a report page (HTML) of recorded runs",
         description=DESCRIPTION,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
+        "runs", nargs="+", type=Path, metavar="RUN.json", help="a record that `gaudi-spec demo --json` wrote"
     )
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     output_files.add_json(parser.add_argument, "the figures of the page")
 
 

@@ -11,12 +11,12 @@ from vllm_gaudi_spec.tools.cli.output import become, fail, python
 from vllm_gaudi_spec.tools.io import output_files
 
 DESCRIPTION = """\
-Run the self-test of this machine's card, or of another device that VGS_DEVICE names: bits and logarithms of the noise,
-attention over ragged rows with padding, KV writes, copies to and from the card, captured graphs, memory. An engine
-runs the same checks when it starts on a card, and those of collectives, which need several ranks. No model is loaded.
-It opens the card: end a server that uses it first.
+Run the self-test of this machine's card, or of the device that VGS_DEVICE names: sampling noise, attention over batches
+with padding, KV writes, copies to and from the card, captured graphs, memory. An engine on a card runs the same checks
+when it starts, and with several ranks those of collectives. No model is loaded. The command opens the card: end a
+server that uses it first.
 
-Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for options that make no sense.
+Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for wrong options.
 """
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -24,11 +24,11 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "selftest",
-        help="does the card compute, copy and capture as the engine needs it?",
+        help="check that the card computes, copies and captures graphs correctly",
         description=DESCRIPTION,
     )
     add = parser.add_argument
-    add("--dtype", default=_DTYPES[0], choices=_DTYPES, help=f"the model's, for attention (default: {_DTYPES[0]})")
+    add("--dtype", default=_DTYPES[0], choices=_DTYPES, help="dtype in which attention is checked")
     output_files.add_json(add, "the result of each check")
     add("--verbose", action="store_true", help="show what vLLM logs, and the traceback of an error")
 

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show what a running server does, from its /metrics: tokens/s, queue and KV cache, acceptance by position, the numbers of
-drafts in use, why requests went without drafts, late compiles, audits. Ctrl-C ends it.
+drafts in use, why requests went without drafts, graphs compiled after warm-up, audits. Ctrl-C ends it.
 
 gaudi-spec top
 gaudi-spec top http://127.0.0.1:8000 --once
 
-Figures are sums over the server's engines; of the KV cache it is the fullest one. With --once, with --json and in a
-pipe it reads twice, an interval apart, prints once and ends.
+Figures are sums over the server's engines; KV cache usage is that of the fullest engine. With --once, with --json and
+in a pipe it reads twice, an interval apart, prints once and ends.
 
-Exit status: 0 when it was shown, 1 when no server answers or it is none of this plugin's, 2 for options that make no
-sense.
+Exit status: 0 when it was shown, 1 when no server answers or the server runs without this plugin, 2 for wrong options.
 """
 _WINDOW = 10.0
 _COLUMNS = ("", "last {seconds:.0f} s", "since its start")
@@ -38,11 +37,11 @@ _COLUMNS = ("", "last {seconds:.0f} s", "since its start")
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "top",
-        help="what a running server does, live",
+        help="live view of a running server: throughput, queue, acceptance",
         description=DESCRIPTION,
     )
     add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="of the server")
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help="address of the server")
     add("--once", action="store_true", help="print once, as plain text")
     add("--interval", type=positive, default=1, metavar="S", help="seconds between two readings")
     output_files.add_json(add, "the figures, once,")

@@ -16,26 +16,26 @@ from vllm_gaudi_spec.tools.io.command_line import add_shared
 from vllm_gaudi_spec.tools.tune.drafters import Drafter
 
 DESCRIPTION = """\
-Find the method, k and batch-size schedule with the highest throughput.
+Find the method, the number of drafts k and the schedule of k by batch size with the highest throughput.
 
 gaudi-spec tune MODEL --draft draft_model=DRAFTER --draft eagle=HEAD --batches 1 4 16
 
 For each drafter and k an engine answers the prompts, which measures acceptance, and times its steps with drafts and
 without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
-the emulator's cost model, and one engine a drafter measures acceptance. Nothing here was run on a Gaudi.
+the emulator's cost model, and one engine per drafter measures acceptance. Nothing here was run on a Gaudi.
 
 Written to --out: choice.json with the arguments for `vllm serve`, choice.svg, and each engine's answers, which are
 kept: the command resumes where it was interrupted, and measures changed tasks again. ngram is always a candidate.
 
-Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for options that
-make no sense.
+Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for wrong
+options.
 """
 
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "tune",
-        help="which drafter and how many drafts, measured",
+        help="measure which drafter, and how many drafts, give the highest throughput",
         description=DESCRIPTION,
     )
     add = parser.add_argument
@@ -47,10 +47,10 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="METHOD[=MODEL]",
-        help="can be repeated",
+        help="a drafter to try, as draft_model=FOLDER; can be repeated (default: ngram alone)",
     )
     add("--prompts", metavar="SOURCE", help="a text or JSONL file, or a Hugging Face dataset (default: a built-in set)")
-    add("--limit", type=positive, metavar="N", help="the first N of them")
+    add("--limit", type=positive, metavar="N", help="use only the first N prompts (default: all)")
     add_shared(
         add,
         "--num-speculative-tokens",
@@ -59,10 +59,17 @@ def add_to(commands: Any) -> None:
         nargs="+",
         default=[1, 2, 3, 4, 5],
         metavar="K",
-        help="numbers of drafts to try",
+        help="numbers of drafts per step to try",
     )
-    add("--batches", type=positive, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes to be served")
-    add("--max-num-seqs", type=positive, metavar="N", help="of the server (default: the largest of --batches)")
+    add(
+        "--batches",
+        type=positive,
+        nargs="+",
+        default=[1, 4, 16],
+        metavar="B",
+        help="batch sizes (concurrency) that the server will have",
+    )
+    add("--max-num-seqs", type=positive, metavar="N", help="as for vllm serve (default: the largest of --batches)")
     add_shared(
         add,
         "--output-len",
@@ -72,8 +79,14 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="tokens to generate per prompt, past any end token",
     )
-    add("--temperature", type=float, default=0.0)
-    add("--turns", type=positive, default=3, metavar="N", help="with drafts and without, at each batch size")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add(
+        "--turns",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="measured turns with drafts and without, at each batch size",
+    )
     add("--device", choices=GAUDIS, help="estimate this card's costs instead of timing steps here")
     add("--one-run", action="store_true", help="with --device: estimate smaller k from the run with the largest")
     add(
@@ -98,7 +111,7 @@ def add_to(commands: Any) -> None:
         metavar="JSON",
         help='more options of LLM(...), as {"dtype": "float32"}',
     )
-    add("--out", type=Path, default=Path(".calibration/speculation"), metavar="FOLDER")
+    add("--out", type=Path, default=Path(".calibration/speculation"), metavar="FOLDER", help="results and kept answers")
     output_files.add_json(add, "the choice")
 
 

@@ -11,10 +11,10 @@ from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
-Several tasks end in one table beside the baseline; `compare` stands for baseline, ngram, draft_model and universal.
-Where the device is the host, their engines live side by side and take turns, prompt by prompt, so that a slow minute
-of the machine meets them all. On a card, which belongs to one process, where memory is too small, or with --do-profile,
-they run one after the other, and the table notes it.
+Several tasks end in one table beside the baseline (no speculation); `compare` stands for baseline, ngram, draft_model
+and universal. On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the
+machine meets them all. They run one after the other on a card, which one process owns, where memory is too small, and
+with --do-profile; the table notes it.
 
 Without --model the target is the demo model, and --draft may be left out: its drafters are in demo/. For eagle3,
 medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
@@ -23,8 +23,8 @@ no --draft, `compare` leaves out what needs one; mtp drafts with the model itsel
 A drafter of the demo model was trained on the fixed prompts. Where it is the only task, its report has a second
 acceptance rate, on prompts unlike those of its training.
 
-Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for options
-that make no sense. --accuracy-rate needs lm-eval and its data from outside and has not been tried with them.
+Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for wrong
+options. --accuracy-rate needs lm-eval and its data, which are not installed here, and was not tried with them.
 """
 
 
@@ -37,15 +37,15 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",
-        help=f"method: {', '.join(TASKS)}; several are compared, {COMPARE} stands for {', '.join(COMPARED)}",
+        help=f"speculation method, or several to compare: {', '.join(TASKS)}; {COMPARE} is {', '.join(COMPARED)}",
     )
-    add("--model", help="Hugging Face id or folder (default: the demo model)")
+    add("--model", metavar="MODEL", help="Hugging Face id or folder of the target (default: the demo model)")
     add_shared(
         add,
         "--draft",
         dest="draft_model",
         metavar="MODEL",
-        help="Hugging Face id or folder of the drafter (default: the demo's own for the demo model)",
+        help="Hugging Face id or folder of the drafter (default: the demo's, with the demo model)",
     )
     add_shared(
         add,
@@ -56,7 +56,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         metavar="N",
         help="tokens to generate per prompt, past any end token",
     )
-    add("--batch-size", type=positive, default=8, help="concurrency: requests that run together")
+    add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
     add("--num-prompts", type=positive, metavar="N", help=f"how many of the fixed prompts ({num_prompts})")
     add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
     add_shared(
@@ -66,50 +66,62 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         type=positive,
         default=5,
         metavar="K",
-        help="the largest number of drafts per step",
+        help="drafts per step, at most",
     )
-    add("--prompt-lookup-min", type=positive, default=2, help="ngram: the shortest match that counts")
-    add("--prompt-lookup-max", type=positive, default=5, help="ngram: the longest match that is looked for")
+    add("--prompt-lookup-min", type=positive, default=2, metavar="N", help="ngram: shortest match, in tokens")
+    add("--prompt-lookup-max", type=positive, default=5, metavar="N", help="ngram: longest match, in tokens")
     add(
         "--acceptance",
         nargs="+",
         choices=[*RULES, *DRAFTING],
         metavar="HOW",
-        help=f"a rule ({', '.join(RULES)}), a drafting mode ({', '.join(DRAFTING)}) or one of each",
+        help=f"acceptance rule ({', '.join(RULES)}), drafting mode ({', '.join(DRAFTING)}), or one of each "
+        "(default: vLLM's, standard and greedy)",
     )
     add(
         "--synthetic-rates",
         type=float,
         nargs="+",
         metavar="RATE",
-        help="acceptance rate of the first 1, 2, ... k drafts",
+        help="for --acceptance synthetic: the acceptance rate of each of the k positions, from 0 to 1",
     )
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0, help="prompt i samples with seed + i")
-    add("--dtype", help="default: float32 on the CPU and emulated cards, else the model's own")
-    add("--enforce-eager", action="store_true")
-    add("--num-warmups", type=int, default=1, help="short runs before the measured one")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--seed", type=int, default=0, metavar="S", help="prompt i samples with seed S + i")
+    add("--dtype", help="as for vllm serve (default: float32 on the CPU and emulated cards, else the model's own)")
+    add("--enforce-eager", action="store_true", help="as for vllm serve; on this platform it changes nothing")
+    add("--num-warmups", type=int, default=1, metavar="N", help="short runs before the measured ones")
     add(
         "--turns",
         type=positive,
         default=1,
         metavar="N",
-        help="measured runs of each prompt at most; side by side no third one is begun after a minute",
+        help="measured runs of each prompt, at most; tasks that take turns begin no third one after a minute",
     )
-    add("--run-base", action="store_true", help="run the baseline as well and compare the tokens")
+    add("--run-base", action="store_true", help="run without speculation as well, and compare the tokens")
     output_files.add_json(add, "the record of the run")
-    add("--report", type=Path, metavar="FILE", help="write the run as a page to be opened in a browser")
+    add("--report", type=Path, metavar="FILE", help="write a report page (HTML)")
     add(
         "--do-profile",
         type=Path,
         nargs="?",
         const=Path(),
         metavar="FOLDER",
-        help="write torch.profiler's trace of the measured run to FOLDER (default: beside --json, else here)",
+        help="write torch.profiler's trace of the measured run to FOLDER; without FOLDER beside the file of --json, "
+        "else here (default: no trace)",
     )
-    add("--assert-accept-rate", type=float, metavar="RATE", help="fail when the acceptance rate is lower")
-    add("--accuracy-rate", type=float, metavar="RATE", help="fail when fewer of GSM8K's answers are right (lm-eval)")
-    add("--limit", type=positive, metavar="N", help="ask the first N questions of GSM8K only")
+    add(
+        "--assert-accept-rate",
+        type=float,
+        metavar="RATE",
+        help="fail when the acceptance rate, from 0 to 1, is lower (default: no threshold)",
+    )
+    add(
+        "--accuracy-rate",
+        type=float,
+        metavar="RATE",
+        help="run GSM8K by lm-eval; fail when the share of right answers, from 0 to 1, is lower (default: not run)",
+    )
+    add("--limit", type=positive, metavar="N", help="with --accuracy-rate: only the first N questions (default: all)")
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:

@@ -26,7 +26,7 @@ def add_json(add: Any, what: str) -> None:
         nargs="?",
         const=STDOUT,
         metavar="FILE",
-        help=f"write {what} to FILE; without FILE, or with -, print it in place of everything else",
+        help=f"write {what} to FILE; print it, and nothing else, where FILE is - or left out",
     )
 
 
