@@ -73,7 +73,8 @@ def serve(checkpoint: str, ngram: bool, vendors: bool) -> dict[str, Any]:
 
     if vendors:
         stand_around_the_vendors(emulator.device(), emulator.tag_kv)
-    drafting = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}
+    drafting = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
+    drafting |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     llm = LLM(
         checkpoint,
         skip_tokenizer_init=True,

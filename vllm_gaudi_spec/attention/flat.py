@@ -28,8 +28,8 @@ from vllm_gaudi_spec.attention.padded import (
 class _Plan:
     """What a call's layers with one mask share."""
 
-    bias: torch.Tensor
-    """float32 [N, 1, 1, Q, S]: 0 where a query sees the key, LOWEST where not."""
+    seen: torch.Tensor
+    """bool [N, 1, 1, Q, S]: which keys of an entry a query sees."""
     readers_N: torch.Tensor
     """The row whose queries read the entry. The last row reads padding, which no row counts."""
     owned_N1: torch.Tensor
@@ -111,7 +111,7 @@ def _attend_slice(
     if values_NSKD is not None:
         values = operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
     scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, operations.matmul_qk)
-    exp, max_NL, sums_NL = _block_softmax(scores, _cut(plan.bias, entries))
+    exp, max_NL, sums_NL = _block_softmax(scores, _cut(plan.seen, entries))
 
     max_NL = torch.where(owned_N1, max_NL, LOWEST)
     sums_NL = torch.where(owned_N1, sums_NL, 0.0)
@@ -136,14 +136,14 @@ def _cut(tensor: torch.Tensor, entries: range, dim: int = 0) -> torch.Tensor:
     return tensor if len(entries) == tensor.shape[dim] else tensor.narrow(dim, entries.start, len(entries))
 
 
-def _block_softmax(scores: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _block_softmax(scores: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """exp(scores - max), max and sums, of each entry on its own; the last two are [N, L].
 
     In plain torch. The bridge has an operation `block_softmax`; vllm-gaudi has it off on every card, and nobody has
     run it with several queries a row or with float32 scores.
     """
-    # Not added: the pad block and the unused end of a block may hold numbers that are too large for a sum.
-    scores = torch.where(bias < 0, bias, scores)
+    # No bias is added: the pad block and the unused end of a block may hold numbers that are too large for a sum.
+    scores = torch.where(seen, scores, LOWEST)
     block_max = scores.amax(-1, keepdim=True)
     exp = torch.exp(scores - block_max)
     return exp, block_max.flatten(1), exp.sum(-1).flatten(1)
@@ -158,8 +158,7 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     key_pos_NS = flat.index_N[:, None] * spec.block_size + inside_S
     query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
     seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
-    bias = torch.zeros(seen_NQS.shape, dtype=torch.float32, device=seen_NQS.device).masked_fill(~seen_NQS, LOWEST)
-    return _Plan(bias[:, None, None], readers_N, owned_N[:, None])
+    return _Plan(seen_NQS[:, None, None], readers_N, owned_N[:, None])
 
 
 def _one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:

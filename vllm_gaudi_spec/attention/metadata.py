@@ -195,12 +195,14 @@ def rectangle(
     """
     rows, queries = tokens_BQ.shape
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
-    positions_BQ = starts_B[:, None] + offsets_Q
+    everywhere_BQ = starts_B[:, None] + offsets_Q
     real_BQ = offsets_Q < num_real_B[:, None]
+    # Padding may extend past the end of the block table.
+    positions_BQ = torch.where(real_BQ, everywhere_BQ, 0)
     slots, calls = [], []
     for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
         block_BQ = table.gather(1, (positions_BQ // size).long())
-        slots.append((torch.where(real_BQ, block_BQ, 0) * size + positions_BQ % size).flatten().long())
+        slots.append((torch.where(real_BQ, block_BQ, 0) * size + everywhere_BQ % size).flatten().long())
         calls.append(
             AttentionCall(
                 num_rows=rows,
@@ -211,5 +213,5 @@ def rectangle(
                 host_lengths_B=blocks.lengths_B,
             )
         )
-    tokens_BQ, positions_BQ = torch.where(real_BQ, tokens_BQ, 0), torch.where(real_BQ, positions_BQ, 0)
+    tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
     return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls), num_real_B)

@@ -253,7 +253,7 @@ class DraftModelKVSync(DrafterKVSync):
         while lags := [lag for lag in lags if lag.gap > 0]:
             count = min(max(lag.gap for lag in lags), self._shapes.prefill_queries[-1])
             group = lags[: self._shapes.prefill_rows_at(count)]
-            yield self._part(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group) + count))
+            yield self._part(group, self._shapes.prefill(len(group), count, max(lag.end for lag in group)))
             for lag in group:
                 lag.gap -= count
         self._keeps_up_np[rows_np] = max_drafts_np > 0

@@ -92,8 +92,7 @@ class DataParallelLockstep:
         if rectangle.decodes:
             shape = self._shapes.decode(queries, [start + queries for start in starts], rows)
         else:
-            longest = max(counts, default=queries)
-            end = max(starts, default=0) + longest
-            shape = self._shapes.prefill(rows, queries, end + queries - longest)
+            end = max(starts, default=0) + max(counts, default=0)
+            shape = self._shapes.prefill(rows, queries, end)
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
         return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)

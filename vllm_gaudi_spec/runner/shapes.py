@@ -164,15 +164,18 @@ class Shapes:
         return self._warm(Shape(DECODE, rows, num_queries, context))
 
     def prefill(self, num_rows: int, longest: int, end: int) -> Shape:
+        """`end`: that of the row with the most tokens; padding may extend past the context."""
         queries = self.fit_queries(longest)
-        # Padding extends to the end of the bucket, so the context must cover that too.
-        shape = Shape(
-            PREFILL,
-            fit(self.prefill_rows, num_rows),
-            queries,
-            fit(self.contexts, end + queries - longest),
-        )
-        return self._warm(shape)
+        context = fit(self.prefill_contexts(queries), end)
+        return self._warm(Shape(PREFILL, fit(self.prefill_rows, num_rows), queries, context))
+
+    def prefill_contexts(self, queries: int) -> tuple[int, ...]:
+        """Of chunks of this bucket: that of a prompt's first chunk, and all that a later one may have."""
+        if len(self.contexts) == 1:  # the device reads the blocks that a row has, whatever the width
+            return self.contexts
+        first = round_up(queries, self.block_size)
+        longest = max(first, round_up(self.max_len, self.block_size))
+        return tuple(sorted({first, *(size for size in self.contexts if first < size < longest), longest}))
 
     def _warm(self, shape: Shape) -> Shape:
         """The shape, or while its graphs are not made the smallest that holds it and has its graphs."""
@@ -188,10 +191,7 @@ class Shapes:
         wider = large.queries - small.queries
         if large.phase != small.phase or large.rows < small.rows or wider < 0:
             return False
-        if large.phase == DECODE:
-            return wider == 0 and large.context >= small.context
-        # Padding extends to the end of the chunk's bucket, for which the longest context has room after any chunk.
-        return large.context >= min(small.context + wider, self.max_context)
+        return (wider == 0 or large.phase == PREFILL) and large.context >= small.context
 
     def prefill_rows_at(self, queries: int) -> int:
         """How many chunks of this bucket may share a step without exceeding the longest single one."""
@@ -205,8 +205,7 @@ class Shapes:
             for queries in self.prefill_queries
             for rows in self.prefill_rows
             if rows <= self.prefill_rows_at(queries)
-            for context in self.contexts
-            if context >= queries
+            for context in self.prefill_contexts(queries)
         ]
 
     def decode_sizes(self) -> list[tuple[int, int]]:

@@ -410,8 +410,12 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
 
 def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """[B, 1, Q, keys], to be added to scores."""
-    hidden = torch.finfo(spec.dtype).min
-    return torch.where(padded.visible(call, spec)[:, None], 0.0, hidden).to(spec.dtype)
+    # Tensors of the dtype: a choice between numbers is float32, and the mask would be a copy of it.
+    seen, hidden = (
+        torch.full((), value, dtype=spec.dtype, device=call.starts_B.device)
+        for value in (0.0, torch.finfo(spec.dtype).min)
+    )
+    return torch.where(padded.visible(call, spec)[:, None], seen, hidden)
 
 
 def _import_bridge() -> Any:
