@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from vllm_gaudi_spec.devices.cpu import fork
+
 
 @pytest.mark.parametrize(("before", "method"), [("", "fork"), ("torch.ones(1 << 22).exp_();", "spawn")])
 def test_start_method(before: str, method: str) -> None:
@@ -14,3 +16,12 @@ def test_start_method(before: str, method: str) -> None:
     code += "from vllm_gaudi_spec.devices.cpu.fork import start_method; print(start_method())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[-1] == method
+
+
+def test_a_process_that_cannot_be_forked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of a process would wait for a child, in vain."""
+    asked = []
+    monkeypatch.setattr(fork, "_has_threads", False)
+    monkeypatch.setattr(fork, "_forked_child_can_compute", lambda: bool(asked.append(1)))
+    assert [fork.start_method() for _ in range(3)] == ["spawn"] * 3
+    assert len(asked) == 1

@@ -19,10 +19,15 @@ _PATIENCE_S = 2.0
 # Large enough for torch to split it over threads.
 _ELEMENTS = 1 << 20
 
+_has_threads = False
+"""Whether a child waited in vain. OpenMP's threads stay as long as the process, so any later one would, too."""
+
 
 def start_method() -> str:
-    if _forked_child_can_compute():
+    global _has_threads
+    if not _has_threads and _forked_child_can_compute():
         return "fork"
+    _has_threads = True
     logger.info("This process has computed with torch already: the engine process is spawned, which takes longer.")
     return "spawn"
 
