@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
     add("--seed", type=at_least(0), default=0, metavar="S", help="the same seed gives the same workload")
     add(
         "--host-syncs",
-        "--host-reads",  # its name in 0.32.0
+        "--host-reads",  # its old name, for one release
         dest="host_reads",
         type=positive,
         default=1,
