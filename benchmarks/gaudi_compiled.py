@@ -29,6 +29,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_gaudi_spec.tools.io.command_line import Parser
+
 THIS = Path(__file__).resolve()
 MODES = {"lazy": "1", "compiled": "0"}
 SIZE = (128, 8192)
@@ -44,17 +46,19 @@ PROMPTS = ("The capital of France is", "Water boils at a temperature of")
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
     for name, text in (("count", "what is compiled"), ("inductor", "regions by inductor")):
         part = parts.add_parser(name, help=text)
-        part.add_argument("--json", type=Path, metavar="FILE")
-    parts.choices["inductor"].add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+        common.add_json(part)
+    parts.choices["inductor"].add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="times that each case is run"
+    )
     for name in ("count-one", "inductor-one"):
         part = parts.add_parser(name)
         part.add_argument("case", nargs="+")
-        part.add_argument("--result", type=Path)
-        part.add_argument("--started")
+        part.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+        part.add_argument("--started", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -55,8 +55,8 @@ class Parser(argparse.ArgumentParser):
 
     def _chosen(self, found: argparse.Namespace) -> Parser:
         """The parser of the command, where this one has commands."""
-        choices = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parser = choices[0].get(found.command) if choices else None
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parser = commands[0].choices.get(getattr(found, commands[0].dest)) if commands else None
         return parser if isinstance(parser, Parser) else self
 
     def refuse(self, unknown: list[str]) -> NoReturn:
