@@ -158,9 +158,7 @@ def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:
     counts = [count for _, count in group]
     ends = [request.num_computed + count for request, count in group]
     finishes = [end == len(request.all_token_ids) for end, request in zip(ends, members, strict=True)]
-    # Every row is padded to the bucket, so the context is that of a row as long as the longest.
-    end = max(request.num_computed for request in members) + max(counts)
-    shape = shapes.prefill(len(members), max(counts), end)
+    shape = shapes.prefill(len(members), max(counts), max(ends))
     return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)
 
 

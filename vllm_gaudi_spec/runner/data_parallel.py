@@ -92,7 +92,7 @@ class DataParallelLockstep:
         if rectangle.decodes:
             shape = self._shapes.decode(queries, [start + queries for start in starts], rows)
         else:
-            end = max(starts, default=0) + max(counts, default=0)
+            end = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
             shape = self._shapes.prefill(rows, queries, end)
         assert (shape.phase, shape.rows, shape.queries) == (DECODE if rectangle.decodes else PREFILL, rows, queries)
         return Planned(shape=shape, requests=members, counts=counts, finishes=finishes)

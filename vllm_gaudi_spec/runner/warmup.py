@@ -128,7 +128,7 @@ def warm_up(runner: Runner, max_tokens: int) -> IdleWarmUp:
         _listed(shapes.decode_queries),
         f"{_listed(shapes.entries)} blocks" if shapes.entries else f"contexts of {_listed(shapes.contexts)}",
         _listed(shapes.prefill_queries),
-        _listed(shapes.contexts),
+        _listed(tuple(sorted({shape.context for shape in shapes.prefills()}))),
     )
     if estimate := backend.graphs.describe_warm_up(work_of(runner, chosen)):
         logger.info("It makes %s.", estimate)

@@ -46,6 +46,20 @@ def plan(
     ]
 
 
+def test_the_end_of_a_long_prompt_beside_a_new_prompt() -> None:
+    """The context is that of the row with the most tokens: no row has the tokens of one and the chunk of the other."""
+    two = shapes(max_num_seqs=2, max_tokens=1024, max_len=2000, exact=False, prefill_rows=(1, 2))
+    requests = Requests(
+        HostBackend(), max_rows=2, max_len=two.max_context + 1, block_sizes=[16], max_context=two.max_context, seed=0
+    )  # type: ignore[arg-type]
+    ending = new_request("ending", [1] * 1990, list(range(1, 126)), num_computed=1900)
+    scheduled = step({"ending": 90, "new": 400}, new=[ending, new_request("new", [2] * 400, list(range(126, 151)))])
+    requests.apply(scheduled)
+    (batch,) = batches_of(scheduled, requests, two, {})
+    assert batch.shape in two.all()
+    assert (batch.shape.rows, batch.shape.context) == (2, 2000)
+
+
 def test_running_decodes_then_everything_else_in_order(requests: Requests, small: Shapes) -> None:
     first = step(
         {"a": 3, "b": 40, "c": 1, "d": 2},

@@ -266,8 +266,8 @@ class TextDrafting(Drafting):
             queries = min(self._num_unread(lagging[0]) - 1, self._shapes.prefill_queries[-1])
             group = lagging[: self._shapes.prefill_rows_at(queries)]
             counts = [min(self._num_unread(row) - 1, queries) for row in group]
-            end = max(self._timelines[row].num_read for row in group) + max(counts)
-            shape = self._shapes.prefill(len(group), max(counts), end)
+            ends = [self._timelines[row].num_read + count for row, count in zip(group, counts, strict=True)]
+            shape = self._shapes.prefill(len(group), max(counts), max(ends))
             self._read_chunks(list(zip(group, counts, strict=True)), shape.rows, shape.queries, shape.context)
 
     def _read_chunks(self, members: list[tuple[int, int]], num_rows: int, width: int, context: int) -> None:
