@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_spec.tools.io.command_line import add_shared
+
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / ".bench"
 NOISE_NOTE = "This machine may be shared and noisy: read the ratios, not the absolute figures."
@@ -42,6 +44,33 @@ def log(text: str) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+
+
+def add_num_drafts(parser: argparse.ArgumentParser, dest: str, default: int | list[int]) -> None:
+    """One number, or several where the default is several."""
+    several = isinstance(default, list)
+    add_shared(
+        parser.add_argument,
+        "--num-speculative-tokens",
+        dest=dest,
+        type=int,
+        default=default,
+        nargs="+" if several else None,
+        metavar="K",
+        help="numbers of drafts per step" if several else "drafts per step",
+    )
+
+
+def add_output_len(parser: argparse.ArgumentParser, default: int) -> None:
+    add_shared(
+        parser.add_argument,
+        "--output-len",
+        dest="tokens",
+        type=int,
+        default=default,
+        metavar="N",
+        help="tokens to generate per prompt, past any end token",
+    )
 
 
 # ---- subprocesses --------------------------------------------------------------------------------------

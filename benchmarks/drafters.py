@@ -18,7 +18,7 @@ import numpy as np
 from vllm_gaudi_spec.drafting.ngram import NgramProposer
 from vllm_gaudi_spec.drafting.suffix import SuffixProposer
 from vllm_gaudi_spec.records import Context
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 STEPS = 200
 
@@ -26,15 +26,7 @@ STEPS = 200
 def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of the request")
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        default=8,
-        metavar="K",
-        help="drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", 8)
     parser.add_argument("--ngram", type=int, nargs=2, default=[2, 5], metavar=("MIN", "MAX"), help="lengths of matches")
     parser.add_argument(
         "--responses", type=int, default=200, metavar="N", help="past responses in the suffix cache, 500 tokens each"

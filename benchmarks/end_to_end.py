@@ -26,7 +26,7 @@ import speculation_common as shared
 from phases import Phases
 from serving import Counted, Served, Tape
 
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
 DEFAULTS = {
@@ -41,15 +41,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="size of target and drafter")
     parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="batch sizes (default: by --size)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="P", help="acceptance rates")
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="k",
-        type=int,
-        default=4,
-        metavar="K",
-        help="drafts per step",
-    )
+    common.add_num_drafts(parser, "k", 4)
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens of each prompt (default: by --size)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps that are counted (default: by --size)")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="times that each graph is run alone")

@@ -49,25 +49,9 @@ def parse_options() -> argparse.Namespace:
         "--text", type=Path, default=TEXT, metavar="FILE", help="text for the perplexity (default: held_out.txt here)"
     )
     parser.add_argument("--num-tokens", type=int, default=2000, metavar="N", help="tokens of that text")
-    add_shared(
-        parser.add_argument,
-        "--output-len",
-        dest="tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens to generate per prompt, past any end token",
-    )
+    common.add_output_len(parser, 64)
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all)")
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="num_drafts",
-        type=int,
-        default=3,
-        metavar="K",
-        help="drafts per step",
-    )
+    common.add_num_drafts(parser, "num_drafts", 3)
     parser.add_argument("--json", type=Path, metavar="FILE", default=common.LOGS / "fp8.json", help="the report")
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ from vllm_gaudi_spec.devices.hpu.backend import TRAITS, DeviceBackend, KVPair, m
 from vllm_gaudi_spec.emulator import cost  # noqa: E402
 from vllm_gaudi_spec.emulator.card import DEVICE  # noqa: E402
 from vllm_gaudi_spec.emulator.counters import Tally  # noqa: E402
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared  # noqa: E402
+from vllm_gaudi_spec.tools.io.command_line import Parser  # noqa: E402
 
 BATCHES = (1, 8, 32)
 CONTEXTS = (128, 1024, 4096)
@@ -236,16 +236,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N", help="tokens of KV per request"
     )
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=list(DRAFTS),
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", list(DRAFTS))
     common.add_json(parser)
     return parser.parse_args()
 

@@ -41,7 +41,7 @@ from vllm_gaudi_spec.devices.hpu.backend import TRAITS, KVPair, make_backend
 from vllm_gaudi_spec.emulator.card import DEVICE, DeviceRefusal
 from vllm_gaudi_spec.emulator.counters import Tally
 from vllm_gaudi_spec.sampling.rules import strict
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 RUNNER = "vllm_gaudi.v1.worker.hpu_model_runner"
 SAMPLER = "vllm_gaudi.v1.sample.hpu_rejection_sampler"
@@ -355,16 +355,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[128, 130, 1024], metavar="N", help="tokens of KV per request"
     )
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=[1, 3],
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", [1, 3])
     common.add_json(parser)
     return parser.parse_args()
 

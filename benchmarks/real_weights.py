@@ -17,7 +17,7 @@ import dummy
 import speculation_common as shared
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 METHODS = {
     "draft_model": shared.SAME_VOCAB,
@@ -40,25 +40,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 32], metavar="B", help="batch sizes (concurrency)"
     )
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="k",
-        type=int,
-        default=4,
-        metavar="K",
-        help="drafts per step",
-    )
+    common.add_num_drafts(parser, "k", 4)
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
-    add_shared(
-        parser.add_argument,
-        "--output-len",
-        dest="tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens to generate per prompt, past any end token",
-    )
+    common.add_output_len(parser, 128)
     parser.add_argument("--dtype", default="bfloat16", help="of target and drafter")
     common.add_json(parser)
     return parser.parse_args()

@@ -33,7 +33,7 @@ import torch
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
 from vllm_gaudi_spec.sampling.rules.registry import TORCH, Rules
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 RULES = ("greedy", "strict", "sure", "standard", "block")
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -416,16 +416,7 @@ def parse_options() -> argparse.Namespace:
         "--rules", nargs="+", choices=RULES, default=list(RULES), metavar="RULE", help=f"of {', '.join(RULES)}"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), metavar="B", help="batch sizes")
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=list(DRAFTS),
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", list(DRAFTS))
     parser.add_argument(
         "--vocabs", nargs="+", type=int, default=list(VOCABS), metavar="V", help="vocabulary sizes, in tokens"
     )

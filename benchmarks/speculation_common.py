@@ -16,7 +16,7 @@ import common
 import numpy as np
 from common import PLATFORMS, QUIET
 
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 TESTS = common.ROOT / "tests" / "full_tests"
 DEMO = common.ROOT / "demo"
@@ -51,15 +51,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 def add_acceptance_options(parser: argparse.ArgumentParser, report: str) -> None:
     """For scripts that measure cases one by one and keep them."""
-    add_shared(
-        parser.add_argument,
-        "--output-len",
-        dest="tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens to generate per prompt, past any end token",
-    )
+    common.add_output_len(parser, 64)
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each kind (default: all, 24 and 8)")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="concurrency")
     parser.add_argument(

@@ -25,7 +25,6 @@ import numpy as np
 import speculation_common as shared
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
-from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 METHODS = {"draft_model": shared.SAME_VOCAB, "universal": shared.OTHER_VOCAB}
 WARMUP_TOKENS = 16
@@ -34,16 +33,7 @@ SETTINGS = ("tokens", "texts", "prompts", "temperature", "cpu_weights")
 
 def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=[1, 2, 3, 4, 5],
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", [1, 2, 3, 4, 5])
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -52,15 +42,7 @@ def parse_options() -> argparse.Namespace:
         metavar="METHOD",
         help=f"of {', '.join(METHODS)}",
     )
-    add_shared(
-        parser.add_argument,
-        "--output-len",
-        dest="tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens to generate per prompt, past any end token",
-    )
+    common.add_output_len(parser, 128)
     parser.add_argument("--texts", choices=shared.TEXTS, default="openings", help="which set of prompts")
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="the first N prompts of the set")
     parser.add_argument(

@@ -40,15 +40,7 @@ def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step")
         metavar="K",
         help=drafts_help,
     )
-    add_shared(
-        parser.add_argument,
-        "--output-len",
-        dest="tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens to generate per prompt, past any end token",
-    )
+    common.add_output_len(parser, 64)
     parser.add_argument(
         "--turns", type=int, default=turns, metavar="N", help="measured turns of each engine, at each batch size"
     )

@@ -23,7 +23,6 @@ import speculation_common as shared
 from speculation_common import Rates
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
-from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 BASE = "bytes"
 GEMMA = "gemma"
@@ -60,16 +59,7 @@ def parse_options() -> argparse.Namespace:
     parser = shared.parser_of(__doc__)
     shared.add_acceptance_options(parser, "universal.json")
     parser.add_argument("--gemma", metavar="FOLDER", help="folder of Gemma 3 270M, to measure that pair as well")
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=[1, 2, 3, 4, 5],
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", [1, 2, 3, 4, 5])
     parser.add_argument(
         "--outside", action="store_true", help="measure transformers' assisted generation as well: slow"
     )

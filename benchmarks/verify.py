@@ -30,7 +30,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_gaudi_spec.records import DECODE, Planned, Shape
 from vllm_gaudi_spec.runner.batch import make_batch, make_sample_batch
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
-from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
+from vllm_gaudi_spec.tools.io.command_line import Parser
 
 CHUNK = 256
 GRIDS = {
@@ -50,16 +50,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", help="tokens of KV per request (default: by --size)"
     )
-    add_shared(
-        parser.add_argument,
-        "--num-speculative-tokens",
-        dest="drafts",
-        type=int,
-        nargs="+",
-        default=[1, 2, 3, 4, 5],
-        metavar="K",
-        help="numbers of drafts per step",
-    )
+    common.add_num_drafts(parser, "drafts", [1, 2, 3, 4, 5])
     parser.add_argument(
         "--middle", type=int, metavar="N", help="the context at which every k is measured (default: by --size)"
     )

@@ -2,7 +2,7 @@
 
 python requirements/environment.py card|clients|docs|vllm-ascend|vllm-gaudi|optimum-habana FOLDER
 
-Made with the running Python, by requirements/install.py. It is made anew when what would be installed has changed, and
+Made with the running Python, by requirements/install.py. It is made again when what would be installed has changed, and
 only where this script made it: a folder with anything else in it stays, and the command ends.
 """
 
