@@ -139,6 +139,8 @@ def step(runner: Any, tokens: dict[str, int], cached: Any, new: list[Any], draft
     answer = runner.sample_tokens(None)
     if runner.async_scheduling:
         answer.get_output()
+    else:
+        runner.take_draft_token_ids()
 
 
 def measure(runner: Any, phases: Phases, batch: int, steps: int) -> dict[str, Any]:

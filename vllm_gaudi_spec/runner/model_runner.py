@@ -308,7 +308,7 @@ class ModelRunner:
         batch = make_sample_batch(self.requests, shape, requests, ends, num_positions)
         inputs = self.sampling.inputs_of(batch, branch, grammars)
         step = self.sample(batch, inputs)
-        if not self.sampling.reports(requests):
+        if not self.sampling.reports(requests, branch):
             leave_out_scores(step, batch.shape)
         step.unfinished = unfinished
         step.started = [request for request in requests if request.num_computed < len(request.all_token_ids)]

@@ -61,7 +61,9 @@ class Branch(NamedTuple):
     @classmethod
     def largest(cls, branches_BF: np.ndarray) -> Branch:
         """The largest of several branches, given as numbers; no field set is 0."""
-        values = branches_BF.max(axis=0, initial=0).tolist()
+        if not branches_BF.any():
+            return cls()
+        values = branches_BF.max(axis=0).tolist()
         return cls._make(type(none)(value) for none, value in zip(cls(), values, strict=True))
 
     def of_drafting(self) -> Branch:
@@ -348,7 +350,8 @@ class Sampling:
     def branch(self, requests: list[Request], grammars: Collection[str]) -> Branch:
         """What requests need that sample in one step. `grammars`: ids of requests with a grammar."""
         branch = Branch.largest(self._branches_np[[request.row for request in requests]])
-        branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
+        if grammars:
+            branch = branch._replace(constrained=any(request.req_id in grammars for request in requests))
         if branch.top_k == self.vocab_size and branch.top_p:
             branch = branch._replace(top_p=SEARCHED)  # there is no list to look in
         if self.backend.traits.compiles:
@@ -357,8 +360,10 @@ class Sampling:
             return branch.coarse(self.vocab_size, self.logprob_counts)
         return branch
 
-    def reports(self, requests: list[Request]) -> bool:
+    def reports(self, requests: list[Request], branch: Branch) -> bool:
         """Whether one of them asks for log-probabilities, which a merged branch computes for others too."""
+        if not any(branch.of_reports()):
+            return False
         return any(Branch.largest(self._branches_np[[request.row for request in requests]]).of_reports())
 
     def inputs_of(self, batch: SampleBatch, branch: Branch, grammars: dict[str, Grammar]) -> SamplingInputs:
