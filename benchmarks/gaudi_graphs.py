@@ -24,7 +24,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -239,8 +239,8 @@ def _drafts(
 
 CARD_BYTES = int(94.62 * 2**30)
 """What a Gaudi 2's allocator offers: vllm-gaudi's documentation, warmup.md."""
-FOR_KV = 0.9 * 0.9
-"""The default of --gpu-memory-utilization, and what the reserve for graphs leaves."""
+UTILIZATION, RESERVE = 0.9, 0.1
+"""The defaults: --gpu-memory-utilization, and the share of that which is kept for what graphs keep."""
 FULL_COPIES = 11.3
 """Of a sampling pass's logits, held at once by a full branch: counted by the emulated card's profile run, 371.0 MB for
 256 positions of 32000 tokens. A greedy one holds them once."""
@@ -267,10 +267,10 @@ class Model:
         """Keys of a layer; as many are values."""
         return tokens * self.kv_heads * self.head_size * 2
 
-    def decode_bytes(self, shape: Shape) -> int:
+    def decode_bytes(self, shape: Shape, slice_blocks: int = SLICE) -> int:
         """Keys and values of a slice, its scores in float32 four times (themselves, masked, their exponents, and
         those rescaled), the mask, and which block is whose in two dtypes."""
-        blocks, size = min(shape.context, SLICE), TRAITS.block_size
+        blocks, size = min(shape.context, slice_blocks), TRAITS.block_size
         scores = blocks * size * self.heads * shape.queries * 4
         mask = shape.context * size * shape.queries * 4
         return 2 * self._kv_bytes(blocks * size) + 4 * scores + mask + shape.context * shape.rows * 6
@@ -291,21 +291,47 @@ MODELS = (
 )
 
 
+class Step(NamedTuple):
+    """What a graph needs beside weights and KV, while it runs."""
+
+    kind: str
+    size: tuple[Any, ...]
+    num_bytes: int
+
+
+def too_large(steps: list[Step], left: int) -> list[str]:
+    """Those that do not fit into the memory that is left for them."""
+    return [
+        f"{step.kind} {step.size}: {step.num_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB are left"
+        for step in steps
+        if step.num_bytes > left
+    ]
+
+
 def first_day(model: Model, max_num_seqs: int, max_model_len: int, k: int) -> dict[str, Any]:
     """One Gaudi 2 of `model.ranks`: what warm-up makes, how long that may take, and the step that needs most."""
     backend = settings()
-    room = int((CARD_BYTES - model.weights) * FOR_KV)
+    free = int(CARD_BYTES - model.weights)
+    reserve = int(free * UTILIZATION * RESERVE)
+    room = int(free * UTILIZATION) - reserve
     # As the profile run has it: blocks as if no step needed anything.
     shapes = make_shapes(max_num_seqs, max_model_len, EXPONENTIAL, k, backend, room // model.block_bytes)
     sampling = sampling_of(backend, max_num_seqs)
     passes = sample_passes(shapes, sampling, max_num_seqs, keeps_probs=False)
     forwards = tuple(shapes.all())
-    largest = {
-        "decode": max(model.decode_bytes(shape) for shape in forwards if shape.phase == DECODE),
-        "prompt": max(model.prompt_bytes(shape) for shape in forwards if shape.phase == PREFILL),
-        "sampling": sampling_bytes(max(shape.positions for shape, _ in passes)),
-    }
+    decodes = [shape for shape in forwards if shape.phase == DECODE]
+    steps = [
+        *(Step("decode", shape, model.decode_bytes(shape)) for shape in decodes),
+        *(Step("prompt", shape, model.prompt_bytes(shape)) for shape in forwards if shape.phase == PREFILL),
+        *(Step("sampling", shape, sampling_bytes(shape.positions)) for shape, _ in passes),
+    ]
+    largest = {kind: max(step.num_bytes for step in steps if step.kind == kind) for kind, _, _ in steps}
     kind = max(largest, key=lambda kind: largest[kind])
+    kv_blocks = max((room - largest[kind]) // model.block_bytes, 0)
+    left = free - kv_blocks * model.block_bytes - reserve
+    wrong = too_large(steps, left)
+    if kv_blocks * TRAITS.block_size < max_model_len:
+        wrong.append(f"{kv_blocks} blocks of KV are less than a request of {max_model_len} tokens")
     others = len(reports_of(passes)) + len(sampling.prompt_logprob_counts())
     recipes = compile_time.recipes_of(
         WarmUpWork(forwards, len(passes) + others, len({shape for shape, _ in passes}), 0, model.ranks)
@@ -315,30 +341,32 @@ def first_day(model: Model, max_num_seqs: int, max_model_len: int, k: int) -> di
         "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,
         "k": k,
-        "decode": sum(shape.phase == DECODE for shape in forwards),
-        "prompt": sum(shape.phase == PREFILL for shape in forwards),
+        "decode": len(decodes),
+        "prompt": len(forwards) - len(decodes),
         "finish": len(passes),
         "others": others,
         "recipes": recipes.total,
         "minutes": {name: recipes.seconds(cached=cached) / 60 for name, cached in CACHES},
         "bytes": largest,
+        "decode_bytes_at_once": max(model.decode_bytes(shape, shape.context) for shape in decodes),
         "largest": kind,
-        "kv_bytes": room - largest[kind],
-        "kv_blocks": (room - largest[kind]) // model.block_bytes,
+        "left_bytes": left,
+        "kv_bytes": kv_blocks * model.block_bytes,
+        "kv_blocks": kv_blocks,
+        "wrong": wrong,
     }
 
 
 def as_first_day_row(found: dict[str, Any]) -> list[str]:
     names = ("decode", "prompt", "finish", "others", "recipes")
-    gib = {kind: f"{size / 2**30:.1f}" for kind, size in found["bytes"].items()}
+    sizes = [found["decode_bytes_at_once"], *found["bytes"].values(), found["left_bytes"], found["kv_bytes"]]
     return [
         found["model"],
         f"{found['max_num_seqs']} x {found['max_model_len']}",
         str(found["k"] or "none"),
         *(str(found[name]) for name in names),
         f"{found['minutes']['cold']:.1f} / {found['minutes']['cached']:.1f}",
-        *gib.values(),
-        f"{found['kv_bytes'] / 2**30:.1f}",
+        *(f"{size / 2**30:.1f}" for size in sizes),
     ]
 
 
@@ -442,11 +470,13 @@ def main() -> None:
     check(found)
     days = [first_day(model, *sizes, k) for model, sizes, k in product(MODELS, DAY_SIZES, (0, 3))]
     header = ["model", "size", "k", "decode", "prompt", "finish", "others", "recipes", "min"]
-    header += ["decode GiB", "prompt GiB", "sampling GiB", "KV GiB"]
+    header += ["decode, no slices, GiB", "decode GiB", "prompt GiB", "sampling GiB", "left GiB", "KV GiB"]
     common.log("\nOn Gaudi 2: different recipes, minutes without / with a recipe cache, memory of the largest steps.")
     common.log(common.table(header, [as_first_day_row(day) for day in days]))
-    if short := [day for day in days if day["kv_bytes"] <= 0]:
-        raise SystemExit(f"no memory is left for KV: {short}")
+    for day in days:
+        if day["wrong"]:
+            size = f"{day['max_num_seqs']} x {day['max_model_len']}"
+            raise SystemExit(f"{day['model']}, {size}: {'; '.join(day['wrong'])}")
     rows = [
         {**asdict(one), "total": one.total, "forwards": one.forwards, "estimated_minutes": warmup_minutes(one)}
         for one in found

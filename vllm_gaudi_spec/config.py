@@ -324,7 +324,12 @@ class Speculation:
     @property
     def on_device(self) -> bool:
         """Whether drafts are made on the device, between two steps: only then is async scheduling possible."""
-        return METHODS[self.method].on_device and not self.retokenizes
+        return self.needs_device and not self.retokenizes
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether rounds of drafts run on the device, whoever starts them."""
+        return METHODS[self.method].on_device
 
     def longest(self, max_model_len: int) -> int:
         """The length that a row's context and its drafts may reach together."""

@@ -19,6 +19,8 @@ from tests.full_tests.tiny_models import VOCAB
 from vllm_gaudi_spec import emulator, worker
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
+from vllm_gaudi_spec.runner import profile
+from vllm_gaudi_spec.runner.graphs import DRAFTERS_READS, DRAFTS
 from vllm_gaudi_spec.runner.model_runner import ModelRunner
 from vllm_gaudi_spec.runner.profile import peak_bytes
 
@@ -40,7 +42,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def start(model: str, **options: Any) -> Any:
-    return engine(model, speculative_config=ngram(2), **SIZES | options)
+    return engine(model, **dict(speculative_config=ngram(2)) | SIZES | options)
 
 
 def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -50,10 +52,17 @@ def shrink(card: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(card, "model", replace(card.model, memory=held + num_bytes))
 
 
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ngram_gpu", "retokenize"))]
+)
 def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
-    looping_llama: str, card: Any, monkeypatch: pytest.MonkeyPatch
+    method: str, looping_llama: str, twin: str, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of drafters on the device too, of whose memory nothing is left either."""
     found: list[tuple[int, int]] = []
+    kinds: dict[str, int] = {}
+    peaks = profile._peaks
+    monkeypatch.setattr(profile, "_peaks", lambda *args: (kinds.update(peaks(*args)), kinds)[1])
 
     def noted(runner: ModelRunner, budget: int) -> int:
         before = (card.in_use, card.graph_bytes, len(card.graphs), set(vars(runner)))
@@ -61,15 +70,20 @@ def test_r01_the_largest_steps_run_before_the_kv_cache_is_sized(
         assert (card.in_use, card.graph_bytes, len(card.graphs), set(vars(runner))) == before, "nothing is left"
         return found[0][0]
 
+    drafter = ngram(2) | dict(method=method)
+    if method == "retokenize":
+        drafter = dict(method="universal_draft", model=twin, num_speculative_tokens=2)
+    own = dict(gaudi_spec=dict(universal_context=method)) if method == "retokenize" else {}
     shrink(card, monkeypatch, 64 * MIB)
     monkeypatch.setattr(worker, "peak_bytes", noted)
     before = captured()
-    with start(looping_llama) as llm:
+    with start(looping_llama, speculative_config=drafter, additional_config=own) as llm:
         (kv,) = llm.collective_rpc(lambda worker: worker.model_runner.kv_cache.num_bytes)
         programs_are_the_manifest(llm, before)
     ((peak, budget),) = found
     assert peak > 2 * 3 * VOCAB * 4, "at least the scores of two rows of three"
     assert 0.9 * (budget - peak) < kv <= budget - peak
+    assert (DRAFTS in kinds, DRAFTERS_READS in kinds) == (method != "ngram", method == "retokenize")
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""An engine on a torch that has Intel's version string. Its code is this environment's: only comparisons change."""
+"""An engine on a torch that has Intel's version string, and loads the card by itself, as in Intel's image. torch's code
+is this environment's: only comparisons change."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.full_tests.reference import Reference
+from tests.support.autoload import write_bridge
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.emulated
@@ -22,6 +24,8 @@ PROMPT, NUM_TOKENS = [5, 6, 7, 5, 6], 12
 _ENGINE = """
 import json, sys
 import torch
+
+loaded = torch.accelerator.is_available()
 from torch.torch_version import TorchVersion
 
 torch.__version__ = torch.version.__version__ = TorchVersion(sys.argv[2])
@@ -38,6 +42,7 @@ params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detoken
 found = {
     "is_newer": is_torch_equal_or_newer("2.11.0"),
     "tokens": list(answer.outputs[0].token_ids),
+    "loaded_by_torch": loaded,
     "compiled": report["device"]["compiled_after_warmup"],
 }
 print("\\n" + json.dumps(found))
@@ -48,6 +53,7 @@ def test_s15_a_torch_with_the_vendors_version(looping_llama: str, tmp_path: Path
     metadata = tmp_path / f"torch-{VENDOR}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {VENDOR}\n")
+    write_bridge(tmp_path)
     paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"}
     done = subprocess.run(
@@ -62,5 +68,6 @@ def test_s15_a_torch_with_the_vendors_version(looping_llama: str, tmp_path: Path
     # vLLM may log there when the engine ends.
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert found["is_newer"] is False
+    assert found["loaded_by_torch"]
     assert found["tokens"] == Reference(looping_llama).greedy(PROMPT, NUM_TOKENS)
     assert found["compiled"] == 0

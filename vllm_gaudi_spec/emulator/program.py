@@ -87,6 +87,7 @@ class Capture:
         self.num_inputs = 0
         self.externals: dict[int, DeviceTensor] = {}
         self.made: list[weakref.ref[DeviceTensor]] | None = [] if track_results else None
+        self.input_dtypes: list[torch.dtype] = []
         self.input_memory: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._own_memory: set[int] = set()
@@ -95,6 +96,7 @@ class Capture:
         tensor.capture, tensor.slot = self, self.program.num_slots
         self.program.num_slots += 1
         self.num_inputs += 1
+        self.input_dtypes.append(tensor.inner.dtype)
         self.input_memory.add(id(tensor.memory))
 
     def owns(self, tensor: DeviceTensor) -> bool:

@@ -108,8 +108,8 @@ class ModelRunner:
         return self.speculation is not None and self.speculation.retokenizes
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, profiled_blocks: int | None = None) -> None:
-        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Of drafters only models
-        are in it, unless they have a KV region of their own, and no processor of a user's is made."""
+        """`profiled_blocks`: for a profile run, the number of blocks that sizes are made for. Drafters on the host are
+        not in it, and no processor of a user's is made."""
         model = self.vllm_config.model_config
         device = self.backend.traits.torch_device
         self.kv_cache = KVCache(kv_cache_config, self.vllm_config, self.backend)
@@ -171,8 +171,7 @@ class ModelRunner:
         )
         self.reports = Reports(self.backend, downloads)
         self.drafting: Drafting | None = None
-        is_profiled = self.drafter is not None and not self._has_kv_region
-        if self.speculation is not None and (profiled_blocks is None or is_profiled):
+        if self.speculation is not None and (profiled_blocks is None or self.speculation.needs_device):
             self.drafting = load_drafting(
                 DraftingContext(
                     speculation=self.speculation,

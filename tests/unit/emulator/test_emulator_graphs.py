@@ -77,26 +77,48 @@ def test_l02_l03_a_new_geometry_or_value_is_a_new_graph(card: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "words"),
     [
-        (lambda x: (x, 1), lambda x: (x.int(), 1)),
-        (lambda x: (x, -1), lambda x: (x, -2)),
-        (lambda x: (x, 1), lambda x: (x, True)),
-        (lambda x: (x, x), lambda x: (x, x.clone())),  # one tensor twice is another wiring
+        (lambda x: (x, 1), lambda x: (x.int(), 1), "argument 0: torch.float32 and now torch.int32"),
+        (lambda x: (x, -1), lambda x: (x, -2), "argument 1: -1 and now -2"),
+        (lambda x: (x, 1), lambda x: (x, True), "argument 1: .*int.* and now .*bool"),
+        # One tensor twice is another wiring.
+        (lambda x: (x, x), lambda x: (x, x.clone()), "argument 1: 0 and now 1"),
     ],
 )
-def test_l01_l33_a_graph_is_found_by_a_hash(card: Any, first: Callable[..., Any], second: Callable[..., Any]) -> None:
+def test_l01_l33_a_graph_is_found_by_a_hash(
+    card: Any, first: Callable[..., Any], second: Callable[..., Any], words: str
+) -> None:
     """Shapes, views and Python's hash of the rest, and nothing is compared."""
     x = torch.zeros(4, device="hpu")
     run = graph(lambda x, other: x * other)
     run(*first(x))
-    with pytest.raises(RuntimeError, match="its key is a hash"):
+    with pytest.raises(RuntimeError, match=f"its key is a hash.*{words}"):
         run(*second(x))
     card.hostile = False
     run = graph(lambda x, other: x * other)
     run(*first(x))
     run(*second(x))
     assert card.counters.graph_captures == 3
+
+
+def test_l01_a_graph_takes_what_is_stored_alike(card: Any) -> None:
+    """int64 has 32 bits on the card, so a graph that was captured with int32 reads and writes it, and the other way."""
+    table = hpu(0, 10, 20, 30)
+
+    def look_up(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        positions.add_(1)
+        return table.index_select(0, positions)
+
+    for first, second in ((torch.int32, torch.int64), (torch.int64, torch.int32)):
+        run = graph(look_up)
+        run(table, positions=torch.tensor([0, 1], dtype=first, device="hpu"))
+        positions = torch.tensor([1, 2], dtype=second, device="hpu")
+        assert run(table, positions=positions).tolist() == [20.0, 30.0]
+        assert (positions.tolist(), positions.dtype) == ([2, 3], second)
+        with pytest.raises(RuntimeError, match=r"positions: torch\.int32 and now torch\.float32"):
+            run(table, positions=positions.float())
+    assert card.counters.graph_captures == 2
 
 
 def test_l04_the_second_call_compiles_a_copy_of_what_is_not_read(card: Any) -> None:

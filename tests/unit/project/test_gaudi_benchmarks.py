@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +39,27 @@ def test_numbers_of_graphs(tmp_path: Path) -> None:
     assert len(found["days"]) == 12
     for day in found["days"]:
         minutes = "{cold:.1f} / {cached:.1f}".format(**day["minutes"])
-        gib = [f"{size / 2**30:.1f}" for size in (*day["bytes"].values(), day["kv_bytes"])]
+        assert max(day["bytes"].values()) <= day["left_bytes"]
+        sizes = (day["decode_bytes_at_once"], *day["bytes"].values(), day["left_bytes"], day["kv_bytes"])
+        gib = [f"{size / 2**30:.1f}" for size in sizes]
         graphs = ", ".join(str(day[kind]) for kind in ("decode", "prompt", "finish", "others"))
         size = f"{day['max_num_seqs']} x {day['max_model_len']}"
         cells = (day["model"], size, day["k"] or "none", graphs, day["recipes"], minutes, *gib)
         assert f"| {' | '.join(map(str, cells))} |" in page
+
+
+def test_a_step_that_does_not_fit_ends_the_list_of_graphs() -> None:
+    code = (
+        "import sys, dataclasses, gaudi_graphs as graphs\n"
+        "sys.argv = ['gaudi_graphs.py']\n"
+        "heavy = dataclasses.replace(graphs.MODELS[0], name='heavy', weights=graphs.CARD_BYTES - 6 * 2**30)\n"
+        "graphs.MODELS, graphs.SIZES, graphs.DAY_SIZES = (heavy,), (), ((256, 8192),)\n"
+        "graphs.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    words = "heavy, 256 x 8192: sampling .* 5.5 GiB, and 5.5 GiB are left; 0 blocks of KV are less than a request"
+    assert re.search(words, done.stderr), done.stderr
 
 
 def test_bytes_of_kv_read(tmp_path: Path) -> None:

@@ -88,25 +88,30 @@ def test_a_device_that_measures_no_peak_runs_nothing(runner: Any) -> None:
     assert profile.peak_bytes(runner, GIB) == 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", STANDARD])
-def test_a_drafter_that_is_a_model_is_profiled(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["draft_model", STANDARD, RETOKENIZE, "ngram_gpu"])
+def test_a_drafter_on_the_device_is_profiled(method: str, tmp_path: Path) -> None:
     """And what a rule gathers of its distributions, in the largest sampling pass."""
     engine = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path)
     runner, gathered = engine.runner, list[int]()
-    kv_cache = KVCacheConfig(2, [], [KVCacheGroupSpec(runner.target.layer_names + runner.drafter.layer_names, _SPEC)])  # type: ignore[union-attr]
+    layers = runner.target.layer_names
+    if method in ("draft_model", STANDARD):
+        layers = layers + runner.drafter.layer_names  # type: ignore[union-attr]
     with torch.inference_mode():
-        runner.initialize_kv_cache(kv_cache, profiled_blocks=ROOMY)
+        runner.initialize_kv_cache(KVCacheConfig(2, [], [KVCacheGroupSpec(layers, _SPEC)]), profiled_blocks=ROOMY)
         probs = runner.drafting.probs  # type: ignore[union-attr]
         runner.drafting.probs = lambda rows_B: (gathered.append(len(rows_B)), probs(rows_B))[1]  # type: ignore[method-assign, union-attr, func-returns-value]
         found = list(profile._largest(jobs(runner)))
         for one in found:
             one.run()
-    assert {one.kind for one in found} >= {"rounds of drafts", "drafter's reads", "sampling passes"}
+    kinds = {one.kind for one in found}
+    assert kinds >= {"rounds of drafts", "sampling passes"}
+    assert ("drafter's reads" in kinds) == (method != "ngram_gpu")
     assert (max(gathered, default=0) == MAX_ROWS) == (method == STANDARD)
 
 
-@pytest.mark.parametrize("method", ["ngram", RETOKENIZE])
-def test_other_drafters_are_not(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "custom_class"])
+def test_a_drafter_on_the_host_is_not(method: str, tmp_path: Path) -> None:
+    """It takes none of the device's memory, and a class of the user's is made once."""
     runner = SmallEngine(Variant(method, num_blocks=ROOMY, backend=CompilingBackend), tmp_path).runner
     with torch.inference_mode():
         runner.initialize_kv_cache(

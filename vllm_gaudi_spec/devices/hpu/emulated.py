@@ -19,12 +19,14 @@ from vllm_gaudi_spec.environment import (
     gaudi_is_lazy,
 )
 
-# Before the import: the emulator puts a `habana_frameworks` in place.
-emulator.install(generation=emulated_generation(), lazy=gaudi_is_lazy())
-emulator.device().lazy_collectives = gaudi_has_lazy_collectives()
-emulator.device().hostile = emulator_is_hostile()
+# Before the import: the emulator puts a `habana_frameworks` in place. Where torch has loaded the card by itself, as it
+# loads Habana's bridge, it has a mode already, and `open_bridge` compares it.
+_card = emulator.device()
+emulator.install(generation=emulated_generation(), lazy=_card.lazy if _card.installed else gaudi_is_lazy())
+_card.lazy_collectives = gaudi_has_lazy_collectives()
+_card.hostile = emulator_is_hostile()
 if modules := emulated_modules():
-    emulator.device().acquire = partial(acquire, cached_files.own_folder(cache_folder()) / "emulated_gaudis", modules)
+    _card.acquire = partial(acquire, cached_files.own_folder(cache_folder()) / "emulated_gaudis", modules)
 
 from vllm_gaudi_spec.devices.common.emulated import EmulatedGraphs, EmulatedMemory, EmulatedWeights  # noqa: E402
 from vllm_gaudi_spec.devices.hpu import backend as hpu  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,6 +75,24 @@ class GraphCapture(Capture):
             )
 
 
+# A replay takes the memory of its arguments as it is (bridge 1.19, HPUGraph.cpp, replayV3; what is compared there are
+# sizes), and these are 32 bits wide in it (get_n_bytes.h; PT_ENABLE_INT64_SUPPORT is off by default). So a graph that
+# was captured with one of two takes the other: vllm-gaudi's decode graphs get positions in int32 in warm-up and in
+# int64 in steps with drafts (v0.26.0, hpu_model_runner.py, _create_decode_input_data).
+_STORED_AS = {torch.int64: torch.int32, torch.float64: torch.float32}
+
+
+class Form(NamedTuple):
+    """Of a tensor among the arguments."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    number: int
+    """Of the tensor: one given twice has one."""
+
+
 class Inputs:
     """Arguments: the number that selects a graph, what a recorded graph depends on besides, and the device tensors."""
 
@@ -92,7 +110,8 @@ class Inputs:
             if twin == len(self.tensors):
                 self.tensors.append(value)
             inner = value.inner
-            return (inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, twin)
+            dtype = _STORED_AS.get(inner.dtype, inner.dtype) if DEVICE.hostile else inner.dtype
+            return Form(inner.shape, inner.stride(), inner.storage_offset(), dtype, twin)
         kind = type(value)
         if isinstance(value, (list, tuple)):
             return (kind, *[self._walk(item) for item in value])
@@ -104,6 +123,28 @@ class Inputs:
             return (kind, *[self._walk(getattr(value, name)) for name in _field_names(kind)])
         _plain_hash(value)
         return (kind, value)
+
+
+def _difference(wiring: Any, now: Any) -> str:
+    """The first argument that differs, and what of it."""
+    (_, *unnamed), (_, *named) = wiring
+    (_, *unnamed_now), (_, *named_now) = now
+    pairs = [(f"argument {number}", *pair) for number, pair in enumerate(zip(unnamed, unnamed_now, strict=False))]
+    pairs += [(name, form, other) for (name, form), (_, other) in zip(named, named_now, strict=False)]
+    for name, before, after in pairs:
+        if before != after:
+            before, after = _first_different(before, after)
+            return f"{name}: {before} and now {after}"
+    return f"{len(pairs)} arguments are alike"
+
+
+def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
+    """Parts of two wirings, which differ."""
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        for part, other in zip(before, now, strict=True):
+            if part != other:
+                return _first_different(part, other)
+    return before, now
 
 
 def input_hash(value: Any) -> int:
@@ -177,6 +218,7 @@ class CapturedGraph:
         self.unread: list[tuple[int, DeviceTensor]] = []
         """Inputs that the capture did not read, with their indices: later calls copy theirs into these."""
         self.read = capture.read_inputs({tensor.slot for tensor in _tensors(outputs) if capture.owns(tensor)})
+        self._dtypes = capture.input_dtypes
         self._program = program
         self._work = work
         shared = {id(tensor.memory) for tensor in capture.externals.values()}
@@ -190,7 +232,12 @@ class CapturedGraph:
         self._rebound = {slot for tensor, slot in self._copied if id(tensor.memory) in shared | capture.input_memory}
 
     def replay(self, inputs: Sequence[DeviceTensor]) -> Any:
-        slots = self._program.run([real(tensor) for tensor in inputs])
+        values = [real(tensor) for tensor in inputs]
+        as_captured = [one.to(dtype) for one, dtype in zip(values, self._dtypes, strict=True)]
+        slots = self._program.run(as_captured)
+        for one, changed in zip(values, as_captured, strict=True):
+            if changed is not one:
+                one.copy_(changed)
         for tensor, slot in self._copied:
             value = slots[slot]
             if tensor.ghost or slot in self._rebound:
@@ -325,7 +372,8 @@ class GraphCache:
         if graph.wiring != inputs.wiring:
             raise DeviceRefusal(
                 f"the graph of {name} for {_describe(graph.wiring)} is replayed on other arguments: its key is a hash "
-                "of shapes, views and Python values, in which neither dtypes nor -1 and -2 nor 1 and True differ"
+                "of shapes, views and Python values, in which neither dtypes nor -1 and -2 nor 1 and True differ; "
+                f"{_difference(graph.wiring, inputs.wiring)}"
             )
         if device.hostile and not self._hold_inputs:
             graph.copy_unread(inputs.tensors)

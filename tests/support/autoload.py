@@ -1,0 +1,25 @@
+"""A card that torch loads when it is imported, as it loads Habana's bridge: by an entry point of `torch.backends`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MODULE = """
+import os
+
+from vllm_gaudi_spec import emulator
+
+
+def load():
+    emulator.install(lazy=os.environ.get("PT_HPU_LAZY_MODE", "{default}") != "0")
+"""
+
+
+def write_bridge(folder: Path, default_mode: int = 1) -> None:
+    """Into a folder for PYTHONPATH. Like the bridge it reads PT_HPU_LAZY_MODE once, when torch is imported.
+    `default_mode`: 1 in the bridge's sources of 1.19, 0 in today's documentation."""
+    (folder / "autoloaded_gaudi.py").write_text(_MODULE.format(default=default_mode))
+    info = folder / "habana_torch_plugin-1.24.0.400.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: 1.24.0.400\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ndevice_backend = autoloaded_gaudi:load\n")

@@ -1,0 +1,70 @@
+"""On a machine with a Gaudi torch loads the bridge by itself, before any of our code runs: what follows from that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.autoload import write_bridge
+from tests.support.processes import ROOT
+
+_SCRIPT = """
+import os
+import torch
+
+assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "hpu"
+try:
+    torch.accelerator.empty_cache()
+except RuntimeError as error:
+    print(error)
+from vllm_gaudi_spec.devices import load_backend
+
+print(load_backend().traits.mode, os.environ["PT_HPU_LAZY_MODE"])
+from vllm_gaudi_spec.devices.hpu.emulated import make_backend
+
+for mode in "01":
+    os.environ["PT_HPU_LAZY_MODE"] = mode
+    try:
+        print(make_backend().traits.mode)
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "exported", "mode"),
+    [
+        (0, None, "compiled"),
+        pytest.param(1, None, "lazy", marks=pytest.mark.slow),
+        pytest.param(1, "0", "compiled", marks=pytest.mark.slow),
+        pytest.param(0, "1", "lazy", marks=pytest.mark.slow),
+    ],
+)
+def test_s03_h15_the_mode_is_that_of_the_import_of_torch(
+    default: int, exported: str | None, mode: str, tmp_path: Path
+) -> None:
+    """Not set, it is the bridge's default, whatever ours is; set after the import, it is refused."""
+    write_bridge(tmp_path, default)
+    inherited = {name: value for name, value in os.environ.items() if name != "PT_HPU_LAZY_MODE"}
+    chosen = {} if exported is None else {"PT_HPU_LAZY_MODE": exported}
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env=inherited | chosen | {"PYTHONPATH": paths, "VGS_DEVICE": "hpu-emulated"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    refused, loaded, *asked = done.stdout.splitlines()
+    assert refused == "Allocator for hpu is not a DeviceAllocator"
+    is_lazy = mode == "lazy"
+    assert loaded == f"{mode} {int(is_lazy)}"
+    words = f"habana_frameworks was loaded before PT_HPU_LAZY_MODE was set; export PT_HPU_LAZY_MODE={int(not is_lazy)} "
+    assert asked[is_lazy] == mode
+    assert asked[not is_lazy].startswith(words)
