@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 from vllm_gaudi_spec.tools.live.answers import DRAFT, UNKNOWN, Answer, Piece, counted
 from vllm_gaudi_spec.tools.live.http import DEFAULT_URL, Server, ServerError
 
-ROOT = Path(__file__).resolve().parents[1]
+OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "race.svg"
 PROMPT = "Write a short story about a dog who finds a key in the garden."
 COLUMN, LEFT, TOP, LINE, CHARACTERS = 430, 22, 92, 21, 46
 PAUSE_S = 4.0
@@ -200,16 +201,13 @@ def draw(plain: Recorded, drafted: Recorded, about: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
-    parser.add_argument("--prompt", default=PROMPT, help="the question (default: %(default)s)")
-    parser.add_argument(
-        "--output-len", type=int, default=96, metavar="TOKENS", help="of an answer (default: %(default)s)"
-    )
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="of each kind (default: %(default)s)")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server")
+    parser.add_argument("--prompt", default=PROMPT, help="the question")
+    add_shared(parser.add_argument, "--output-len", type=int, default=96, metavar="N", help="tokens of an answer")
+    parser.add_argument("--turns", type=int, default=5, metavar="N", help="answers of each kind")
     parser.add_argument("--about", help="the line below both columns (default: the processor and the date)")
-    out = ROOT / "docs" / "figures" / "race.svg"
-    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="(default: docs/figures/race.svg)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="the picture")
     options = parser.parse_args()
     about = options.about or f"Real time. Recorded on {platform.machine()}, {date.today().isoformat()}."
     try:
