@@ -20,11 +20,18 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
+# Only a strict tool's schema is in vLLM's grammar.
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": SCHEMA}}
+TOOLS: dict[str, Any] = {
+    "tools": [TOOL],
+    "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    "max_tokens": 200,
+}
 
 
 def calls(client: OpenAI, async_client: AsyncOpenAI) -> dict[str, Callable[[], Any]]:
     def chat(**more: Any) -> Any:
-        return client.chat.completions.create(**OPTIONS, **more)
+        return client.chat.completions.create(**OPTIONS | more)
 
     def streamed() -> str:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chat(stream=True))
@@ -44,6 +51,15 @@ def calls(client: OpenAI, async_client: AsyncOpenAI) -> dict[str, Callable[[], A
     def structured() -> str:
         schema = {"name": "answer", "schema": SCHEMA}
         return chat(response_format={"type": "json_schema", "json_schema": schema}).choices[0].message.content
+
+    def tool_call() -> tuple[str, str]:
+        (call,) = chat(**TOOLS).choices[0].message.tool_calls
+        return call.function.name, call.function.arguments
+
+    def tool_call_streamed() -> tuple[str, str]:
+        deltas = [chunk.choices[0].delta for chunk in chat(**TOOLS, stream=True)]
+        parts = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        return tuple("".join(getattr(part, field) or "" for part in parts) for field in ("name", "arguments"))
 
     def unknown_model() -> str:
         try:
@@ -67,6 +83,8 @@ def calls(client: OpenAI, async_client: AsyncOpenAI) -> dict[str, Callable[[], A
             for choice in client.chat.completions.create(**OPTIONS | {"temperature": 1.0, "seed": 7, "n": 2}).choices
         ],
         "JSON schema": structured,
+        "tool call": tool_call,
+        "tool call, streamed": tool_call_streamed,
         "completion": lambda: (
             client.completions.create(model="tiny", prompt="The quick", max_tokens=40, temperature=0).choices[0].text
         ),

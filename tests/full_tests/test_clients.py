@@ -19,12 +19,13 @@ from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-# A tiny model would fill JSON with blanks.
+DRAFTS = {"method": "draft_model", "model": str(ROOT / "demo" / "draft-same-vocab"), "num_speculative_tokens": 3}
+# A small model would fill JSON with blanks.
 COMPACT = ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
 ENVIRONMENT = ROOT / ".verify" / "clients"
 PAGE = ROOT / "docs" / "clients.md"
 CITIES = [{"city": "Paris"}, {"city": "Rome"}]
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,10 @@ def python() -> str:
 
 
 @pytest.fixture(scope="module")
-def drafting(looping_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def drafting(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("clients") / "log.txt"
-    options = ("--max-num-seqs", "4", "--enable-tokenizer-info-endpoint", *COMPACT)
-    server = Server(looping_llama, log, *options, "--speculative-config", json.dumps(NGRAM))
+    options = ("--max-num-seqs", "4", "--max-model-len", "1024", "--enable-tokenizer-info-endpoint", *COMPACT, *TOOLS)
+    server = Server(demo_model, log, *options, "--speculative-config", json.dumps(DRAFTS))
     try:
         yield server
     finally:
@@ -98,6 +99,9 @@ def test_openai(python: str, drafting: Server) -> None:
     assert found["stop string"] == text.partition(" ")[0]
     assert len(set(found["n = 2 with a seed"])) == 2
     assert json.loads(found["JSON schema"]) in CITIES
+    for name, arguments in (found["tool call"], found["tool call, streamed"]):
+        assert name == "weather"
+        assert json.loads(arguments) in CITIES
     assert found["completion"] == completion(drafting)
     assert found["responses"] == text
     assert "no-such-model" in found["unknown model"]
@@ -107,6 +111,9 @@ def test_openai(python: str, drafting: Server) -> None:
 def test_frameworks(client: str, python: str, drafting: Server) -> None:
     found = calls(client, python, drafting)
     text, _ = chat(drafting)
+    name, arguments = found.pop("tool call")
+    assert name == "weather"
+    assert arguments in CITIES
     for name, answer in found.items():
         assert answer == ([text] * 3 if name == "batch" else text), name
 
@@ -121,10 +128,10 @@ def test_lm_eval(python: str, drafting: Server) -> None:
         assert math.isclose(total, sum(logprobs["token_logprobs"][first:-1]), rel_tol=1e-4)
 
 
-def test_vllm_bench_serve(drafting: Server, looping_llama: str, tmp_path: Path) -> None:
+def test_vllm_bench_serve(drafting: Server, demo_model: str, tmp_path: Path) -> None:
     """Of our environment: it comes with vLLM."""
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve"]
-    options = dict(base_url=f"http://127.0.0.1:{drafting.port}", model="tiny", tokenizer=looping_llama, seed=0)
+    options = dict(base_url=f"http://127.0.0.1:{drafting.port}", model="tiny", tokenizer=demo_model, seed=0)
     options |= dict(dataset_name="random", random_input_len=16, random_output_len=32, num_prompts=6, max_concurrency=2)
     options |= dict(result_dir=tmp_path, result_filename="bench.json")
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]

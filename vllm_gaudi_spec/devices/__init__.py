@@ -82,8 +82,8 @@ DEVICES = {
 }
 
 
-# Beside another release of vLLM: the module refuses as it is imported.
-REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.wrong_vllm.Platform"
+# Where vLLM cannot run: the module refuses as it is imported.
+REFUSING_PLATFORM = "vllm_gaudi_spec.platforms.refusing.Platform"
 
 
 def asked_for() -> bool:

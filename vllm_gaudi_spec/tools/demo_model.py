@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_gaudi_spec import versions
 from vllm_gaudi_spec.environment import cache_folder, cached_files
 
 NAME = "smollm2-135m-instruct"
@@ -55,6 +56,8 @@ def demo_model_path(cache: Path | None = None, *, wheel: Path | None = None, ver
         with exclusive(cache):
             remove_leftovers(cache)
             if damaged_files(folder, checksums=verify):
+                if (reason := versions.broken_torchvision()) is not None:
+                    raise DemoModelError(reason)  # transformers cannot load a model either
                 build(folder, wheel or fetch_wheel(cache))
     return str(folder)
 
@@ -269,7 +272,10 @@ def main() -> int:
     options = parser.parse_args()
     try:
         print(demo_model_path(options.cache_dir, wheel=options.wheel, verify=options.verify))
-    except (DemoModelError, ImportError, OSError) as error:
+    except ImportError as error:
+        log(f"error: {error}; `gaudi-spec doctor` examines what is installed")
+        return 1
+    except (DemoModelError, OSError) as error:
         log(f"error: {error}")
         return 1
     except KeyboardInterrupt:

@@ -93,7 +93,7 @@ MAY_IMPORT = {
     # Nothing of the engine imports these.
     "tools": set(),
     "tools.io": {"environment.cached_files", "tools.io"},
-    "tools.demo_model": {"environment"},
+    "tools.demo_model": {"environment", "versions"},
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config"),
         *("drafting.table", "emulator.cost", "emulator.counters", "environment", "records", "runner.model_runner"),

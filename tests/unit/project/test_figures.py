@@ -9,7 +9,7 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 DARK = "@media (prefers-color-scheme: dark)"
-DRAWN = {"svg", "title", "desc", "style", "defs", "marker", "rect", "path", "text"}
+DRAWN = {"svg", "title", "desc", "style", "defs", "marker", "rect", "path", "text", "tspan"}
 every_figure = pytest.mark.parametrize("figure", sorted(DOCS.glob("figures/*.svg")), ids=lambda path: path.name)
 
 

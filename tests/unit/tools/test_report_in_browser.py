@@ -35,7 +35,7 @@ HEADLESS_TABLES = "[...document.querySelectorAll('table')].filter((t) => !t.quer
 LOOKS = "getComputedStyle(document.body).backgroundColor"
 
 
-def long_record(device: str = "cpu") -> dict[str, object]:
+def long_record(device: str = "cpu", concurrency: int = 1) -> dict[str, object]:
     """Names without a place to break them, many positions, and an answer that tries to run something."""
     said = answer(
         "<script>document.title = 'broken'</script> " + "x" * 300, ("a", 0), ("b c d <img/src=x>", 3), ("y" * 400, 0)
@@ -50,7 +50,10 @@ def long_record(device: str = "cpu") -> dict[str, object]:
         draft_model="/models/" + "a-very-long-name-of-a-drafter-" * 4,
     )
     base = task("baseline", 1000.0, k=0, answers=[said])
-    return run(base, task("ngram", 900.0, answers=[said]), many, device=device, model="/models/" + "target-" * 20)
+    model = "/models/" + "target-" * 20
+    made = run(base, task("ngram", 900.0, answers=[said]), many, device=device, model=model)
+    made["settings"]["batch_size"] = concurrency
+    return made
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
@@ -65,7 +68,7 @@ def test_without_a_browser(ci: str, outcome: type[BaseException], monkeypatch: p
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_page_in_chromium(runs: int, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    page.write([page.Run(f"run{place}.json", long_record()) for place in range(runs)], path)
+    page.write([page.Run(f"run{place}.json", long_record(concurrency=1 + place)) for place in range(runs)], path)
     backgrounds = set()
     with browser() as chromium:
         for width in (1100, PHONE):
@@ -80,6 +83,7 @@ def test_the_page_in_chromium(runs: int, tmp_path: Path) -> None:
                 assert widest <= width, f"{widest} wide on a screen of {width}"
                 assert chromium.evaluate("document.querySelectorAll('mark').length") > runs
                 assert chromium.evaluate("document.querySelectorAll('svg rect.fill').length") >= 40 * runs
+                assert chromium.evaluate("document.querySelectorAll('svg.curves polyline').length") == 2 * (runs - 1)
                 assert chromium.evaluate(HEADLESS_TABLES) == 0
                 assert chromium.evaluate("getComputedStyle(document.querySelector('mark')).borderBottomWidth") == "2px"
                 worst = chromium.evaluate(CONTRAST)

@@ -82,7 +82,8 @@ def load_tokenizer(path: str, revision: str | None = None, trust_remote_code: bo
         reason = " ".join(str(error).split())
         raise UnsupportedConfigError(
             f"A draft model needs a tokenizer of its own, and that of {path} cannot be loaded: {reason}. "
-            f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json)."
+            f"Give a model whose folder holds its tokenizer files (tokenizer.json, tokenizer_config.json); a head "
+            f"needs none, but its kind as `method`."
         ) from error
     ends: list[int] = []
     # Many models have no generation config, and a folder of a test or of a tokenizer alone has neither.

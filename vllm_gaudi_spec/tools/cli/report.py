@@ -14,7 +14,12 @@ from vllm_gaudi_spec.tools.io.output_files import STDOUT
 DESCRIPTION = """\
 Write one HTML page about recorded runs (`gaudi-spec demo --json RUN.json`): throughput and speedup, mean acceptance
 length, per-position acceptance rates, the texts with accepted tokens marked, graphs, device-to-host syncs, and the
-command that repeats the run. Several records are compared. The page is one file without scripts, and loads no other.
+command that repeats the run. Several records are compared; of one model at several values of --batch-size, the speedup
+is drawn against concurrency. The page is one file without scripts, and loads no other.
+
+gaudi-spec demo --batch-size 1 --json 1.json
+gaudi-spec demo --batch-size 4 --json 4.json
+gaudi-spec report 1.json 4.json
 
 Exit status: 0 when the page is written, 2 when a record cannot be read or for wrong options.
 """

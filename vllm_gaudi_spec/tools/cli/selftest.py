@@ -11,10 +11,10 @@ from vllm_gaudi_spec.tools.cli.output import become, fail, python
 from vllm_gaudi_spec.tools.io import output_files
 
 DESCRIPTION = """\
-Run the self-test of this machine's card, or of the device that VGS_DEVICE names: sampling noise, attention over batches
-with padding, KV writes, copies to and from the card, captured graphs, memory. An engine on a card runs the same checks
-when it starts, and with several ranks those of collectives. No model is loaded. The command opens the card: end a
-server that uses it first.
+Run the self-test of this machine's card (of its CPU where there is none), or of the device that VGS_DEVICE names:
+sampling noise, attention over batches with padding, KV writes, copies to and from the card, captured graphs, memory. An
+engine on a card runs the same checks when it starts, and with several ranks those of collectives. No model is loaded.
+The command opens the card: end a server that uses it first.
 
 Exit status: 0 when no check fails, 1 when one does or the device does not start, 2 for wrong options.
 """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show what a running server does, from its /metrics: tokens/s, queue and KV cache, acceptance by position, the numbers of
-drafts in use, why requests went without drafts, graphs compiled after warm-up, audits. Ctrl-C ends it.
+drafts in use, why requests went without drafts, graphs compiled after warm-up, results of audits. Ctrl-C ends it.
 
 gaudi-spec top
 gaudi-spec top http://127.0.0.1:8000 --once

@@ -11,10 +11,11 @@ from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
-Several tasks end in one table beside the baseline (no speculation); `compare` stands for baseline, ngram, draft_model
-and universal. On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the
-machine meets them all. They run one after the other on a card, which one process owns, where memory is too small, and
-with --do-profile; the table notes it.
+Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
+draft_model and universal, which is vLLM's draft_model with another vocabulary: `universal_draft` in a configuration.
+On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
+all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
+--do-profile; the table notes it.
 
 Without --model the target is the demo model, and --draft may be left out: its drafters are in demo/. For eagle3,
 medusa and mtp the demo has a tiny model of its own, with poor texts but high acceptance. With a model of your own and
@@ -24,7 +25,7 @@ A drafter of the demo model was trained on the fixed prompts. Where it is the on
 acceptance rate, on prompts unlike those of its training.
 
 Exit status: 0 when the task ran and met its thresholds, 1 when it failed (the last line has the reason), 2 for wrong
-options. --accuracy-rate needs lm-eval and its data, which are not installed here, and was not tried with them.
+options. --accuracy-rate needs lm-eval (the extra `bench`) and downloads its data; it was never run with them.
 """
 
 
@@ -57,8 +58,8 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
         help="tokens to generate per prompt, past any end token",
     )
     add("--batch-size", type=positive, default=8, metavar="N", help="concurrency: requests that run together")
-    add("--num-prompts", type=positive, metavar="N", help=f"how many of the fixed prompts ({num_prompts})")
-    add("--prompts", type=Path, metavar="FOLDER", help="prompt with every *.txt there (default: eight fixed prompts)")
+    add("--num-prompts", type=positive, metavar="N", help=f"how many of the eight fixed prompts ({num_prompts})")
+    add("--prompts", type=Path, metavar="FOLDER", help="every *.txt there is a prompt (default: the fixed ones)")
     add_shared(
         add,
         "--num-speculative-tokens",

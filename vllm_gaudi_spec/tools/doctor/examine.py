@@ -21,9 +21,8 @@ def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str,
     found += [*plugin_findings(), *setting_findings()]
     if missing_model is not None:
         found.append(Finding.refusal("models", missing_model))
-    wrong = versions.wrong_vllm() is not None and not serves_vllm_ascend()
-    if versions.installed_vllm() is None or wrong:
-        found.append(Finding(of.NOTE, "platform", "vLLM was not loaded, since it is not the one that is needed"))
+    if versions.vllm_mistake() is not None and not serves_vllm_ascend():
+        found.append(Finding(of.NOTE, "platform", "vLLM was not loaded, because of the problem above"))
     else:
         found += probe(pair if missing_model is None else None)
     problems = sum(one.severity == of.PROBLEM for one in found)

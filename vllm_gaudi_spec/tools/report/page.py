@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.io import output_files
+from vllm_gaudi_spec.tools.report import curves
 from vllm_gaudi_spec.tools.report.record import how_measured, mean_acceptance_length
 
 BASELINE = "baseline"
@@ -65,6 +66,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "title": f"{len(shown)} runs" if several else f"Drafting on {shown[0]['model']}",
         "headline": "" if several else shown[0]["headline"],
         "runs": shown,
+        "curves": curves.drawing([run.record for run in runs]),
     }
 
 

@@ -1,11 +1,11 @@
-"""Stands in for a platform with another release of vLLM, where ours was selected by name: its import raises.
+"""Stands in for a platform where vLLM cannot run: its import raises.
 
 vLLM ignores exceptions of a plugin and would run on a platform of its own. No release ignores an exception of this
 module: the platform's module is imported where the platform is needed.
 """
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
-from vllm_gaudi_spec.versions import wrong_vllm
+from vllm_gaudi_spec.versions import vllm_mistake
 
-if (reason := wrong_vllm()) is not None:
+if (reason := vllm_mistake()) is not None:
     raise UnsupportedConfigError(f"{reason}.")
