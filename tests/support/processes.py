@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 _SECONDS = 500
 
 
-def run_tests(folder: str, **environment: str) -> None:
-    """All tests of a folder, in a fresh process."""
+def run_tests(*tests: str, **environment: str) -> None:
+    """All tests of a folder, or those with these names, in a fresh process."""
     inherited = {name: value for name, value in os.environ.items() if name != "VGS_DEVICE"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", folder, "-q", "--no-header", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *tests, "-q", "--no-header", "-p", "no:cacheprovider"]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -29,7 +29,7 @@ def run_tests(folder: str, **environment: str) -> None:
         timeout=_SECONDS,
     )
     if done.returncode:
-        pytest.fail(f"{folder} {environment or ''}:\n{done.stdout}", pytrace=False)
+        pytest.fail(f"{' '.join(tests)} {environment or ''}:\n{done.stdout}", pytrace=False)
 
 
 def forget_bridge(patch: pytest.MonkeyPatch) -> None:

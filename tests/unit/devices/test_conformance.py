@@ -15,5 +15,20 @@ def test_a_backend(device: str) -> None:
     run_tests("tests/conformance", VGS_DEVICE=device, PT_HPU_LAZY_MODE="1")
 
 
+# Promises that compiled mode keeps by other code than lazy mode: graphs, and attention of each form in regions.
+IN_REGIONS = (
+    "test_graphs.py",
+    "test_attention.py::test_contexts_at_the_ends_of_blocks[heads in groups-4]",
+    "test_attention.py::test_contexts_at_the_ends_of_blocks[latent-4]",
+    "test_kv.py::test_o14_blocks_are_copied_in_all_layers[keys and values]",
+    "test_rules.py::test_samples[None]",
+)
+
+
 def test_a_gaudi_in_compiled_mode() -> None:
+    run_tests(*(f"tests/conformance/{one}" for one in IN_REGIONS), VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="0")
+
+
+@pytest.mark.slow
+def test_all_of_a_gaudi_in_compiled_mode() -> None:
     run_tests("tests/conformance", VGS_DEVICE="hpu-emulated", PT_HPU_LAZY_MODE="0")

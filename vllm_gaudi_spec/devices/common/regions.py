@@ -17,17 +17,13 @@ import torch
 from torch import fx
 
 from vllm_gaudi_spec.devices.common.arguments import flatten, key_of, name_of, rebuild, tensors_in
+from vllm_gaudi_spec.devices.common.fakes import Results
 from vllm_gaudi_spec.devices.common.tracing import (
     Operation,
     Segment,
     Tracer,
-    Value,
     check_equal,
-    constant,
     fill_in,
-    frozen,
-    numbers_in,
-    replace,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +56,7 @@ class RegionCompiler:
         self._compiler = compiler
         self._device_type = device_type
         self._rewrites = rewrites or {}
+        self._results = Results()
         self._compiled: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self.functions: Counter[str] = Counter()
         """How many were compiled of each, by name: one for each geometry of arguments."""
@@ -105,10 +102,10 @@ class RegionCompiler:
         self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], rest: Any
     ) -> tuple[Tracer, list[int], Any]:
         assert self._tracer is None, "a function that is compiled calls no other"
-        tracer = self._tracer = Tracer(self._rewrites, self._device_type)
+        tracer = self._tracer = Tracer(self._rewrites, self._device_type, self._results)
         try:
+            arguments = [tracer.fakes.enter(tensor) for tensor in tensors]
             with tracer:
-                arguments = [tracer.enter(tensor) for tensor in tensors]
                 result = function(*rebuild(arguments, rest))
         finally:
             self._tracer = None
@@ -121,7 +118,7 @@ class RegionCompiler:
             number: index
             for index, segment in enumerate(segments)
             for operation in segment.operations
-            for number in (*numbers_in((operation.args, operation.kwargs)), *operation.outputs)
+            for number in (*operation.inputs, *operation.outputs)
         }
         made: set[int] = set()
         steps = []
@@ -129,8 +126,7 @@ class RegionCompiler:
             inputs: dict[int, None] = {}
             new: dict[int, None] = {}
             for operation in segment.operations:
-                read = numbers_in((operation.args, operation.kwargs))
-                inputs.update(dict.fromkeys(number for number in read if number not in new))
+                inputs.update(dict.fromkeys(number for number in operation.inputs if number not in new))
                 # One that it was given is changed in place.
                 new.update(dict.fromkeys(number for number in operation.outputs if number not in inputs))
             outputs = tuple(number for number in new if last_use[number] > index or number in results)
@@ -151,7 +147,7 @@ class RegionCompiler:
         key = _form(segment, tracer, inputs, outputs)
         if key not in self._compiled:
             module = _graph_of(segment, inputs, outputs)
-            self._compiled[key] = self._compiler(module, [tracer.values[number] for number in inputs])
+            self._compiled[key] = self._compiler(module, [tracer.fakes.values[number] for number in inputs])
         return self._compiled[key]
 
 
@@ -168,7 +164,7 @@ class CompiledFunction:
     ) -> None:
         self._steps = steps
         self._num_arguments = len(arguments)
-        self._num_values = len(tracer.values)
+        self._num_values = len(tracer.fakes.values)
         self._outside = tracer.outside
         self._number_by_storage = {_storage(tensor): number for number, tensor in self._outside.items()}
         self._sharing = self._sharing_outside(arguments)
@@ -204,25 +200,20 @@ def _form(segment: Segment, tracer: Tracer, inputs: Sequence[int], outputs: Sequ
     """What a region does, with its own numbers of values: equal for regions that may share what is compiled."""
     local: dict[int, int] = {}
     storages: dict[int, int] = {}
-
-    def renumbered(item: Any) -> Any:
-        if isinstance(item, Value):
-            return "value", local.setdefault(item.number, len(local))
-        return constant(item)
-
-    geometry = []
+    geometries = []
     for number in inputs:
         local[number] = len(local)
-        fake = tracer.values[number]
-        storage = storages.setdefault(fake.untyped_storage()._cdata, len(storages))
-        geometry.append((fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device, storage))
-    operations = []
-    for one in segment.operations:
-        arguments = frozen(replace(one.args, renumbered)), frozen(replace(dict(one.kwargs), renumbered))
-        operations.append(
-            (one.target, arguments, tuple(local.setdefault(number, len(local)) for number in one.outputs))
+        geometry, storage = tracer.fakes.geometry_of(number)
+        geometries.append((geometry, storages.setdefault(storage, len(storages))))
+    operations = [
+        (
+            one.form,
+            tuple([local[number] for number in one.inputs]),
+            tuple([local.setdefault(number, len(local)) for number in one.outputs]),
         )
-    return tuple(geometry), tuple(operations), tuple(local[number] for number in outputs)
+        for one in segment.operations
+    ]
+    return tuple(geometries), tuple(operations), tuple(local[number] for number in outputs)
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

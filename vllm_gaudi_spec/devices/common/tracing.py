@@ -7,21 +7,18 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_spec.devices.common.arguments import tensors_in
+from vllm_gaudi_spec.devices.common.fakes import Fakes, Results
 
 
 class NotCompilableError(RuntimeError):
@@ -39,8 +36,12 @@ class Operation(NamedTuple):
     args: Any
     kwargs: Mapping[str, Any]
     """Both with `Value`s instead of tensors."""
+    form: Hashable
+    """What it does, without saying to which tensors: equal for operations that do the same."""
+    inputs: tuple[int, ...]
+    """Numbers of the tensors that it takes, in order."""
     outputs: tuple[int, ...]
-    """Numbers of the tensors that it returns, which may be some that it was given."""
+    """Of those that it returns, which may be some that it takes."""
     positions: tuple[int, ...] | None
     """Of those in what it returns; None where it returns one tensor."""
     source: str
@@ -63,35 +64,29 @@ class ByNumber(Protocol):
 class Tracer(TorchDispatchMode):
     """Notes operations, and runs them on tensors without values."""
 
-    def __init__(self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str) -> None:
+    def __init__(
+        self, rewrites: Mapping[Any, Callable[..., Any]], device_type: str, results: Results | None = None
+    ) -> None:
+        """`results`: of operations in earlier traces."""
         super().__init__()
         self._rewrites = rewrites
         self._device_type = device_type
-        self._fakes = FakeTensorMode(static_shapes=True)
-        self.values: list[torch.Tensor] = []
-        """Without values, by number."""
-        self._number_of: dict[int, int] = {}
+        self.fakes = Fakes(results or Results())
         self._numbers_outside: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
         """By number, tensors that were neither passed nor made."""
         self.segments = [Segment()]
 
-    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same without values."""
-        fake = self._fakes.from_tensor(tensor, static_shapes=True)
-        self._add(fake)
-        return fake
-
     def number_of(self, tensor: torch.Tensor) -> int:
-        number = self._number_of.get(id(tensor))
+        number = self.fakes.number_of(tensor)
         if number is not None:
             return number
         number = self._numbers_outside.get(id(tensor))
         if number is None:
             if isinstance(tensor, FakeTensor):
                 raise NotCompilableError(f"a tensor that was kept from an earlier trace is used: {_source()}")
-            self.enter(tensor)
-            number = self._numbers_outside[id(tensor)] = len(self.values) - 1
+            self.fakes.enter(tensor)
+            number = self._numbers_outside[id(tensor)] = len(self.fakes.values) - 1
             self.outside[number] = tensor
         return number
 
@@ -99,14 +94,10 @@ class Tracer(TorchDispatchMode):
         if self.segments[-1].operations:
             self.segments.append(Segment())
 
-    def _add(self, fake: torch.Tensor) -> int:
-        self.values.append(fake)
-        return self._number_of.setdefault(id(fake), len(self.values) - 1)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks where a tensor is, and computes nothing
-            with self._fakes:
+            with self.fakes.mode:
                 return func(*args, **kwargs)
         rewrite = self._rewrites.get(func)
         if rewrite is not None:
@@ -115,24 +106,33 @@ class Tracer(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         is_collective = func.namespace == "c10d"
-        if not is_collective and func._can_decompose():
+        if not is_collective and _can_decompose(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        note = _Note(self)
+        noted_args = note.of(args)
+        noted_kwargs = {name: note.of(value) for name, value in kwargs.items()} if kwargs else kwargs
         source = _source()
-        noted_args, noted_kwargs = replace(args, self._noted), replace(kwargs, self._noted)
+        form = (func, *note.form, *noted_kwargs)
+        inputs = tuple(note.inputs)
         if is_collective:
             result = _without_communication(func, args)
-        else:
-            result = self._without_values(func, noted_args, noted_kwargs, source)
-        found, positions = _outputs_of(func, result, source)
-        outputs = tuple(self._number_of[id(item)] if id(item) in self._number_of else self._add(item) for item in found)
-        operation = Operation(func, noted_args, noted_kwargs, outputs, positions, source)
-        if is_collective:
+            outputs, positions = tuple(map(self.number_of, tensors_in(result))), ()
             self.cut()
             self.segments[-1].is_compiled = False
-        self.segments[-1].operations.append(operation)
+        else:
+            for item in note.others:
+                raise NotCompilableError(f"{func} takes a {type(item).__name__}, which no graph holds: {source}")
+            result, outputs, positions = self.fakes.result(
+                form if func.namespace == "aten" else None,
+                inputs,
+                partial(self._without_values, func, noted_args, noted_kwargs, source),
+            )
+        self.segments[-1].operations.append(
+            Operation(func, noted_args, noted_kwargs, form, inputs, outputs, positions, source)
+        )
         if is_collective:
             self.cut()
         return result
@@ -140,21 +140,60 @@ class Tracer(TorchDispatchMode):
     def _without_values(self, func: Any, args: Any, kwargs: Any, source: str) -> Any:
         if func.namespace == "_c10d_functional":
             raise NotCompilableError(f"{func} is a collective that has no step of its own: {source}")
-        for item in _items((args, kwargs)):
-            if not isinstance(item, _PRINTABLE):
-                raise NotCompilableError(f"{func} takes a {type(item).__name__}, which no graph holds: {source}")
+        values = self.fakes.values
         try:
-            with self._fakes:
-                result = func(*fill_in(args, self.values), **fill_in(kwargs, self.values))
+            with self.fakes.mode:
+                result = func(*fill_in(args, values), **fill_in(kwargs, values))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotCompilableError(f"{func} needs values, and a graph that is compiled has none: {source}") from error
+        if isinstance(result, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in result):
+            raise NotCompilableError(f"{func} returns lists in lists: {source}")
         for tensor in tensors_in(result):
             if tensor.device.type != self._device_type:
                 raise NotCompilableError(f"{func} makes a tensor on {tensor.device} in a compiled graph: {source}")
         return result
 
-    def _noted(self, item: Any) -> Any:
-        return Value(self.number_of(item)) if isinstance(item, torch.Tensor) else item
+
+@functools.cache
+def _can_decompose(func: Any) -> bool:
+    return bool(func._can_decompose())
+
+
+class _Note:
+    """What an operation takes, taken apart: which tensors, and the rest."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._number_of = tracer.number_of
+        self.form: list[Hashable] = []
+        """All that is no tensor, in order. Equal for equal ones: 0.0 and -0.0 are none, 1 and True are none, and NaN
+        is NaN."""
+        self.inputs: list[int] = []
+        self.others: list[Any] = []
+        """What no graph holds."""
+
+    def of(self, value: Any) -> Any:
+        """The same with `Value`s instead of tensors."""
+        kind = type(value)
+        if kind in _PRINTABLE:
+            self.form.append(value)
+        elif isinstance(value, torch.Tensor):
+            number = self._number_of(value)
+            self.inputs.append(number)
+            self.form.append(Value)
+            return Value(number)
+        elif isinstance(value, (list, tuple)):
+            self.form.append((list if isinstance(value, list) else tuple, len(value)))
+            items = [self.of(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        elif isinstance(value, float):
+            self.form.append((float, value.hex()))
+        elif isinstance(value, (int, str)):  # True, and numbers with names
+            self.form.append((kind, value))
+        else:
+            # Objects of the communication library are others each time.
+            self.form.append(kind)
+            self.others.append(value)
+        return value
 
 
 def _without_communication(func: Any, args: Any) -> Any:
@@ -163,8 +202,8 @@ def _without_communication(func: Any, args: Any) -> Any:
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-# What an argument of a graph may be besides a tensor.
-_PRINTABLE = (Value, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# What an argument of a graph may be, and equals nothing else.
+_PRINTABLE = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 # Of the functions of torch, also of those that an emulated card replaces, the line is that of their caller.
 _SKIPPED = (
@@ -202,63 +241,18 @@ def fill_in(value: Any, by_number: ByNumber) -> Any:
     return replace(value, lambda item: by_number[item.number] if isinstance(item, Value) else item)
 
 
-def _outputs_of(func: Any, result: Any, source: str) -> tuple[list[torch.Tensor], tuple[int, ...] | None]:
-    """The tensors, and their positions where there may be several."""
-    if isinstance(result, torch.Tensor):
-        return [result], None
-    if func.namespace == "c10d":
-        return list(tensors_in(result)), ()
-    items = result if isinstance(result, (list, tuple)) else ()
-    if any(isinstance(item, (list, tuple)) for item in items):
-        raise NotCompilableError(f"{func} returns lists in lists: {source}")
-    found = {position: item for position, item in enumerate(items) if isinstance(item, torch.Tensor)}
-    return list(found.values()), tuple(found)
-
-
-def _items(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)) and not isinstance(value, Value):
-        for item in value:
-            yield from _items(item)
-    elif isinstance(value, dict):
-        yield from _items(list(value.values()))
-    else:
-        yield value
-
-
-def numbers_in(value: Any) -> Iterator[int]:
-    return (item.number for item in _items(value) if isinstance(item, Value))
-
-
 def check_equal(first: Tracer, second: Tracer) -> None:
     """Two traces of one function."""
     operations, again = (
         [one for segment in tracer.segments for one in segment.operations] for tracer in (first, second)
     )
     for one, other in itertools.zip_longest(operations, again):
-        if one is None or other is None or _plain(one) != _plain(other):
+        if one is None or other is None or _does(one) != _does(other):
             found = other or one
             raise NotCompilableError(
                 f"{found.target} is another operation each time, or has other numbers: {found.source}"
             )
 
 
-def _plain(operation: Operation) -> Hashable:
-    """What it does. Objects of the communication library are others each time."""
-    arguments = replace(
-        (operation.args, dict(operation.kwargs)),
-        lambda item: torch.ScriptObject if isinstance(item, torch.ScriptObject) else constant(item),
-    )
-    return operation.target, frozen(arguments), operation.outputs
-
-
-def constant(item: Any) -> Hashable:
-    """Equal for equal ones: 0.0 and -0.0 are none, 1 and True are none, and NaN is NaN."""
-    return type(item), item.hex() if isinstance(item, float) else item
-
-
-def frozen(value: Any) -> Hashable:
-    if isinstance(value, (list, tuple)):
-        return (type(value), *[frozen(item) for item in value])
-    if isinstance(value, dict):
-        return tuple((name, frozen(item)) for name, item in value.items())
-    return value
+def _does(operation: Operation) -> Hashable:
+    return operation.form, operation.inputs, operation.outputs
