@@ -2,93 +2,50 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm import LLM, SamplingParams
 
-from tests.full_tests.engines import counter, engine, first_tokens, generate
-from tests.full_tests.equality import Tally
-from tests.full_tests.prompts import random_prompts
-from tests.full_tests.reference import Reference
-from tests.full_tests.speculation import accepted, ngram
+from tests.full_tests.engines import counter, engine
+from tests.full_tests.kv_paths import (
+    SIZES,
+    K,
+    check_sinks_are_reloaded,
+    check_without_and_with_drafts,
+    texts,
+    without_drafts,
+)
+from tests.full_tests.speculation import accepted
 from tests.full_tests.tiny_models import VOCAB, common
-from tests.models import checkpoints
-from tests.models.run import CASES
-from vllm_gaudi_spec.config import REQUEST_OPTION
 
-GPT_OSS, BLOOM = "gpt-oss", "bloom"
-K = 3
-NUM_TOKENS = 24
-# Few shapes: on an emulated card each is a program.
-SIZES: dict[str, Any] = dict(
-    max_num_seqs=4, max_model_len=512, max_num_batched_tokens=256, enable_prefix_caching=True, skip_tokenizer_init=True
+GPT_OSS, MXFP4, BLOOM = "gpt-oss", "gpt-oss-mxfp4", "bloom"
+
+
+@pytest.mark.parametrize(
+    "case", [GPT_OSS, *(pytest.param(case, marks=pytest.mark.slow) for case in (BLOOM, "falcon-alibi", MXFP4))]
 )
-all_cases = pytest.mark.parametrize(
-    "case",
-    [GPT_OSS, *(pytest.param(case, marks=pytest.mark.slow) for case in (BLOOM, "falcon-alibi", "gpt-oss-mxfp4"))],
-)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    folder = tmp_path_factory.mktemp("models")
-    return cache(lambda case: str(checkpoints.make(case, CASES[case], folder)))
-
-
-def prompts() -> list[list[int]]:
-    """Within a block, over a block's end, and in two chunks of which the second reads the first; the last two share
-    it."""
-    found = random_prompts([5, 120, 300], VOCAB)
-    return [*found, found[-1][:290] + found[0]]
-
-
-def texts(llm: LLM, **options: Any) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **options)
-    asked = prompts()
-    found = first_tokens(generate(llm, asked[:-1], params)) + first_tokens(generate(llm, asked[-1:], params))
-    assert counter(llm, "vllm:prefix_cache_hits") > 0
-    return found
-
-
-def without_drafts(llm: LLM) -> list[list[int]]:
-    return texts(llm, extra_args={REQUEST_OPTION: 0})
-
-
-def check(case: str, folder: str, found: list[list[int]]) -> None:
-    # transformers has no reader of MXFP4 without a GPU: what such weights stand for is beside them.
-    plain = Path(folder).parent / "plain"
-    reference, tally = Reference(str(plain) if plain.exists() else folder), Tally()
-    for prompt, output in zip(prompts(), found, strict=True):
-        tally.greedy(f"{case}, prompt of {len(prompt)}", output, reference.logits_after(prompt, output))
-    tally.check()
-
-
-def check_without_and_with_drafts(case: str, folder: str) -> None:
-    with engine(folder, speculative_config=ngram(K), **SIZES) as llm:
-        plain = without_drafts(llm)
-        assert accepted(llm) == 0
-        assert llm.reset_prefix_cache()
-        assert texts(llm) == plain
-        assert accepted(llm) > 0
-        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
-    check(case, folder, plain)
-
-
-@all_cases
 def test_every_kv_path(case: str, made: Callable[[str], str]) -> None:
     check_without_and_with_drafts(case, made(case))
 
 
-@pytest.mark.emulated
-@pytest.mark.every_card
-@all_cases
-def test_on_an_emulated_card(case: str, made: Callable[[str], str]) -> None:
-    check_without_and_with_drafts(case, made(case))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [GPT_OSS, MXFP4, BLOOM])
+def test_two_ranks(case: str, made: Callable[[str], str]) -> None:
+    """Each has its own heads' sinks or slopes, and a part of each expert."""
+    check_without_and_with_drafts(case, made(case), tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [GPT_OSS, BLOOM])
+def test_kv_in_fp8(case: str, made: Callable[[str], str]) -> None:
+    check_without_and_with_drafts(case, made(case), kv_cache_dtype="fp8")
+
+
+@pytest.mark.slow
+def test_weights_of_a_running_engine(made: Callable[[str], str], tmp_path: Path) -> None:
+    check_sinks_are_reloaded(made("granite-swa"), tmp_path / "other")
 
 
 # ---- drafters beside gpt-oss -----------------------------------------------------------------------------

@@ -86,7 +86,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     """The dtype of its caches, where it is not the model's."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Where the layer is calibrated: zeroes the queries of padding."""
-    sinks: torch.Tensor | None
     slopes: torch.Tensor | None
 
     def __init__(
@@ -119,12 +118,19 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         config = get_current_vllm_config_or_none()
         has_model = config is not None and config.model_config is not None
         self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
-        # Both move to the device with the model. The layer's own module has the sinks too, and loads them.
-        self.sinks = sinks
+        self.keep_sinks(sinks)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.register_buffer("slopes", slopes, persistent=False)
         self.has_written = False
         """Whether the layer's KV was ever written; checked after warm-up."""
+
+    def keep_sinks(self, sinks: torch.Tensor | None) -> None:
+        """`sinks`: a parameter of the model's attention, whose own it stays: in a tuple a module does not find it."""
+        self._sinks = (sinks,)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return self._sinks[0]
 
     def make_layer_operations(self) -> None:
         """Make matmuls, softmax and caches modules of this layer, so that they can be replaced."""
