@@ -48,9 +48,10 @@ def of_layer(backend: DeviceBackend, layer: str) -> set[str]:
 
 
 def of_attention(backend: DeviceBackend, kind: Kind, *, decode: bool) -> set[str]:
-    plain = kind.value_size is None and not kind.soft_cap
+    plain = kind.value_size is None and not (kind.soft_cap or kind.slopes)
     if _card(backend) == _GAUDI:
         return {"sdpa_fwd"} if plain and not decode else set()
+    plain = plain and not kind.sinks
     if _card(backend) == _ASCEND:
         fused = kind.dtype in backend.attention.fused_dtypes
         writes = {"npu_scatter_pa_kv_cache"} if kind.value_size is None and fused else set()

@@ -37,11 +37,22 @@ class Kind:
     soft_cap: float = 0.0
     value_size: int | None = None
     """Of a latent layer, which keeps no values."""
+    sinks: bool = False
+    slopes: bool = False
+    """ALiBi."""
     dtype: torch.dtype = torch.float32
 
     @property
     def output_size(self) -> int:
         return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def sinks_H(self) -> torch.Tensor | None:
+        return torch.linspace(4.0, -4.0, self.heads).to(self.dtype) if self.sinks else None
+
+    @property
+    def slopes_H(self) -> torch.Tensor | None:
+        return 2.0 ** -torch.arange(1, self.heads + 1) if self.slopes else None
 
     def kv_spec(self, block_size: int) -> Any:
         """vLLM's account of the KV that such a layer keeps."""
@@ -71,6 +82,7 @@ class Layer:
     def __init__(self, backend: DeviceBackend, kind: Kind, kv_cache: Any, operations: Operations | None = None) -> None:
         self.backend, self.kind, self.kv_cache = backend, kind, kv_cache
         self.operations = operations or PLAIN
+        upload = backend.memory.upload
         self.spec = AttentionLayerSpec(
             num_heads=kind.heads,
             num_kv_heads=kind.kv_heads,
@@ -83,6 +95,8 @@ class Layer:
             value_size=kind.value_size,
             attention_chunk=kind.chunk,
             layer_operations=operations is not None,
+            sinks_H=None if kind.sinks_H is None else upload(kind.sinks_H),
+            slopes_H=None if kind.slopes_H is None else upload(kind.slopes_H),
         )
         self.ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
         self.step = backend.graphs.graph(self._step)
@@ -200,6 +214,8 @@ class Texts:
                     window=kind.window,
                     chunk=kind.chunk,
                     soft_cap=kind.soft_cap,
+                    sinks_H=kind.sinks_H,
+                    slopes_H=kind.slopes_H,
                 )
                 torch.testing.assert_close(
                     out_BQHD[index, q].double(),

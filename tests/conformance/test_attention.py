@@ -28,6 +28,8 @@ KINDS = {
     "soft cap": Kind(soft_cap=5.0),
     "window and soft cap": Kind(window=33, soft_cap=5.0),
     "latent": LATENT,
+    "sinks and a window": Kind(heads=6, window=33, sinks=True),
+    "slopes": Kind(heads=6, slopes=True),
 }
 every_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 
@@ -128,7 +130,7 @@ def test_as_many_drafts_as_its_traits_allow(backend: DeviceBackend, kind: Kind) 
     found.step(ends, [queries, 5], queries, decode=True)
 
 
-@pytest.mark.parametrize("kind", [Kind(), LATENT], ids=["heads in groups", "latent"])
+@pytest.mark.parametrize("kind", [Kind(), LATENT, Kind(sinks=True)], ids=["heads in groups", "latent", "sinks"])
 def test_the_dtypes_of_the_platform(backend: DeviceBackend, kind: Kind) -> None:
     from vllm.platforms import current_platform
 

@@ -33,6 +33,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Path of a checkpoint of `make verify-models`, made once per session."""
+    from tests.models import checkpoints
+    from tests.models.run import CASES
+
+    folder = tmp_path_factory.mktemp("cases")
+    return cache(lambda case: str(checkpoints.make(case, CASES[case], folder)))
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tiny: Callable[[str], str]) -> str:
     return tiny("llama")
 

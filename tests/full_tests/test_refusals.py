@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
-    BloomConfig,
     DeepseekV3Config,
     GptOssConfig,
     JambaConfig,
+    LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
     Qwen2AudioConfig,
@@ -77,8 +77,9 @@ MODELS = [
     ),
     ("JambaForCausalLM", lambda: JambaConfig(**common()), "attention only"),
     ("DeepseekV3ForCausalLM", deepseek, "sparse MLA"),
-    ("BloomForCausalLM", lambda: BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=400), "ALiBi"),
-    ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4)), "sinks"),
+    ("Step1ForCausalLM", lambda: LlamaConfig(**common()), "ALiBi"),
+    ("PanguProMoEV2ForCausalLM", lambda: LlamaConfig(**common()), "keys of attention sinks"),
+    ("GptOssForCausalLM", lambda: GptOssConfig(**common(num_local_experts=4), swiglu_limit=5.0), "swiglu_limit 5.0"),
     ("Qwen2AudioForConditionalGeneration", qwen2_audio, "text-only"),
     ("BertModel", lambda: BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2), "generate"),
 ]
@@ -86,7 +87,7 @@ MODELS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "config", "words"), MODELS, ids=[model[0] for model in MODELS])
-def test_a03_a23_a24_v01_v05_v13_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
+def test_a24_v01_v05_v13_models(architecture: str, config: Any, words: str, tmp_path: Path) -> None:
     made = config()
     made.architectures = [architecture]
     made.save_pretrained(tmp_path)

@@ -16,7 +16,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.models.architectures import EXPERTS, LATENT, ROUTED, Recipe, shape
+from tests.models.architectures import EXPERTS, LATENT, ROUTED, TEXT, Recipe, shape
 from tests.models.comparison import ROUGH
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, NATIVE, REFERENCE
 
@@ -37,6 +37,8 @@ class Format:
     """How a projection [out, in] is rounded; None leaves all as they are."""
     config: dict[str, Any]
     """`quantization_config` of config.json."""
+    stacks: Callable[[torch.Tensor], Rounded] | None = None
+    """How experts in one tensor [experts, in, out] are rounded; the tensors' names follow after an underscore."""
     activations: Callable[[torch.Tensor], torch.Tensor] | None = None
     kv: tuple[str, ...] = ()
     """Names under a layer's self_attn for scales of keys and values."""
@@ -187,6 +189,18 @@ def mxfp4(weight: torch.Tensor) -> Rounded:
     return {"weight_packed": codes.flatten(1), "weight_scale": scale}, (values * 2**exponent).flatten(1)
 
 
+def mxfp4_stack(weight_EKN: torch.Tensor) -> Rounded:
+    """gpt-oss: each output's inputs side by side, in blocks of 32."""
+    rows = weight_EKN.transpose(1, 2).contiguous()
+    found, meant = mxfp4(rows.flatten(0, 1))
+    blocks = (*rows.shape[:2], rows.shape[2] // 32)
+    stored = {
+        "blocks": found["weight_packed"].view(*blocks, 16),
+        "scales": found["weight_scale"].view(blocks),
+    }
+    return stored, meant.view(rows.shape).transpose(1, 2).contiguous()
+
+
 def _inputs(values: torch.Tensor, highest: float, fixed: bool, dtype: torch.dtype | None) -> torch.Tensor:
     """Activations rounded as a kernel does, with a scale for each token or the one of the checkpoint."""
     scale = INPUT_MAX / highest if fixed else values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / highest
@@ -323,6 +337,16 @@ FORMATS: dict[str, Format] = {
         weights=partial(nvfp4, names=("weight", "weight_scale", "weight_scale_2"), inverse=False),
         config=modelopt("NVFP4", group_size=16),
     ),
+    "gpt-oss-mxfp4": Format(
+        weights=None,
+        stacks=mxfp4_stack,
+        config=dict(
+            quant_method="mxfp4",
+            modules_to_not_convert=[
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+            ],
+        ),
+    ),
     "bitsandbytes": Format(
         weights=None, config=dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
     ),
@@ -337,6 +361,10 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
     found: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(folder / "model.safetensors").items():
+        if chosen.stacks is not None and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors, meant[key] = chosen.stacks(tensor.float())
+            found |= {f"{key}_{suffix}": value.contiguous() for suffix, value in tensors.items()}
+            continue
         base = key.removesuffix("weight")
         if chosen.weights is None or not base.endswith(("_proj.", "_proj_with_mqa.")):
             found[key] = meant[key] = tensor
@@ -392,7 +420,9 @@ def in_format(name: str, base: Recipe = LLAMA, **changes: Any) -> Recipe:
     return replace(base, format=name, engine=kernels(REFERENCE), tolerance=tolerance, **changes)
 
 
-FORMAT_CASES: dict[str, Recipe] = {name: in_format(name) for name in FORMATS}
+# Formats of one architecture's own.
+BASES = {"gpt-oss-mxfp4": TEXT["gpt-oss"]}
+FORMAT_CASES: dict[str, Recipe] = {name: in_format(name, BASES.get(name, LLAMA)) for name in FORMATS}
 FORMAT_CASES |= {
     f"{prefix}-{name}": in_format(name, base)
     for prefix, base, names in (

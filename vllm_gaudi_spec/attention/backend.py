@@ -73,6 +73,10 @@ class RectangleAttentionBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
 
 class RectangleAttentionImpl(AttentionImpl, nn.Module):
     value_size: int | None = None
@@ -82,6 +86,7 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
     """The dtype of its caches, where it is not the model's."""
     only_real: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Where the layer is calibrated: zeroes the queries of padding."""
+    slopes: torch.Tensor | None
 
     def __init__(
         self,
@@ -100,8 +105,6 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         nn.Module.__init__(self)
         if attn_type != AttentionType.DECODER:
             raise UnsupportedConfigError(f"attention of type {attn_type} is not supported; use a decoder-only model.")
-        if alibi_slopes is not None or sinks is not None:
-            raise UnsupportedConfigError("attention with ALiBi or sinks is not supported; use a model without them.")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -115,8 +118,19 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
         config = get_current_vllm_config_or_none()
         has_model = config is not None and config.model_config is not None
         self.model_type: str = config.model_config.hf_text_config.model_type if has_model else ""
+        self.keep_sinks(sinks)
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.register_buffer("slopes", slopes, persistent=False)
         self.has_written = False
         """Whether the layer's KV was ever written; checked after warm-up."""
+
+    def keep_sinks(self, sinks: torch.Tensor | None) -> None:
+        """`sinks`: a parameter of the model's attention, whose own it stays: in a tuple a module does not find it."""
+        self._sinks = (sinks,)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return self._sinks[0]
 
     def make_layer_operations(self) -> None:
         """Make matmuls, softmax and caches modules of this layer, so that they can be replaced."""
@@ -160,6 +174,8 @@ class RectangleAttentionImpl(AttentionImpl, nn.Module):
             layer_operations=self.layer_operations,
             kv_dtype=self.kv_dtype,
             model_type=self.model_type,
+            sinks_H=self.sinks,
+            slopes_H=self.slopes,
         )
         self._ops: Any = backend.attention if backend.attention.supports_attention(self.spec) else torch_ops
 

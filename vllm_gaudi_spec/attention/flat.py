@@ -15,6 +15,7 @@ from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
 from vllm_gaudi_spec.attention.operations import PLAIN, Operations
 from vllm_gaudi_spec.attention.padded import (
     LOWEST,
+    by_head,
     by_token,
     group_queries,
     in_reach,
@@ -61,8 +62,12 @@ def attend(
     assert sums is not None
     group = spec.num_heads // spec.num_kv_heads
     shape = (call.num_rows, spec.num_kv_heads, group, call.num_queries)
+    weights = sums.weights_BL.view(shape)
+    if spec.sinks_H is not None:
+        # Once a row, whatever the number of its entries. Far above the row's maximum it is inf, which leaves nothing.
+        weights = weights + torch.exp(by_head(spec.sinks_H, spec).squeeze(-1) - sums.row_max[:-1].view(shape))
     # The row's maximum itself counts 1: a smaller sum is that of a query that sees nothing, whose total is 0.
-    result = sums.total.view(*shape, spec.output_size).float() / sums.weights_BL.clamp(min=1.0).view(*shape, 1)
+    result = sums.total.view(*shape, spec.output_size).float() / weights.clamp(min=1.0).unsqueeze(-1)
     return by_token(result, spec)
 
 
@@ -111,6 +116,9 @@ def _attend_slice(
     if values_NSKD is not None:
         values = operations.v_cache.fetch_from_cache(values_NSKD, ids_N).transpose(1, 2)
     scores = score(query.index_select(0, _cut(plan.readers_N, entries)), keys, call, spec, operations.matmul_qk)
+    if spec.slopes_H is not None:
+        distances = call.plan(("flat distances", spec.block_size), lambda: _distances(call, spec, plan.readers_N))
+        scores = scores - _cut(distances, entries) * by_head(spec.slopes_H, spec)
     exp, max_NL, sums_NL = _block_softmax(scores, _cut(plan.seen, entries))
 
     max_NL = torch.where(owned_N1, max_NL, LOWEST)
@@ -154,11 +162,26 @@ def _plan(call: AttentionCall, spec: AttentionLayerSpec) -> _Plan:
     assert flat is not None
     owned_N = flat.rows_N < call.num_rows
     readers_N = flat.rows_N.clamp(max=call.num_rows - 1)
+    key_pos, query_pos = _positions(call, spec, readers_N)
+    seen_NQS = in_reach(key_pos, query_pos, spec) & owned_N[:, None, None]
+    return _Plan(seen_NQS[:, None, None], readers_N, owned_N[:, None])
+
+
+def _distances(call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N, 1, 1, Q, S]: how far a key of an entry is before a query."""
+    key_pos, query_pos = _positions(call, spec, readers_N)
+    return (query_pos - key_pos).float()[:, None, None]
+
+
+def _positions(
+    call: AttentionCall, spec: AttentionLayerSpec, readers_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an entry's keys [N, 1, S], and of the queries that read it [N, Q, 1]."""
+    flat = call.flat
+    assert flat is not None
     inside_S = torch.arange(spec.block_size, dtype=torch.int32, device=flat.ids_N.device)
     key_pos_NS = flat.index_N[:, None] * spec.block_size + inside_S
-    query_pos = query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
-    seen_NQS = in_reach(key_pos_NS[:, None], query_pos, spec) & owned_N[:, None, None]
-    return _Plan(seen_NQS[:, None, None], readers_N, owned_N[:, None])
+    return key_pos_NS[:, None], query_positions(call.starts_B.index_select(0, readers_N), call.num_queries)
 
 
 def _one_hot(call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,7 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """Constants of a layer. Hashable: plans are cached per distinct spec."""
+    """Constants of a layer. Hashable: plans are cached per distinct spec, and none depends on its tensors."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,6 +52,15 @@ class AttentionLayerSpec:
     """Of its caches, where it is not `dtype`: keys and values are written and read through the layer's operations."""
     model_type: str = ""
     """As transformers names it: a kernel's precision may do for some models only."""
+    sinks_H: torch.Tensor | None = field(default=None, compare=False)
+    """One more score of each head, with a value of zero: it takes its share of the weights, and nothing else."""
+    slopes_H: torch.Tensor | None = field(default=None, compare=False)
+    """ALiBi, float32: what a key's score loses for each position between it and the query."""
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether a score is a product of a query and a key alone, scaled."""
+        return not self.logits_soft_cap and self.sinks_H is None and self.slopes_H is None
 
     @property
     def output_size(self) -> int:

@@ -37,10 +37,21 @@ def attend(
     keys = gather_rows(keys_NSKD, call.block_table_BW, operations.k_cache)
     values = keys if values_NSKD is None else gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
     scores = score(group_queries(query_THD, call, spec), keys, call, spec, operations.matmul_qk)
+    if spec.slopes_H is not None:
+        # [B, 1, 1, Q, keys]
+        distances = call.plan(("distances", spec.block_size), lambda: _distances(call, spec)[:, None, None])
+        scores = scores - distances * by_head(spec.slopes_H, spec)
     scores = torch.where(seen, scores, LOWEST)
+    num_keys = scores.shape[-1]
+    if spec.sinks_H is not None:
+        sinks = by_head(spec.sinks_H, spec).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
     if spec.layer_operations:
         scores = scores.to(spec.dtype)  # replacements of the softmax take and return the model's dtype
-    result = weigh(operations.softmax(scores, -1), values, spec, operations.matmul_av)
+    weights = operations.softmax(scores, -1)
+    if spec.sinks_H is not None:
+        weights = weights[..., :num_keys]
+    result = weigh(weights, values, spec, operations.matmul_av)
     return by_token(torch.where(sees_any, result, 0), spec)
 
 
@@ -54,12 +65,25 @@ def gather_rows(blocks_NSKD: torch.Tensor, table_BW: torch.Tensor, cache: VLLMKV
 
 def visible(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
     """bool [B, Q, W * S]: which keys of its table a query may read."""
-    device = call.starts_B.device
-    key_pos = torch.arange(call.block_table_BW.shape[1] * spec.block_size, dtype=torch.int32, device=device)
-    return in_reach(key_pos, query_positions(call.starts_B, call.num_queries), spec)
+    return in_reach(_key_positions(call, spec), query_positions(call.starts_B, call.num_queries), spec)
+
+
+def _distances(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    """float32 [B, Q, W * S]: how far a key of its table is before a query."""
+    return (query_positions(call.starts_B, call.num_queries) - _key_positions(call, spec)).float()
+
+
+def _key_positions(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:
+    num_keys = call.block_table_BW.shape[1] * spec.block_size
+    return torch.arange(num_keys, dtype=torch.int32, device=call.starts_B.device)
 
 
 # --- shared with the flat form ---
+
+
+def by_head(numbers_H: torch.Tensor, spec: AttentionLayerSpec) -> torch.Tensor:
+    """float32 [K, G, 1, 1]: to meet scores."""
+    return numbers_H.float().view(spec.num_kv_heads, -1, 1, 1)
 
 
 def query_positions(starts: torch.Tensor, num_queries: int) -> torch.Tensor:

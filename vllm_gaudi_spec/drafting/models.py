@@ -175,9 +175,14 @@ class _InItsGroup(nn.Module):
             return self.part(*args)
 
 
+def _embeddings(target: nn.Module) -> nn.Module | None:
+    """gpt-oss has a name of its own for them."""
+    return getattr(target.model, "embed_tokens", getattr(target.model, "embedding", None))
+
+
 def _output_matrix(target: nn.Module) -> nn.Module | None:
     """Some targets use their embeddings as output matrix."""
-    return getattr(target, "lm_head", getattr(target.model, "embed_tokens", None))
+    return getattr(target, "lm_head", _embeddings(target))
 
 
 def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = None) -> None:
@@ -185,7 +190,7 @@ def share(target: nn.Module, head: nn.Module, group: GroupCoordinator | None = N
 
     `group`: the ranks that the target is cut over. A head that each of them has whole still finds there what it shares.
     """
-    embeddings = getattr(target.model, "embed_tokens", None)
+    embeddings = _embeddings(target)
     if embeddings is None:
         raise UnsupportedConfigError(
             f"{type(target).__name__} keeps its embeddings where heads do not look for them; use another method in "

@@ -67,7 +67,7 @@ class Checkpoint:
         for name, tensor in tensors:
             if self.is_unused(name):
                 continue
-            layer, _, part = name.rpartition(".")
+            layer, _, part = name.rpartition(self.format.before_part)
             encoding = self.format.encoding_of(layer)
             if encoding is not None and part not in encoding.parts:
                 part = _ALIASES.get(part, part)
@@ -108,11 +108,12 @@ class Checkpoint:
             raise EncodingError(f"{self.model}: layer {layer} {error}; {error.remedy}.") from error
         kept_as = "e4m3 with a scale for each row" if keeps else dtype_name(self.dtype)
         counts = self._counts.setdefault((encoding.name, kept_as), _Counts())
-        counts.matrices += 1
         counts.read += sum(part.nbytes for part in parts.values())
         for part, tensor in found.items():
+            is_weight = part == "weight"
+            counts.matrices += tensor.shape[:-2].numel() if is_weight else 0
             counts.made += tensor.nbytes
-            yield f"{layer}.{part}", tensor.contiguous()
+            yield f"{layer}{self.format.weight if is_weight else f'.{part}'}", tensor.contiguous()
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         made = weight.to(self.dtype)

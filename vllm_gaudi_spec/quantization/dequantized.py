@@ -6,6 +6,7 @@ back to vLLM's own method where the device has native kernels for its format.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -139,8 +140,7 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of `loaded`, of what its files hold."""
     if model.quantization != DEQUANTIZED:
-        yield from tensors
-        return
+        return iter(tensors)
     from vllm.config import get_current_vllm_config
 
     format, requested = format_of(model), Options.from_vllm(get_current_vllm_config()).weight_kernels
@@ -149,8 +149,25 @@ def read_weights(
         checkpoint.keeps_fp8 = layers_in_fp8(loaded, format)
     if (is_unused := getattr(loaded, "is_unused_checkpoint_weight", None)) is not None:
         checkpoint.is_unused = is_unused
+    _forget_format(loaded)
+    return _read(checkpoint, tensors)
+
+
+def _read(checkpoint: Checkpoint, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     yield from checkpoint.weights(tensors)
     checkpoint.report()
+
+
+def _forget_format(loaded: nn.Module) -> None:
+    """vLLM's gpt-oss reads its files by what its configuration names, not by the method of its layers: it gets one of a
+    model that is not quantised."""
+    if type(loaded).__name__ != "GptOssForCausalLM":
+        return
+    for module in (loaded, loaded.model):
+        config: Any = copy.copy(module.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        module.config = config  # type: ignore[assignment]
 
 
 def layers_in_fp8(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:

@@ -41,7 +41,7 @@ class Encoding:
     parts: tuple[str, ...]
     """Names' ends of the tensors that make one weight; all are needed."""
     decode: Callable[[Parts], torch.Tensor]
-    """float32 [N, K]."""
+    """float32 [N, K]; of stacked experts bfloat16 [E, K, N]."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
     """The same as e4m3 numbers and a scale for each row, [N, 1]; None where it is not such numbers."""
 
@@ -160,10 +160,7 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
     """e2m1 numbers, two a byte, a scale for `size` of a row. `whole`: a scale of all scales, which `divides` or not."""
 
     def decode(tensors: Parts) -> torch.Tensor:
-        stored = _matrix(tensors[codes])
-        low_high = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).long()
-        table = torch.tensor(FP4, device=stored.device)
-        values = torch.cat((table, -table))[low_high]
+        values = _fp4_values(_matrix(tensors[codes]))
         scale = _scale(tensors["weight_scale"])
         if whole is not None:
             of_all = _spread(tensors[whole].float(), values.shape, TENSOR)
@@ -171,7 +168,32 @@ def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = Fals
         return values * _spread(scale, values.shape, (1, size))
 
     parts = (codes, "weight_scale", *([whole] if whole is not None else []))
-    return Encoding(name="4-bit floating point numbers", parts=parts, decode=decode)
+    return Encoding(name=_FP4_NAME, parts=parts, decode=decode)
+
+
+_FP4_NAME = "4-bit floating point numbers"
+
+
+def stacked_fp4() -> Encoding:
+    """gpt-oss: of all experts of a layer, blocks of 32 e2m1 numbers, two a byte, with an exponent each. A model in
+    bfloat16 has such a stack the other way round: [experts, inputs, outputs]."""
+
+    def decode(tensors: Parts) -> torch.Tensor:
+        blocks_ENGH, scales_ENG = tensors["blocks"], tensors["scales"]
+        if blocks_ENGH.dim() != 4:
+            raise EncodingError(f"has blocks of {blocks_ENGH.dim()} dimensions, where 4 are read", remedy=OTHER_MODEL)
+        _same(scales_ENG.shape, blocks_ENGH.shape[:-1])
+        experts, outputs, groups, half = blocks_ENGH.shape
+        shape = experts, groups * 2 * half, outputs
+        # Exact in bfloat16. One expert after the other, since all of a layer in float32 can be 8 GiB.
+        weight_EKN = torch.empty(shape, dtype=torch.bfloat16, device=blocks_ENGH.device)
+        for expert in range(experts):
+            values_NK = _fp4_values(blocks_ENGH[expert].flatten(1))
+            scale_NK = _scale(scales_ENG[expert]).repeat_interleave(2 * half, 1)
+            weight_EKN[expert] = (values_NK * scale_NK).t()
+        return weight_EKN
+
+    return Encoding(name=_FP4_NAME, parts=("blocks", "scales"), decode=decode)
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------
@@ -183,6 +205,13 @@ def _scale(stored: torch.Tensor) -> torch.Tensor:
         return stored.float()
     exponents = stored.float() - 127
     return torch.where(stored == 255, torch.nan, exponents.exp2())
+
+
+def _fp4_values(bytes_NH: torch.Tensor) -> torch.Tensor:
+    """float32 [N, 2 * H]: the first of a byte from its lower half."""
+    low_high = torch.stack((bytes_NH & 15, bytes_NH >> 4), dim=-1).flatten(1).long()
+    table = torch.tensor(FP4, device=bytes_NH.device)
+    return torch.cat((table, -table))[low_high]
 
 
 def _rounded_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from vllm_gaudi_spec.quantization.encodings import (
     gptq,
     numbers,
     packed_integers,
+    stacked_fp4,
 )
 
 Described = Mapping[str, Any]
@@ -40,6 +41,10 @@ class CheckpointFormat:
     """Names of layers that are not quantised, or of what contains them; patterns begin with `re:`."""
     unused: tuple[str, ...] = ()
     """Names' ends of tensors beside a weight that do not change it."""
+    before_part: str = "."
+    """What stands between the name of a layer and that of a part of its weight."""
+    weight: str = ".weight"
+    """How the name of a weight that was read ends."""
     has_fp8: bool = False
     """Whether linear layers are e4m3 numbers that are multiplied by such numbers, and names distinguish them from
     layers that are not."""
@@ -226,6 +231,12 @@ def _modelopt(described: Described) -> CheckpointFormat:
     return CheckpointFormat(name="modelopt", default=encodings[algorithm])
 
 
+def _mxfp4(described: Described) -> CheckpointFormat:
+    """gpt-oss. Nothing but experts is in it, so that what is not converted need not be looked at."""
+    experts = (r"\.experts\.(gate_up|down)_proj$", stacked_fp4())
+    return CheckpointFormat(name="mxfp4", default=None, by_layer=(experts,), before_part="_", weight="")
+
+
 _READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -235,6 +246,8 @@ _READERS: dict[str, Callable[[Described], CheckpointFormat]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mxfp8": _modelopt,
+    "mxfp4": _mxfp4,
+    "gpt_oss_mxfp4": _mxfp4,
 }
 """By `quant_method`, as vLLM completes it."""
 FORMATS = tuple(_READERS)

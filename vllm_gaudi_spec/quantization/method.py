@@ -29,6 +29,7 @@ _VLLMS_NAMES = {
     "gptq": ("auto_gptq",),
     "auto-round": ("inc",),
     **dict.fromkeys(_MODELOPT, _MODELOPT),
+    "mxfp4": ("gpt_oss_mxfp4",),
 }
 
 

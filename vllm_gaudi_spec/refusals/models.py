@@ -37,32 +37,43 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} takes images, audio or video; {way_out}use a text-only model."
     if model.is_hybrid or model.is_attention_free:
         yield f"{model.model} keeps recurrent state; use a model with attention only."
-    if model.uses_alibi or any(name in _ALIBI_ARCHITECTURES for name in model.architectures):
-        yield f"{model.model} uses ALiBi, which is not supported yet; use a model with rotary embeddings."
-    if _has_sinks(model):
-        yield f"{model.model} uses attention sinks, which are not supported yet; use a model without them."
+    if _has_other_slopes(model):
+        yield (
+            f"{model.model} uses ALiBi otherwise than BLOOM and Falcon do, which is not supported; use a model with "
+            "rotary embeddings."
+        )
+    if any(name in _SINK_KEYS for name in model.architectures):
+        yield f"{model.model} keeps keys of attention sinks, which is not supported; use a model without them."
+    yield from _gate_refusals(model)
     if model.is_encoder_decoder:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
-# Those that `uses_alibi` does not have.
-_ALIBI_ARCHITECTURES = ("Step1ForCausalLM",)
-# Classes of vLLM whose layers have sinks, and the fields of other models' configurations that ask for them.
-_SINK_ARCHITECTURES = (
-    *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
-    *("PanguProMoEV2ForCausalLM",),
-)
-_SINK_FIELDS = (
-    *("attention_sinks", "swa_attention_sink_enabled"),
-    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
-)
+# Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.
+_SLOPES = ("BloomForCausalLM", "FalconForCausalLM")
+# From the square root of distances; `uses_alibi` does not have it.
+_SLOPES_OF_ROOTS = ("Step1ForCausalLM",)
+_SINK_KEYS = ("PanguProMoEV2ForCausalLM",)
 
 
-def _has_sinks(model: ModelConfig) -> bool:
-    has_field = any(getattr(model.hf_text_config, name, False) for name in _SINK_FIELDS)
-    return has_field or any(name in _SINK_ARCHITECTURES for name in model.architectures)
+def _has_other_slopes(model: ModelConfig) -> bool:
+    if any(name in _SLOPES_OF_ROOTS for name in model.architectures):
+        return True
+    return model.uses_alibi and not any(name in _SLOPES for name in model.architectures)
+
+
+_GATE = dict(swiglu_alpha=1.702, swiglu_limit=7.0)
+"""Of gpt-oss; vLLM's class does not read it from the configuration."""
+
+
+def _gate_refusals(model: ModelConfig) -> Iterator[str]:
+    if "GptOssForCausalLM" not in model.architectures:
+        return
+    for name, fixed in _GATE.items():
+        if (found := getattr(model.hf_text_config, name, fixed)) != fixed:
+            yield f"{model.model} has {name} {found}, where vLLM's experts have {fixed}; use another model."
 
 
 def expert_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

@@ -104,9 +104,18 @@ class LoadedModel:
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
         """By layer, the layer whose KV it reads: another one where layers share KV."""
+        sinks = self._names_of_sinks()
         backend.weights.prepare_model(self.model)
+        for impl, parameter in sinks.items():
+            impl.keep_sinks(self.model.get_parameter(parameter))
         self._groups: list[list[str]] = []
         self.adapters: Adapters | None = None
+
+    def _names_of_sinks(self) -> dict[RectangleAttentionImpl, str]:
+        """A model that moves to a device gets other parameters, of the same names."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        impls = [layer.impl for layer in self._layers.values() if getattr(layer.impl, "sinks", None) is not None]
+        return {impl: names[id(impl.sinks)] for impl in impls}
 
     def set_outputs(self, hidden_of: Callable[[Any, Inputs], Hidden], carried_size: int | None = None) -> None:
         """Make `hidden_of` what the model's class returns for a forward's inputs. `carried_size`: of the states that a

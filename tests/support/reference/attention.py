@@ -15,6 +15,8 @@ def attend_one(
     window: int | None,
     soft_cap: float,
     chunk: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 [H, D]."""
     first = 0 if window is None else max(0, position - window + 1)
@@ -27,7 +29,12 @@ def attend_one(
         scores = keys[:, head // group] @ query * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        out.append(scores.softmax(0) @ values[:, head // group])
+        if slopes_H is not None:
+            scores = scores + slopes_H[head].double() * (torch.arange(first, position + 1) - position)
+        total = scores.logsumexp(0)
+        if sinks_H is not None:
+            total = torch.logaddexp(total, sinks_H[head].double())
+        out.append((scores - total).exp() @ values[:, head // group])
     return torch.stack(out)
 
 
@@ -42,6 +49,8 @@ def attend_row(
     window: int | None,
     soft_cap: float,
     chunk: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 [Q, H, D] of queries from `start` on. `blocks`: index in the row -> block; one missing holds nan."""
     missing = torch.full_like(keys_NSKD[0], torch.nan)
@@ -52,7 +61,17 @@ def attend_row(
     out = []
     for q, query_HD in enumerate(query_QHD):
         position = start + q
-        out.append(
-            attend_one(query_HD, keys, values, position, scale=scale, window=window, soft_cap=soft_cap, chunk=chunk)
+        found = attend_one(
+            query_HD,
+            keys,
+            values,
+            position,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            chunk=chunk,
+            sinks_H=sinks_H,
+            slopes_H=slopes_H,
         )
+        out.append(found)
     return torch.stack(out)

@@ -70,6 +70,8 @@ class Scene:
                 window=self.spec.sliding_window,
                 soft_cap=self.spec.logits_soft_cap,
                 chunk=self.spec.attention_chunk,
+                sinks_H=self.spec.sinks_H,
+                slopes_H=self.spec.slopes_H,
             )
             for row, (start, real, blocks) in enumerate(zip(self.starts, self.real, self.blocks, strict=True))
         ]
@@ -93,10 +95,13 @@ def make_scene(
     pad_size: float = 1e4,
     query_size: float = 1.0,
     value_size: int | None = None,
+    sinks: float | None = None,
+    slopes: bool = False,
 ) -> Scene:
     """Rows own random blocks, those wholly behind the window none. Entries of the list are shuffled, padding with them.
 
-    Blocks of nobody hold nan, the pad block large values, and so does what lies behind a row's keys.
+    Blocks of nobody hold nan, the pad block large values, and so does what lies behind a row's keys. `sinks`: how far
+    apart those of the heads are.
     """
     generator = torch.Generator().manual_seed(0)
     real = real or [queries] * len(starts)
@@ -145,6 +150,8 @@ def make_scene(
             block_size=block_size,
             value_size=value_size,
             attention_chunk=chunk,
+            sinks_H=None if sinks is None else torch.linspace(sinks, -sinks, heads).to(dtype),
+            slopes_H=2.0 ** -torch.arange(1, heads + 1) if slopes else None,
         ),
         call=AttentionCall(
             num_rows=rows,
@@ -236,6 +243,27 @@ def test_values_that_are_a_part_of_the_keys(head_size: int, value_size: int, que
     check(make_scene([0, 31, 70, 200], queries, **sizes, dtype=dtype, real=[queries, 1, queries, 1]))
 
 
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("sinks", [0.0, 3.0, 300.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(6, 2, torch.float32), (4, 4, torch.bfloat16)])
+def test_a03_sinks(sinks: float, queries: int, window: int | None, heads: int, kv_heads: int, dtype: Any) -> None:
+    """One a head takes its share of the weights once a row: far above all scores it leaves nothing, far below all."""
+    sizes = dict(heads=heads, kv_heads=kv_heads, dtype=dtype)
+    check(make_scene([0, 5, 31, 64, 200], queries, **sizes, window=window, sinks=sinks))
+
+
+@pytest.mark.parametrize("queries", [1, 4, 9])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
+def test_a23_slopes(queries: int, heads: int, kv_heads: int) -> None:
+    """A score falls with the distance between query and key, in each head otherwise."""
+    check(make_scene([0, 1, 30, 100, 700], queries, heads=heads, kv_heads=kv_heads, slopes=True))
+
+
+def test_sinks_slopes_windows_and_soft_caps_together() -> None:
+    check(make_scene([0, 31, 200], 3, window=40, soft_cap=5.0, sinks=2.0, slopes=True, real=[3, 1, 2]))
+
+
 def test_scores_far_apart() -> None:
     """Blocks whose largest scores differ by more than exp can span."""
     check(make_scene([90, 300], 2, query_size=100.0))
@@ -291,10 +319,11 @@ def test_r11_the_pad_block_does_not_matter(form: str) -> None:
     assert torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize(("sinks", "slopes"), [(None, False), (3.0, False), (None, True)])
 @pytest.mark.parametrize("form", FORMS)
-def test_o32_nobody_sees_anything(form: str) -> None:
+def test_o32_nobody_sees_anything(form: str, sinks: float | None, slopes: bool) -> None:
     """Rows whose keys lie behind the window altogether."""
-    scene = make_scene([10, 20], 2, window=4)
+    scene = make_scene([10, 20], 2, window=4, sinks=sinks, slopes=slopes)
     call = dataclasses.replace(scene.call, starts_B=torch.tensor([1000, 2000, 3000], dtype=torch.int32), _plans={})
     assert torch.equal(scene.attend(FORMS[form], call), torch.zeros_like(scene.query_BQHD))
 

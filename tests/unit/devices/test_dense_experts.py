@@ -97,7 +97,7 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
     weights = route(logits, top_k=2, scoring="softmax", renormalize=True) * 1.5
     if routes_itself:
         weights = torch.where(logits >= logits.topk(2).values[:, 1:], logits.sigmoid(), 0.0) * 1.5
-    here: Any = SimpleNamespace(local_experts=own, moe=SimpleNamespace(num_experts=experts))
+    here: Any = SimpleNamespace(local_experts=own, moe=SimpleNamespace(num_experts=experts, has_bias=False))
     mine = range(experts) if own is None else range(own[0], sum(own))
     all_w13, all_w2 = layer.w13_weight, layer.w2_weight
     layer.w13_weight, layer.w2_weight = all_w13[list(mine)], all_w2[list(mine)]
@@ -110,6 +110,51 @@ def test_experts(own: tuple[int, int] | None, weighted_inputs: bool, routes_itse
             result = all_w2[expert] @ (torch.nn.functional.silu(gate) * up)
             expected += result if weighted_inputs else weight * result
         torch.testing.assert_close(ours[token], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("own", [None, (0, 3), (3, 3)])
+def test_experts_of_gpt_oss(own: tuple[int, int] | None) -> None:
+    """Biases, and gates that alternate with what they open or close, clamped on one side."""
+    from vllm_gaudi_spec.devices.common.dense_experts import DenseExperts
+
+    torch.manual_seed(0)
+    experts, hidden, inner = 6, 8, 5
+    w13, b13 = torch.randn(experts, 2 * inner, hidden) * 4, torch.randn(experts, 2 * inner)
+    w2, b2 = torch.randn(experts, hidden, inner), torch.randn(experts, hidden)
+    x, logits = torch.randn(7, hidden), torch.randn(7, experts)
+    mine = range(experts) if own is None else range(own[0], sum(own))
+    layer: Any = SimpleNamespace(
+        top_k=2,
+        custom_routing_function=None,
+        apply_router_weight_on_input=False,
+        scoring_func="softmax",
+        renormalize=True,
+        e_score_correction_bias=None,
+        use_grouped_topk=False,
+        num_expert_group=None,
+        topk_group=None,
+        routed_scaling_factor=1.0,
+        activation=MoEActivation.SWIGLUOAI,
+        w13_weight=w13[list(mine)],
+        w13_bias=b13[list(mine)],
+        w2_weight=w2[list(mine)],
+        w2_bias=b2[list(mine)],
+    )
+    here: Any = SimpleNamespace(local_experts=own, moe=SimpleNamespace(num_experts=experts, has_bias=True))
+    ours = DenseExperts.apply_monolithic(here, layer, x, logits)
+    clamped = 0
+    for token in range(7):
+        chosen = logits[token].topk(2)
+        expected = torch.zeros(hidden)
+        for weight, expert in zip(chosen.values.softmax(0), chosen.indices.tolist(), strict=True):
+            if expert not in mine:
+                continue
+            products = w13[expert] @ x[token] + b13[expert]
+            gate, up = products[::2].clamp(max=7.0), products[1::2].clamp(-7.0, 7.0)
+            clamped += int((products.abs() > 7.0).sum())
+            expected += weight * (w2[expert] @ (gate * (1.702 * gate).sigmoid() * (up + 1)) + b2[expert])
+        torch.testing.assert_close(ours[token], expected, atol=1e-4, rtol=1e-4)
+    assert clamped > 10
 
 
 def test_m12_only_logits_of_the_experts_route() -> None:

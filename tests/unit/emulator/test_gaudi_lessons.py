@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -498,13 +500,60 @@ def test_a11_the_fast_softmax_is_too_coarse_for_some_models(card: Any, model_typ
             return found
 
     attention._fused_sdpa = Seen
-    kv = KVPair(*(torch.zeros(32, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)
+    one_step(attention, one_head(torch.bfloat16, model_type))
+    assert modes == [mode]
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a13_a_marker_follows_attention_with_sinks(card: Any, sinks: bool) -> None:
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    attention: Any = make_backend().attention
+    spec = one_head(torch.bfloat16, "gpt_oss")
+    if sinks:
+        spec = replace(spec, sinks_H=torch.zeros(1, dtype=torch.bfloat16, device="hpu"))
+    issued: list[str] = []
+    kernel, bridge = attention._fused_sdpa, attention._bridge
+
+    def attend(*args: Any) -> torch.Tensor:
+        issued.append(f"attention of {len(args)} arguments")
+        found: torch.Tensor = kernel.apply(*args)
+        return found
+
+    attention._fused_sdpa = SimpleNamespace(apply=attend)
+    attention._bridge = SimpleNamespace(regions=bridge.regions, mark_step=lambda: issued.append("marker"))
+    one_step(attention, spec)
+    assert issued == (["attention of 15 arguments", "marker"] if sinks else ["attention of 11 arguments"])
+
+
+def test_a_release_whose_attention_knows_no_sinks(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch serves such layers."""
+    from habana_frameworks.torch.hpex import kernels
+
+    from vllm_gaudi_spec.devices.hpu.backend import make_backend
+
+    class Older:
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, *, seq_padding_type: str) -> None: ...
+
+        @staticmethod
+        def apply(*args: Any) -> torch.Tensor:
+            raise AssertionError("called with sinks")
+
+    monkeypatch.setattr(kernels, "FusedSDPA", Older)
+    sinks = torch.full((1,), 100.0, dtype=torch.bfloat16, device="hpu")
+    out = one_step(make_backend().attention, replace(one_head(torch.bfloat16, "gpt_oss"), sinks_H=sinks))
+    assert not out.cpu().any(), "a sink far above all scores leaves nothing"
+
+
+def one_step(attention: Any, spec: AttentionLayerSpec) -> torch.Tensor:
+    """Of a prompt of four tokens, over a cache of ones."""
+    kv = KVPair(*(torch.ones(32, 1, 8, dtype=torch.bfloat16, device="hpu") for _ in range(2)), 16)
     starts, table = torch.zeros(1, dtype=torch.int32, device="hpu"), torch.ones(1, 1, dtype=torch.int32, device="hpu")
     call = AttentionCall(num_rows=1, num_queries=4, starts_B=starts, block_table_BW=table)
-    attention.attend(
-        torch.zeros(4, 1, 8, dtype=torch.bfloat16, device="hpu"), kv, call, one_head(torch.bfloat16, model_type)
-    )
-    assert modes == [mode]
+    query = torch.zeros(4, 1, 8, dtype=torch.bfloat16, device="hpu")
+    found: torch.Tensor = attention.attend(query, kv, call, spec)
+    return found
 
 
 def test_a11_its_exponentials_are_bfloat16(card: Any) -> None:

@@ -253,6 +253,29 @@ def test_experts_in_one_tensor_are_no_damage() -> None:
         read(tensors_of(parts))
 
 
+def test_stacked_experts_of_gpt_oss() -> None:
+    """Under the names that they have in a model in bfloat16; biases, sinks and the rest as they are."""
+    format = FORMATS["gpt-oss-mxfp4"]
+    assert format.stacks is not None
+    experts = "model.layers.0.mlp.experts"
+    parts, meant = format.stacks(torch.randn(2, 64, 8))
+    others = {
+        f"{experts}.gate_up_proj_bias": torch.ones(2, 8),
+        "model.layers.0.self_attn.sinks": torch.ones(4),
+        "model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4),
+    }
+    tensors = {f"{experts}.gate_up_proj_{part}": tensor for part, tensor in parts.items()}
+    found = read(tensors | others, dict(format.config))
+    torch.testing.assert_close(found.pop(f"{experts}.gate_up_proj"), meant)
+    assert found.keys() == others.keys()
+    parts["scales"][0, 3, 1] = 255  # no number
+    with pytest.raises(EncodingError, match=f"layer {experts}.gate_up_proj has scales or values that are not finite"):
+        read(tensors, dict(format.config))
+    other = {"model.layers.0.mlp.w1_blocks": parts["blocks"]}
+    with pytest.raises(EncodingError, match="does not describe"):
+        read(other, dict(format.config))
+
+
 @pytest.mark.parametrize("names", [("weight_scale_inv", "activation_scale"), ("qscale_weight", "qscale_act")])
 def test_other_names_of_scales(names: tuple[str, str]) -> None:
     parts, meant = FORMATS["fp8-tensor-static"].weights(torch.randn(GROUP, GROUP))

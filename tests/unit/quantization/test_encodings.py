@@ -28,6 +28,41 @@ def test_a_weight_is_what_it_stands_for(name: str) -> None:
     torch.testing.assert_close(encoding.weight(parts), meant, rtol=1e-6, atol=1e-6)
 
 
+MXFP4 = FORMATS["gpt-oss-mxfp4"]
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def test_stacked_experts_are_what_transformers_makes_of_them() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    assert MXFP4.stacks is not None
+    parts, meant = MXFP4.stacks(torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)))
+    found = read_format(MXFP4.config).encoding_of(f"{EXPERTS}.gate_up_proj").weight(parts)
+    assert torch.equal(found.float(), meant)
+    assert torch.equal(found, convert_moe_packed_tensors(parts["blocks"], parts["scales"]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("scales", None, "has no scales"),
+        ("scales", lambda scales: scales[:, :, 1:], "scales or zero points of shape"),
+        ("blocks", lambda blocks: blocks.flatten(2), "blocks of 3 dimensions"),
+    ],
+)
+def test_stacks_that_do_not_fit(part: str, change: Any, reason: str, device: str) -> None:
+    assert MXFP4.stacks is not None
+    parts, _ = MXFP4.stacks(torch.randn(2, 64, 8))
+    if change is None:
+        del parts[part]
+    else:
+        parts[part] = change(parts[part])
+    encoding = read_format(MXFP4.config).encoding_of(f"{EXPERTS}.down_proj")
+    with pytest.raises(EncodingError, match=reason):
+        encoding.weight({key: tensor.to(device) for key, tensor in parts.items()})
+
+
 BLOCKS = numbers(8, "float", "block", block_structure=[GROUP, GROUP])
 
 

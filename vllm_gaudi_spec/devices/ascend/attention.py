@@ -43,12 +43,12 @@ def takes_blocks(block_size: int) -> bool:
 
 def takes(spec: AttentionLayerSpec, num_queries: int, num_keys: int, dtypes: frozenset[torch.dtype]) -> bool:
     """Whether the operation takes this layer over tables of so many keys. A latent key is its own value, which it has
-    no form for."""
+    no form for; sinks are an argument of its second version alone (`learnable_sink`), in another layout."""
     return (
         spec.dtype in dtypes
         and spec.value_size is None
         and not spec.layer_operations
-        and not spec.logits_soft_cap
+        and spec.has_plain_scores
         and takes_blocks(spec.block_size)
         and spec.num_heads <= _MOST_HEADS
         and (num_queries > 1 or num_keys <= _MOST_KEYS_OF_ONE_QUERY)

@@ -18,10 +18,33 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from vllm_gaudi_spec.config import UnsupportedConfigError
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gated_by(function: Activation) -> Activation:
+    """Of inputs whose first half opens or closes the second."""
+
+    def activate(inputs: torch.Tensor) -> torch.Tensor:
+        gate, up = inputs.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return activate
+
+
+def _clamped_swiglu(inputs: torch.Tensor) -> torch.Tensor:
+    """Of gpt-oss, whose gates alternate with what they open or close."""
+    gate, up = inputs.unflatten(-1, (-1, 2)).unbind(-1)
+    gate = gate.clamp(max=_LIMIT)
+    return gate * torch.sigmoid(gate * _ALPHA) * (up.clamp(min=-_LIMIT, max=_LIMIT) + 1)
+
+
+# As vLLM's kernels have them; a model with others is refused.
+_ALPHA, _LIMIT = 1.702, 7.0
 _ACTIVATIONS = {
-    MoEActivation.SILU: torch.nn.functional.silu,
-    MoEActivation.GELU: torch.nn.functional.gelu,
-    MoEActivation.GELU_TANH: partial(torch.nn.functional.gelu, approximate="tanh"),
+    MoEActivation.SILU: _gated_by(torch.nn.functional.silu),
+    MoEActivation.GELU: _gated_by(torch.nn.functional.gelu),
+    MoEActivation.GELU_TANH: _gated_by(partial(torch.nn.functional.gelu, approximate="tanh")),
+    MoEActivation.SWIGLUOAI: _clamped_swiglu,
 }
 
 
@@ -62,7 +85,8 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         for is_unsupported, what in (
-            (self.moe.has_bias, "biases"),
+            # An expert that is not chosen would not come out zero.
+            (self.moe.has_bias and layer.apply_router_weight_on_input, "biases and weighted inputs"),
             (layer.activation not in _ACTIVATIONS, f"activation {layer.activation.value}"),
         ):
             if is_unsupported:
@@ -80,14 +104,18 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         if self.local_experts is not None:
             weights_TE = weights_TE.narrow(1, *self.local_experts)
         weights_TE = (weights_TE * layer.routed_scaling_factor).to(x.dtype)
-        gate_ETI, up_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2)).chunk(2, dim=-1)
+        activate = _ACTIVATIONS[layer.activation]
+        products_ETI = torch.matmul(x, layer.w13_weight.transpose(1, 2))
         weights_ET1 = weights_TE.T.unsqueeze(-1)
+        if self.moe.has_bias:
+            products_ETI = products_ETI + layer.w13_bias.unsqueeze(1)
         if layer.apply_router_weight_on_input:
             # As if the inputs were: the products are linear, and an input of zero comes out zero.
-            inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI * weights_ET1) * (up_ETI * weights_ET1)
+            inner_ETI = activate(products_ETI * weights_ET1)
         else:
-            inner_ETI = _ACTIVATIONS[layer.activation](gate_ETI) * up_ETI * weights_ET1
-        return torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+            inner_ETI = activate(products_ETI) * weights_ET1
+        result = torch.matmul(inner_ETI, layer.w2_weight.transpose(1, 2)).sum(0)
+        return result + weights_TE @ layer.w2_bias if self.moe.has_bias else result
 
 
 def _weights(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:

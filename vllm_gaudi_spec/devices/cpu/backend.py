@@ -123,12 +123,12 @@ class CpuAttention(Attention):
             seq_lens=key_ends,
             scale=spec.scale,
             causal=True,
-            alibi_slopes=None,
+            alibi_slopes=spec.slopes_H,
             sliding_window=_window(spec),
             block_table=call.block_table_BW,
             softcap=spec.logits_soft_cap,
             scheduler_metadata=schedule,
-            s_aux=None,
+            s_aux=_kernel_sinks(spec),
         )
         return out_THD
 
@@ -185,6 +185,12 @@ def _schedule(query_starts: torch.Tensor, key_ends: torch.Tensor, spec: Attentio
         isa=_instruction_set(spec),
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
     )
+
+
+def _kernel_sinks(spec: AttentionLayerSpec) -> torch.Tensor | None:
+    """The kernel takes bfloat16 and float32."""
+    sinks_H = spec.sinks_H
+    return sinks_H if sinks_H is None or sinks_H.dtype == torch.bfloat16 else sinks_H.float()
 
 
 def _window(spec: AttentionLayerSpec) -> int:

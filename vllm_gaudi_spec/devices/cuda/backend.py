@@ -81,8 +81,9 @@ class CudaAttention(PairAttention):
         spec: AttentionLayerSpec,
         operations: Operations = PLAIN,
     ) -> torch.Tensor:
-        if kv_cache.values is None or spec.attention_chunk is not None:
-            # Latent keys are too long for the kernel's tiles, and it knows no chunks.
+        has_more = spec.attention_chunk is not None or spec.sinks_H is not None or spec.slopes_H is not None
+        if kv_cache.values is None or has_more:
+            # Latent keys are too long for the kernel's tiles, and it knows no chunks, sinks and slopes.
             return padded.attend(query_THD, *kv_cache.blocks(), call, spec)
         attended: torch.Tensor = _kernels().attend(query_THD, kv_cache, call, spec)
         return attended

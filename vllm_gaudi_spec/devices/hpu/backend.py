@@ -6,6 +6,7 @@ Never run on a card so far: the emulated device of `vllm_gaudi_spec/emulator/` r
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -78,13 +79,13 @@ class Bridge(NamedTuple):
 def make_backend() -> DeviceBackend:
     bridge = open_bridge()
     graphs = HpuGraphs(bridge)
-    return assemble(TRAITS, graphs, HpuMemory(bridge, graphs), HpuWeights(bridge))
+    return assemble(bridge, TRAITS, graphs, HpuMemory(bridge, graphs), HpuWeights(bridge))
 
 
-def assemble(traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
+def assemble(bridge: Bridge, traits: DeviceTraits, graphs: Graphs, memory: Memory, weights: Weights) -> DeviceBackend:
     if not gaudi_is_lazy():
         traits = replace(traits, mode="compiled")
-    return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(), weights=weights)
+    return DeviceBackend(traits=traits, graphs=graphs, memory=memory, attention=HpuAttention(bridge), weights=weights)
 
 
 def open_bridge() -> Bridge:
@@ -299,9 +300,11 @@ _SOFTMAX_MODES = dict.fromkeys(("qwen2", "qwen2_5_vl", "qwen2_5_vl_text"), "fp32
 
 
 class HpuAttention(PairAttention):
-    def __init__(self) -> None:
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
         kernels = importlib.import_module("habana_frameworks.torch.hpex.kernels")
         self._fused_sdpa: Any = getattr(kernels, "FusedSDPA", None)
+        self._fuses_sinks = _has_argument(self._fused_sdpa, "sinks")
 
     def attend(
         self,
@@ -314,10 +317,16 @@ class HpuAttention(PairAttention):
         keys, values = kv_cache.blocks()
         if call.flat is not None:
             return flat.attend(query_THD, keys, values, call, spec, operations)
-        if self._fused_sdpa is None or spec.logits_soft_cap or values is None or spec.layer_operations:
+        if values is None or not self._fuses(spec):
             # No size of a latent key is among those that the fused kernel is documented for.
             return padded.attend(query_THD, keys, values, call, spec, operations)
         return self._attend_fused(query_THD, keys, values, call, spec, operations)
+
+    def _fuses(self, spec: AttentionLayerSpec) -> bool:
+        """Slopes would be a bias of each head, of the size of all scores (lesson A23)."""
+        if self._fused_sdpa is None or spec.layer_operations or spec.logits_soft_cap or spec.slopes_H is not None:
+            return False
+        return spec.sinks_H is None or self._fuses_sinks
 
     def _attend_fused(
         self,
@@ -334,9 +343,13 @@ class HpuAttention(PairAttention):
         values_BKSD = padded.gather_rows(values_NSKD, call.block_table_BW, operations.v_cache)
         mask = call.plan(("mask", spec.mask_key, spec.dtype), lambda: _mask(call, spec))
         softmax_mode = "None" if spec.dtype != torch.bfloat16 else _SOFTMAX_MODES.get(spec.model_type, "fast")
+        # Positions alone are documented: no dropout mask, no probabilities, no window.
+        sinks = () if spec.sinks_H is None else (False, False, (-1, -1), spec.sinks_H)
         attended_BHQD: torch.Tensor = self._fused_sdpa.apply(
-            query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right"
+            query_BHQD, keys_BKSD, values_BKSD, mask, 0.0, False, spec.scale, softmax_mode, True, None, "right", *sinks
         )
+        if sinks and self._bridge.regions is None:
+            self._bridge.mark_step()  # as vllm-gaudi does after it; nobody published why (lesson A13)
         return attended_BHQD.transpose(1, 2).flatten(0, 1)
 
 
@@ -406,6 +419,12 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.dim() and name not in scales:
                 # The first one is kept, too: another tensor must not get its id meanwhile.
                 setattr(module, name, moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1])
+
+
+def _has_argument(fused: Any, name: str) -> bool:
+    """Of an operation of the bridge: `apply` of its class takes what `forward` does, and does not name it."""
+    functions = (getattr(fused, kind, None) for kind in ("forward", "apply"))
+    return any(name in inspect.signature(function).parameters for function in functions if function is not None)
 
 
 def _mask(call: AttentionCall, spec: AttentionLayerSpec) -> torch.Tensor:

@@ -47,7 +47,7 @@ def make_backend() -> DeviceBackend:
         bridge.regions.traces_twice = emulator_is_hostile()
     graphs = _Graphs(bridge)
     traits = replace(hpu.TRAITS, name="hpu-emulated", simulates_quantization=True)
-    return hpu.assemble(traits, graphs, _Memory(bridge, graphs), _Weights(bridge))
+    return hpu.assemble(bridge, traits, graphs, _Memory(bridge, graphs), _Weights(bridge))
 
 
 class _Graphs(EmulatedGraphs, hpu.HpuGraphs):

@@ -23,7 +23,7 @@ rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
 rms_norm_fast(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)
 rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode) -> Tensor
 sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float scale, bool is_causal, str softmax_mode,
- Tensor? valid_seq_len, str seq_padding_type, int[] window) -> Tensor
+ Tensor? valid_seq_len, str seq_padding_type, int[] window, Tensor? sinks=None) -> Tensor
 block_softmax(Tensor attn, Tensor block_bias, Tensor block_groups) -> (Tensor, Tensor, Tensor)
 block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, int batch_size,
  int[] out_shape) -> Tensor
@@ -90,11 +90,13 @@ def sdpa_fwd(
     valid_seq_len: torch.Tensor | None,
     seq_padding_type: str,
     window: Sequence[int],
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, H, S, D]; key and value heads are repeated where there are fewer of them. Like the kernel's, a causal mask
     is aligned to the first key, and left out padding is only possible without a mask."""
     if DEVICE.hostile:
         check_sdpa(q, mask, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
+        check_sinks(q, sinks)
     hidden = hidden_keys(q, k, is_causal, valid_seq_len, seq_padding_type, window)
     bias = mask
     if hidden is not None:
@@ -102,8 +104,8 @@ def sdpa_fwd(
         if mask is not None:
             bias = bias + mask if mask.dtype != torch.bool else bias.masked_fill(~mask, float("-inf"))
     grouped = q.shape[-3] != k.shape[-3]
-    if softmax_mode == "fast" and DEVICE.hostile:
-        return _fast_attention(q, k, v, bias, scale)
+    if sinks is not None or (softmax_mode == "fast" and DEVICE.hostile):
+        return _spelt_out(q, k, v, bias, scale, sinks, is_fast=softmax_mode == "fast" and DEVICE.hostile)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped).contiguous()
 
 
@@ -134,16 +136,27 @@ def hidden_keys(
     return hidden
 
 
-def _fast_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+def _spelt_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    is_fast: bool,
 ) -> torch.Tensor:
-    """With exponentials in bfloat16: some models write other text by it (vllm-gaudi, features.py, fp32_softmax)."""
+    """`is_fast`: with exponentials in bfloat16, by which some models write other text (vllm-gaudi, features.py,
+    fp32_softmax). `sinks`: a score of each head whose weight is left out of the product."""
     k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if bias is not None:
         scores = scores + bias
-    weights = torch.exp((scores - scores.amax(-1, keepdim=True)).bfloat16()).float()
-    return (weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v
+    num_keys = scores.shape[-1]
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
+    below = scores.float() - scores.float().amax(-1, keepdim=True)
+    weights = torch.exp(below.bfloat16() if is_fast else below).float()
+    return (weights / weights.sum(-1, keepdim=True))[..., :num_keys].to(v.dtype) @ v
 
 
 # vllm-gaudi, ops.py and utils.py; the bridge's FusedSDPA.py.
@@ -173,6 +186,12 @@ def check_sdpa(
         raise DeviceRefusal(
             f"a mask of {mask.nbytes / GIB:.0f} GiB ran out of memory on cards; use window or is_causal"
         )
+
+
+def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """What vllm-gaudi passes, extension/ops.py: the layer's parameter as it is."""
+    if sinks is not None and (sinks.dtype != q.dtype or sinks.shape != q.shape[-3:-2]):
+        raise DeviceRefusal(f"hpu::sdpa_fwd with sinks {list(sinks.shape)} in {sinks.dtype} for queries in {q.dtype}")
 
 
 def _lanes(dtype: torch.dtype) -> int:

@@ -56,14 +56,15 @@ class FusedSDPA:
             raise ValueError("FusedSDPA takes a mask or is_causal, not both")
         if valid_seq_len is not None and not is_causal:
             raise ValueError("FusedSDPA takes valid_seq_len with is_causal only")
-        if dropout_p or sinks is not None or return_attn_probs or return_dropout_mask:
-            raise NotImplementedError("FusedSDPA: dropout, sinks and returned probabilities are not emulated")
+        if dropout_p or return_attn_probs or return_dropout_mask:
+            raise NotImplementedError("FusedSDPA: dropout and returned probabilities are not emulated")
         if DEVICE.hostile and not torch.is_inference_mode_enabled():
             # Its training path (vllm-gaudi, pull request 1104; vllm-fork, 1691).
             raise DeviceRefusal("FusedSDPA outside of inference_mode: in training it recomputes only if causal")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window = list(window_size)
         return torch.ops.hpu.sdpa_fwd(
-            q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, list(window_size)
+            q, k, v, attn_mask, 0.0, scale, is_causal, softmax_mode, valid_seq_len, seq_padding_type, window, sinks
         )
 
 

@@ -1,0 +1,79 @@
+"""Greedy texts over every KV path, with drafts and without, beside transformers."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from vllm import LLM, SamplingParams
+
+from tests.full_tests.engines import counter, engine, first_tokens, generate
+from tests.full_tests.equality import Tally
+from tests.full_tests.prompts import random_prompts
+from tests.full_tests.reference import Reference
+from tests.full_tests.speculation import accepted, ngram
+from tests.full_tests.tiny_models import VOCAB
+from vllm_gaudi_spec.config import REQUEST_OPTION
+
+K = 3
+NUM_TOKENS = 24
+# Few shapes: on an emulated card each is a program.
+SIZES: dict[str, Any] = dict(
+    max_num_seqs=2, max_model_len=512, max_num_batched_tokens=256, enable_prefix_caching=True, skip_tokenizer_init=True
+)
+
+
+def prompts() -> list[list[int]]:
+    """Within a block, over a block's end, and in two chunks of which the second reads the first; the last two share
+    it."""
+    found = random_prompts([5, 120, 300], VOCAB)
+    return [*found, found[-1][:290] + found[0]]
+
+
+def texts(llm: LLM, **options: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **options)
+    asked = prompts()
+    found = first_tokens(generate(llm, asked[:-1], params)) + first_tokens(generate(llm, asked[-1:], params))
+    assert counter(llm, "vllm:prefix_cache_hits") > 0
+    return found
+
+
+def without_drafts(llm: LLM) -> list[list[int]]:
+    return texts(llm, extra_args={REQUEST_OPTION: 0})
+
+
+def check(case: str, folder: str, found: list[list[int]]) -> None:
+    # transformers has no reader of MXFP4 without a GPU: what such weights stand for is beside them.
+    plain = Path(folder).parent / "plain"
+    reference, tally = Reference(str(plain) if plain.exists() else folder), Tally()
+    for prompt, output in zip(prompts(), found, strict=True):
+        tally.greedy(f"{case}, prompt of {len(prompt)}", output, reference.logits_after(prompt, output))
+    tally.check()
+
+
+def check_without_and_with_drafts(case: str, folder: str, **options: Any) -> None:
+    with engine(folder, speculative_config=ngram(K), **SIZES, **options) as llm:
+        plain = without_drafts(llm)
+        assert accepted(llm) == 0
+        assert llm.reset_prefix_cache()
+        assert texts(llm) == plain
+        assert accepted(llm) > 0
+        assert llm.collective_rpc("step_report")[0]["host_syncs_per_step"] <= 1
+    if "kv_cache_dtype" not in options:  # which rounds
+        check(case, folder, plain)
+
+
+def check_sinks_are_reloaded(folder: str, other: Path) -> None:
+    """`other`: where a copy with other sinks may be made."""
+    shutil.copytree(folder, other)
+    weights = load_file(other / "model.safetensors")
+    assert any(name.endswith("sinks") for name in weights)
+    changed = {name: tensor + 4 * name.endswith("sinks") for name, tensor in weights.items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    with engine(folder, **SIZES) as llm:
+        before = texts(llm)
+        llm.collective_rpc("reload_weights", kwargs=dict(weights_path=str(other)))
+        assert llm.reset_prefix_cache()
+        after = texts(llm)
+    assert after != before
+    check("other sinks", str(other), after)
