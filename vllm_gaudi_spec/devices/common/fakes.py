@@ -35,7 +35,7 @@ class Results:
     def __init__(self) -> None:
         self.geometries: list[Geometry] = []
         self._numbers: dict[Geometry, int] = {}
-        self.known: dict[Hashable, tuple[type | None, list[_Output]]] = {}
+        self.by_operation: dict[Hashable, tuple[type | None, list[_Output]]] = {}
         """With the type of the list where there are several."""
 
     def number_of(self, geometry: Geometry) -> int:
@@ -84,9 +84,11 @@ class Fakes:
     def geometry_of(self, number: int) -> tuple[Hashable, int]:
         """And which memory it has."""
         geometry = self._geometry[number]
-        fake = self.values[number]
-        plain = (fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device)
-        return plain if geometry is None else geometry, self._storage[number]
+        if geometry is None:
+            fake = self.values[number]
+            plain = (fake.dtype, fake.shape, fake.stride(), fake.storage_offset(), fake.device)
+            return plain, self._storage[number]
+        return geometry, self._storage[number]
 
     def result(
         self, form: Hashable, inputs: Sequence[int], run: Callable[[], Any]
@@ -95,9 +97,9 @@ class Fakes:
         for a single tensor. `form` is what it does to `inputs`, which are numbers; None if that does not decide. `run`
         asks PyTorch."""
         key = None if form is None else self._key(form, inputs)
-        known = None if key is None else self._results.known.get(key)
-        if known is not None:
-            kind, outputs = known
+        remembered = None if key is None else self._results.by_operation.get(key)
+        if remembered is not None:
+            kind, outputs = remembered
             made = [self._remembered(output, inputs) for output in outputs]
             if kind is None:
                 return made[0], (self._number_of[id(made[0])],), None
@@ -140,7 +142,7 @@ class Fakes:
             else:
                 fresh.add(storage)
                 outputs.append(_Output(None, geometry))
-        self._results.known[key] = (type(result) if is_list else None, outputs)
+        self._results.by_operation[key] = (type(result) if is_list else None, outputs)
 
     def _remembered(self, output: _Output, inputs: Sequence[int]) -> torch.Tensor:
         if output.geometry is None:

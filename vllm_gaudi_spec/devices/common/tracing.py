@@ -97,6 +97,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks where a tensor is, and computes nothing
+            if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+                return args[0].fake_device
             with self.fakes.mode:
                 return func(*args, **kwargs)
         rewrite = self._rewrites.get(func)
@@ -117,6 +119,7 @@ class Tracer(TorchDispatchMode):
         source = _source()
         form = (func, *note.form, *noted_kwargs)
         inputs = tuple(note.inputs)
+        positions: tuple[int, ...] | None
         if is_collective:
             result = _without_communication(func, args)
             outputs, positions = tuple(map(self.number_of, tensors_in(result))), ()
@@ -173,7 +176,7 @@ class _Note:
 
     def of(self, value: Any) -> Any:
         """The same with `Value`s instead of tensors."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _PRINTABLE:
             self.form.append(value)
         elif isinstance(value, torch.Tensor):
