@@ -52,7 +52,8 @@ def milliseconds(run: Run, inputs: list[torch.Tensor]) -> float:
     with torch.cuda.graph(graph):
         for one in inputs:
             run(one)
-    times, ends = [], [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times: list[float] = []
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     stop = time.perf_counter() + SECONDS
     while time.perf_counter() < stop or len(times) < 5:
         ends[0].record()

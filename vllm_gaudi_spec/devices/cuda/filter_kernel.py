@@ -36,18 +36,18 @@ def _weights(values, peak, IS_COUNT: tl.constexpr):
 
 
 @triton.jit
-def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr, STAGES: tl.constexpr):
+def _mass(row, vocab, peak, threshold, CHUNK: tl.constexpr):
     """Of the tokens at or above one threshold."""
     offsets = tl.arange(0, CHUNK)
     weight = tl.zeros((CHUNK,), tl.float32)
-    for start in tl.range(0, vocab, CHUNK, num_stages=STAGES):
+    for start in range(0, vocab, CHUNK):
         values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
         weight += tl.where(values >= threshold, tl.exp(values - peak), 0.0)
     return tl.sum(weight, axis=0)
 
 
 @triton.jit
-def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr):
+def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.constexpr):
     """The largest logit at or above which there is as much as `target`, or `floor`, above which there is as much."""
     offsets = tl.arange(0, CHUNK)
     # At or above `low` there is enough, at or above `high` there is not.
@@ -76,7 +76,7 @@ def _search(row, vocab, peak, floor, target, IS_COUNT: tl.constexpr, CHUNK: tl.c
         above_third = tl.zeros((CHUNK,), tl.float32)
         least = tl.full((CHUNK,), float("inf"), tl.float32)
         largest = tl.full((CHUNK,), float("-inf"), tl.float32)
-        for start in tl.range(0, vocab, CHUNK, num_stages=STAGES):
+        for start in range(0, vocab, CHUNK):
             values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
             weights = _weights(values, peak, IS_COUNT)
             above_first += tl.where(values >= first_value, weights, 0.0)
@@ -122,7 +122,6 @@ def filter_kernel(
     TOP_P: tl.constexpr,
     SOME: tl.constexpr,
     CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Copy a row, with minus infinity for what its filters leave out. Only SOME positions are sampled."""
     position = tl.program_id(0).to(tl.int64)
@@ -144,7 +143,7 @@ def filter_kernel(
     floor = tl.full((), float("-inf"), tl.float32)
     if (ratio > 0.0) | (k < vocab) | (p < 1.0):
         best = tl.full((CHUNK,), float("-inf"), tl.float32)
-        for start in tl.range(0, vocab, CHUNK, num_stages=STAGES):
+        for start in range(0, vocab, CHUNK):
             values = tl.load(row + start + offsets, mask=start + offsets < vocab, other=float("-inf"))
             best = tl.maximum(best, values)
         peak = tl.max(best, axis=0)
@@ -154,12 +153,12 @@ def filter_kernel(
                 floor = peak + tl.log(ratio)
             if k < vocab:
                 lowest = tl.full((), float("-inf"), tl.float32)
-                floor = tl.maximum(floor, _search(row, vocab, peak, lowest, k.to(tl.float32), True, CHUNK, STAGES))
+                floor = tl.maximum(floor, _search(row, vocab, peak, lowest, k.to(tl.float32), True, CHUNK))
             if p < 1.0:
-                target = p * _mass(row, vocab, peak, floor, CHUNK, STAGES)
-                floor = _search(row, vocab, peak, floor, target, False, CHUNK, STAGES)
+                target = p * _mass(row, vocab, peak, floor, CHUNK)
+                floor = _search(row, vocab, peak, floor, target, False, CHUNK)
     out = filtered + position * vocab
-    for start in tl.range(0, vocab, CHUNK, num_stages=STAGES):
+    for start in range(0, vocab, CHUNK):
         mask = start + offsets < vocab
         values = tl.load(row + start + offsets, mask=mask, other=float("-inf"))
         tl.store(out + start + offsets, tl.where(values < floor, float("-inf"), values), mask=mask)
