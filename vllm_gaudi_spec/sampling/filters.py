@@ -102,8 +102,10 @@ def search(
     the largest threshold that leaves enough is found bit by bit without reading the vocabulary again.
     """
     num_rows, num_queries, vocab = logits_BQV.shape
-    blocks_NV = functional.pad(logits_BQV.flatten(0, 1), (0, -vocab % _BLOCK), value=NEG_INF)
-    blocks_NGS = blocks_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
+    # Nothing as large as the logits is held for longer than it is needed.
+    padded_NV = functional.pad(logits_BQV.flatten(0, 1), (0, -vocab % _BLOCK), value=NEG_INF)
+    blocks_NGS = padded_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
+    del padded_NV
     peak_N1 = blocks_NGS[..., 0].amax(-1, keepdim=True)
     floor_N1 = torch.full_like(peak_N1, NEG_INF)
 
@@ -117,8 +119,9 @@ def search(
         floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_k_B).float()))
     if top_p_B is not None:
         # A row in which everything is forbidden has no peak.
-        weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp()
+        weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp_()
         tries = _Thresholds(blocks_NGS, weights_NGS)
+        del weights_NGS
         kept_N1 = tries.weigh(floor_N1)
         floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_p_B) * kept_N1))
     return logits_BQV.masked_fill(logits_BQV < floor_N1.view(num_rows, num_queries, 1), NEG_INF)
