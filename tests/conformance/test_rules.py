@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support.filter_cases import ROWS as KINDS
+from tests.support.filter_cases import Filters, check_kept, random_filters
 from tests.support.verify_cases import counted, random_case
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream
@@ -63,3 +65,27 @@ def test_samples(backend: DeviceBackend, stream: Stream | None) -> None:
     graph = backend.graphs.graph(lambda *inputs: sample(backend.rules, *inputs))
     found = backend.memory.download(graph(*(backend.memory.upload(given[name].clone()) for name in names)))
     assert int((found != expected).sum()) <= (0 if stream is None else MOST_DIFFERING)
+
+
+@pytest.mark.parametrize("names", [("top_p",), ("top_k",), ("min_p",), ("min_p", "top_k", "top_p")])
+def test_filters(backend: DeviceBackend, names: tuple[str, ...]) -> None:
+    """In one graph, for rows of every kind: what a sort keeps."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.cat([kind(4, MANY_TOKENS, random) for kind in KINDS])
+    rows = len(logits)
+    off = Filters(
+        torch.zeros(rows), torch.full((rows,), MANY_TOKENS, dtype=torch.int32), torch.full((rows,), torch.inf)
+    )
+    filters = off._replace(
+        **{f"{name}_N": getattr(random_filters(rows, MANY_TOKENS, random), f"{name}_N") for name in names}
+    )
+    is_asked = [field.removesuffix("_N") in names for field in Filters._fields]
+
+    def keep(logits: torch.Tensor, *asked: torch.Tensor) -> torch.Tensor:
+        left = iter(asked)
+        return backend.rules.filter_logits(logits, *(next(left) if is_one else None for is_one in is_asked))
+
+    asked = [values for values, is_one in zip(filters, is_asked, strict=True) if is_one]
+    uploaded = [backend.memory.upload(tensor.clone()) for tensor in (logits[:, None], *asked)]
+    filtered = backend.memory.download(backend.graphs.graph(keep)(*uploaded))
+    assert check_kept(logits, filters, filtered.squeeze(1)) < rows / 10

@@ -46,7 +46,7 @@ class DraftChoice:
             # One pass finds NaN and plus infinity. All minus infinity is sound: nothing may be drafted.
             sound_B = logits_BV.sum(-1) < torch.inf
             if branch.random:
-                logits_BV = restrict(logits_BV[:, None], inputs, branch).squeeze(1)
+                logits_BV = restrict(self._rules, logits_BV[:, None], inputs, branch).squeeze(1)
             temperature_B, keys_B2 = inputs.floats["temperature"], inputs.keys_B2
             drafted = draft(self._rules, logits_BV, self._mode, temperature_B, keys_B2, positions_B, lengths_B - 1)
             return drafted._replace(probs_BV=drafted.probs_BV if self._keeps_probs else None, sound_B=sound_B)

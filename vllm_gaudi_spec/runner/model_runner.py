@@ -406,6 +406,7 @@ class ModelRunner:
             num_drafts_B=acceptable_B,
             requests=self.requests,
             inputs=inputs,
+            rules=self.backend.rules,
             logprobs_mode=self.sampling.logprobs_mode,
         )
         if listed is None:
@@ -421,7 +422,7 @@ class ModelRunner:
         else:
             adapters_N = self.target.adapters_of(rows_B.index_select(0, listed.index_2N[0]))
             logits_NV = self.target.logits(hidden_NH, adapters_N)
-            verification = verify_listed(logits_NV, listed, rules=self.backend.rules, **common)
+            verification = verify_listed(logits_NV, listed, **common)
         last_B = positions_BQ[:, 0]
         lengths_B = last_B + 1 + verification.num_sampled_B
         if self.drafting is not None:  # before `advance` clears the rows' drafts

@@ -10,9 +10,6 @@ import torch
 
 NEG_INF = float("-inf")
 
-_TOP_K_BLOCK = 128
-"""Tokens; common vocabularies are multiples of it."""
-
 
 def apply_bitmask(logits_BQV: torch.Tensor, bitmask_BQW: torch.Tensor) -> torch.Tensor:
     """Forbid the tokens whose bit is 0. Bit t % 32 of int32 word t // 32 stands for token t."""
@@ -129,78 +126,3 @@ def apply_temperature(logits_BQV: torch.Tensor, temperature_B: torch.Tensor) -> 
     """Rows with temperature 0 are greedy and are not scaled: scaling would not change their argmax."""
     scale = torch.where(temperature_B > 0, temperature_B, 1.0)
     return logits_BQV / scale[:, None, None]
-
-
-def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
-    """Forbid tokens less likely than `min_p` times the most likely one; at 0 the filter is off (log 0 is -inf)."""
-    floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
-    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
-
-
-def apply_top_k_top_p(
-    logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor, longest: int
-) -> torch.Tensor:
-    """Keep the k likeliest tokens, and of those the likeliest that together reach p; ties with the last are kept.
-
-    Reads the `longest` best logits only. Rows that use neither filter have k = V and p = inf; rows with a
-    finite p must have k <= longest.
-    """
-    best = _best(logits_BQV, longest)
-    top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
-    last = best.gather(-1, top_k.clamp(max=longest) - 1)
-    floor = torch.where(top_k <= longest, last, NEG_INF)
-    kept_mass = logits_BQV.masked_fill(logits_BQV < floor, NEG_INF).logsumexp(-1, keepdim=True)
-    reached = (best - kept_mass).exp().cumsum(-1)
-    top_p = top_p_B[:, None, None]
-    enough = (reached < top_p).sum(-1, keepdim=True).clamp(max=longest - 1)
-    floor = torch.maximum(floor, torch.where(top_p < 1, best.gather(-1, enough), NEG_INF))
-    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
-
-
-def _best(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
-    """The largest logits, in order: a top-k over whole vocabularies is slow, and they lie in the blocks whose largest
-    logits are largest."""
-    vocab = logits_BQV.shape[-1]
-    if vocab % _TOP_K_BLOCK or vocab < 4 * number * _TOP_K_BLOCK:
-        return logits_BQV.topk(number, dim=-1).values
-    blocks = logits_BQV.unflatten(-1, (-1, _TOP_K_BLOCK))
-    chosen = blocks.amax(-1).topk(number, dim=-1).indices
-    index = chosen[..., None].expand(*chosen.shape, _TOP_K_BLOCK)
-    return blocks.gather(-2, index).flatten(-2).topk(number, dim=-1).values
-
-
-def search_top_k(logits_BQV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
-    """Top-k for a k of any size. k = V keeps all."""
-    return _keep_above(logits_BQV, torch.ones_like(logits_BQV), top_k_B.float()[:, None, None])
-
-
-def search_top_p(logits_BQV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Top-p over the whole vocabulary. p = inf keeps all."""
-    return _keep_above(logits_BQV, logits_BQV.softmax(-1), top_p_B[:, None, None])
-
-
-def _keep_above(logits_BQV: torch.Tensor, weight_BQV: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Forbid all tokens below the largest threshold at which the weight of what is kept still reaches `target`.
-
-    A bisection over the bits of the logits instead of a sort, which is the most expensive operation on an HPU. Where
-    the target is out of reach no token is forbidden.
-    """
-    key = _ordered_int(logits_BQV)
-    low = key.amin(-1, keepdim=True)
-    high = key.amax(-1, keepdim=True)
-    # Each round halves the interval, rounding up: 32 bits need one round more than they have bits.
-    for _ in range(33):
-        middle = (low & high) + ((low ^ high) >> 1)  # average that cannot overflow, rounded down
-        middle = torch.where(middle == low, high, middle)
-        kept_weight = torch.where(key >= middle, weight_BQV, 0.0).sum(-1, keepdim=True)
-        reaches = kept_weight >= target
-        low = torch.where(reaches, middle, low)
-        # At middle == high the interval is decided: high drops to low when the target is missed there.
-        high = torch.where(reaches, high, torch.maximum(middle - 1, low))
-    return logits_BQV.masked_fill(key < low, NEG_INF)
-
-
-def _ordered_int(values: torch.Tensor) -> torch.Tensor:
-    """float32 as int32 in the same order."""
-    as_int = values.view(torch.int32)
-    return torch.where(as_int < 0, as_int ^ 0x7FFFFFFF, as_int)

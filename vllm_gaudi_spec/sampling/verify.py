@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm_gaudi_spec.records import Drafts, Verification
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling.logprobs import gather_logprobs
-from vllm_gaudi_spec.sampling.params import SEARCHED, usual_list
+from vllm_gaudi_spec.sampling.params import SEARCHED
 from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT, SYNTHETIC
 
@@ -143,6 +143,7 @@ def verify(
     requests: Requests,
     inputs: SamplingInputs,
     rule: Rule,
+    rules: Rules,
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> Verification:
@@ -158,6 +159,8 @@ def verify(
         rows_B,
         requests,
         inputs,
+        rules=rules,
+        num_sampling_B=num_drafts_B + 1,
         penalize=penalize,
         custom=custom,
         logprobs_mode=logprobs_mode,
@@ -209,6 +212,8 @@ def verify_listed(
         rows_B.index_select(0, row_N),
         requests,
         of_positions,
+        rules=rules,
+        num_sampling_B=None,
         penalize=penalize,
         custom=None,
         logprobs_mode=logprobs_mode,
@@ -233,11 +238,14 @@ def _process(
     requests: Requests,
     inputs: SamplingInputs,
     *,
+    rules: Rules,
+    num_sampling_B: torch.Tensor | None,
     penalize: Callable[[torch.Tensor], torch.Tensor],
     custom: CustomProcessors | None,
     logprobs_mode: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits after masks, logit edits, penalties, temperature and filters; and the raw ones if they are reported."""
+    """Logits after masks, logit edits, penalties, temperature and filters; and the raw ones if they are reported.
+    `num_sampling_B`: positions of a row that may be sampled, where not all are."""
     branch = inputs.branch
     needs_scores = branch.reported or branch.scored
     if branch.constrained:
@@ -261,31 +269,33 @@ def _process(
         logits_BQV = edit.apply_temperature(logits_BQV, inputs.floats["temperature"])
         if custom is not None:
             custom.apply(logits_BQV, rows_B, argmax_invariant=True)
-        logits_BQV = _filter(logits_BQV, inputs, branch)
+        logits_BQV = _filter(rules, logits_BQV, inputs, branch, num_sampling_B)
     return logits_BQV, raw
 
 
-def restrict(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
+def restrict(rules: Rules, logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
     """Temperature and filters alone: what a drafter applies."""
-    return _filter(edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
+    return _filter(rules, edit.apply_temperature(logits_BQV, inputs.floats["temperature"]), inputs, branch)
 
 
-def _filter(logits_BQV: torch.Tensor, inputs: SamplingInputs, branch: Branch) -> torch.Tensor:
-    """A row whose k fits the list is filtered with the list alone, whatever else the branch has for other rows."""
-    vocab = logits_BQV.shape[-1]
-    top_k_B, top_p_B = inputs.top_k_B, inputs.floats["top_p"]
-    if branch.min_p:
-        logits_BQV = edit.apply_min_p(logits_BQV, inputs.floats["min_p"])
-    if longest := usual_list(vocab) if branch.top_k == vocab else branch.top_k:
-        is_listed_B = top_k_B <= longest
-        logits_BQV = edit.apply_top_k_top_p(logits_BQV, top_k_B, torch.where(is_listed_B, top_p_B, torch.inf), longest)
-        top_k_B = torch.where(is_listed_B, vocab, top_k_B)
-        top_p_B = torch.where(is_listed_B, torch.inf, top_p_B)
-    if branch.top_k == vocab:
-        logits_BQV = edit.search_top_k(logits_BQV, top_k_B)
-    if branch.top_p == SEARCHED:
-        logits_BQV = edit.search_top_p(logits_BQV, top_p_B)
-    return logits_BQV
+def _filter(
+    rules: Rules,
+    logits_BQV: torch.Tensor,
+    inputs: SamplingInputs,
+    branch: Branch,
+    num_sampling_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not (branch.min_p or branch.top_k or branch.top_p):
+        return logits_BQV
+    is_listed = branch.top_k < logits_BQV.shape[-1] and branch.top_p != SEARCHED
+    return rules.filter_logits(
+        logits_BQV,
+        inputs.floats["min_p"] if branch.min_p else None,
+        inputs.top_k_B if branch.top_k else None,
+        inputs.floats["top_p"] if branch.top_p else None,
+        branch.top_k if is_listed else 0,
+        num_sampling_B,
+    )
 
 
 def _logprobs(

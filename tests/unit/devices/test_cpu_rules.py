@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_gaudi_spec.devices.cpu.backend import RULES
+from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 

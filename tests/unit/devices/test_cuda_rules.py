@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.filter_cases import check_rows
 from tests.support.verify_cases import Case, random_case
 from vllm_gaudi_spec.records import Verification
 from vllm_gaudi_spec.sampling.noise import Stream, gumbel
@@ -170,3 +171,26 @@ def test_captured(cuda: Rules, rule: str) -> None:
         given[name].copy_(value)
     graph.replay()
     assert counted(verification) == expected[1]
+
+
+FILTERED = [(24, 1), (24, 1000), (400, 5000), (40, 128_256)] if DEVICE.type == "cuda" else [(4, 1), (4, 600)]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), FILTERED)
+def test_filters_keep_what_a_sort_keeps(cuda: Rules, rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.devices.cuda import rules as cuda_rules
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(cuda_rules, "_FILTER_CHUNK", 256)  # several chunks a row here, too
+    num_rows, num_open = check_rows(cuda.filter_logits, rows, vocab, seed=vocab, device=DEVICE)
+    assert num_open < num_rows / 10
+
+
+def test_filters_leave_out_positions_that_nobody_samples(cuda: Rules) -> None:
+    logits = torch.randn(3, 4, 300).to(DEVICE)
+    top_p = torch.tensor([0.5, 0.9, torch.inf], device=DEVICE)
+    num_sampling = torch.tensor([2, 1, 4], dtype=torch.int32, device=DEVICE)
+    filtered = cuda.filter_logits(logits, None, None, top_p, num_sampling_B=num_sampling)
+    expected = cuda.filter_logits(logits, None, None, top_p)
+    for row, number in enumerate(num_sampling.tolist()):
+        assert torch.equal(filtered[row, :number], expected[row, :number])

@@ -187,12 +187,13 @@ class Case:
             num_drafts_B=num_drafts_B,
             requests=requests,
             inputs=inputs,
+            rules=TORCH,
             logprobs_mode=mode,
         )
         logits = self.logits.clone()
         if batch.listed is not None:
             row_N, query_N = batch.listed.index_2N
-            verification = verify_listed(logits[row_N, query_N], batch.listed, rules=TORCH, **common)  # type: ignore[arg-type]
+            verification = verify_listed(logits[row_N, query_N], batch.listed, **common)  # type: ignore[arg-type]
         else:
             rule = choose_rule(speculation, HostBackend())
             verification = verify(logits, rule=rule, custom=None, draft_probs_BKV=self.draft_probs, **common)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from tests.support.reference import rules as loops
 from tests.support.verify_cases import counted, loop_tokens, random_case
 from vllm_gaudi_spec.sampling import logits as edit
 from vllm_gaudi_spec.sampling import stop
+from vllm_gaudi_spec.sampling.filters import filter_logits
 from vllm_gaudi_spec.sampling.noise import Stream
 from vllm_gaudi_spec.sampling.rules import block, standard, strict
 
@@ -235,11 +236,8 @@ def scaled(table: Table, temperature: float) -> Table:
 
 def filtered(table: Table, top_k: int | None = None, top_p: float = torch.inf, min_p: float = 0.0) -> Table:
     values, rows = table.logits_CV.clone()[:, None], len(table.logits_CV)
-    values = edit.apply_min_p(values, torch.full((rows,), min_p))
     kept = torch.full((rows,), top_k or table.vocab, dtype=torch.int32)
-    return Table(
-        edit.apply_top_k_top_p(values, kept, torch.full((rows,), top_p), longest=min(64, table.vocab)).squeeze(1)
-    )
+    return Table(filter_logits(values, torch.full((rows,), min_p), kept, torch.full((rows,), top_p)).squeeze(1))
 
 
 def biased(table: Table) -> Table:

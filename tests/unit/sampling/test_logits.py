@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.support.reference import sampling as reference
@@ -17,94 +16,6 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tenso
 
 def kept(logits: torch.Tensor) -> set[int]:
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
-
-
-OFF = torch.inf
-
-
-def top_k(logits: torch.Tensor, k: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "searched":
-        return edit.search_top_k(logits.clone(), k)
-    return edit.apply_top_k_top_p(
-        logits.clone(), k, torch.full((logits.shape[0],), OFF), longest=min(64, logits.shape[-1])
-    )
-
-
-@pytest.mark.parametrize("how", ["listed", "searched"])
-@pytest.mark.parametrize("k", [1, 2, 7, VOCAB - 1, VOCAB])
-def test_top_k(k: int, how: str) -> None:
-    logits = random_logits(5, 3)
-    result = top_k(logits, torch.full((5,), k, dtype=torch.int32), how)
-    for row in range(5):
-        for q in range(3):
-            assert kept(result[row, q]) == reference.keep_top_k(logits[row, q].tolist(), k)
-
-
-@pytest.mark.parametrize("how", ["listed", "searched"])
-def test_top_k_keeps_ties_and_survives_masked_tokens(how: str) -> None:
-    inf = torch.inf
-    logits = torch.tensor([[[1.0, 1.0, 0.0, -inf, 1.0]], [[-inf, -3.0, -inf, -5.0, -4.0]]])
-    result = top_k(logits, torch.tensor([1, 2]), how)
-    assert kept(result[0, 0]) == {0, 1, 4}
-    assert kept(result[1, 0]) == {1, 4}
-
-
-@pytest.mark.parametrize("how", ["listed", "searched"])
-def test_neighbouring_floats_under_a_wide_range_are_told_apart(how: str) -> None:
-    five = torch.tensor(5.0)
-    logits = torch.stack([torch.tensor(-torch.inf), five, five.nextafter(torch.tensor(6.0)), torch.tensor(-3.0)])
-    assert kept(top_k(logits[None, None], torch.tensor([1]), how)[0, 0]) == {2}
-
-
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
-def test_top_p(p: float, scale: float) -> None:
-    logits = random_logits(6, 2, scale=scale)
-    searched = edit.search_top_p(logits.clone(), torch.full((6,), p))
-    everything = torch.full((6,), VOCAB)
-    listed = edit.apply_top_k_top_p(logits.clone(), everything, torch.full((6,), p), longest=VOCAB)
-    for row in range(6):
-        for q in range(2):
-            expected = reference.keep_top_p(logits[row, q].tolist(), p)
-            assert kept(searched[row, q]) == expected
-            assert kept(listed[row, q]) == expected
-
-
-def test_top_p_of_what_top_k_left() -> None:
-    """Rows: both filters; top-k alone; neither. As one filter after the other would do."""
-    logits = random_logits(3, 2)
-    result = edit.apply_top_k_top_p(
-        logits.clone(), torch.tensor([6, 6, VOCAB]), torch.tensor([0.7, OFF, OFF]), longest=8
-    )
-    for q in range(2):
-        first = [
-            value if t in reference.keep_top_k(logits[0, q].tolist(), 6) else -1e9
-            for t, value in enumerate(logits[0, q].tolist())
-        ]
-        assert kept(result[0, q]) == reference.keep_top_p(first, 0.7)
-        assert kept(result[1, q]) == reference.keep_top_k(logits[1, q].tolist(), 6)
-        assert kept(result[2, q]) == set(range(VOCAB))
-
-
-def test_top_p_switched_off_keeps_all() -> None:
-    logits = random_logits(4, 1, scale=50.0)
-    assert torch.equal(edit.search_top_p(logits.clone(), torch.full((4,), OFF)), logits)
-
-
-def test_top_k_of_a_large_vocabulary_equals_topk() -> None:
-    logits = torch.randn(3, 1, 50_000)
-    result = edit.search_top_k(logits.clone(), torch.tensor([1, 50, 1000]))
-    for row, k in enumerate((1, 50, 1000)):
-        assert kept(result[row, 0]) == set(logits[row, 0].topk(k).indices.tolist())
-
-
-@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.5, 1.0])
-def test_min_p(min_p: float) -> None:
-    logits = random_logits(5, 2)
-    result = edit.apply_min_p(logits.clone(), torch.full((5,), min_p))
-    for row in range(5):
-        for q in range(2):
-            assert kept(result[row, q]) == reference.keep_min_p(logits[row, q].tolist(), min_p)
 
 
 def test_temperature_leaves_greedy_rows_alone() -> None:

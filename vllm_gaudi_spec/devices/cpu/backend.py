@@ -21,13 +21,11 @@ from vllm_gaudi_spec.devices.base import Attention, DeviceBackend, DeviceTraits,
 from vllm_gaudi_spec.devices.common import host_memory, torch_ops
 from vllm_gaudi_spec.devices.cpu import formats as cpu_formats
 from vllm_gaudi_spec.devices.cpu import linear as cpu_linear
+from vllm_gaudi_spec.devices.cpu.rules import RULES
 from vllm_gaudi_spec.quantization import simulation
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
-from vllm_gaudi_spec.records import Verification
-from vllm_gaudi_spec.sampling.rules import strict
-from vllm_gaudi_spec.sampling.rules.registry import TORCH
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -202,18 +200,3 @@ def _instruction_set(spec: AttentionLayerSpec) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
-
-
-# --- sampling ---
-
-
-def sample_greedy(logits_BQV: torch.Tensor) -> torch.Tensor:
-    """numpy looks for the largest of a row with vectors, PyTorch one number at a time."""
-    return torch.from_numpy(logits_BQV.numpy().argmax(-1)).int()
-
-
-def strict_greedy(logits_BQV: torch.Tensor, drafts_BK: torch.Tensor, num_drafts_B: torch.Tensor) -> Verification:
-    return strict.verify(sample_greedy(logits_BQV), drafts_BK, num_drafts_B)
-
-
-RULES = TORCH._replace(sample_greedy=sample_greedy, strict_greedy=strict_greedy)

@@ -1,8 +1,9 @@
 """The functions that pass over whole vocabularies, for one device.
 
 The functions of this folder are the reference. A device where their launches or passes over memory cost too much
-replaces some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may swap ranks. For
-a row with NaN the only promise is that its token is in the vocabulary.
+replaces some by name, with the same arguments and the same tokens; scores within 1e-4 of each other may swap ranks, and
+filters differ by as much as `sampling/filters.py` leaves open. For a row with NaN the only promise is that its token is
+in the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_gaudi_spec.records import Verification
+from vllm_gaudi_spec.sampling import filters
 from vllm_gaudi_spec.sampling.rules import strict
 from vllm_gaudi_spec.sampling.rules.table import RULES, STRICT
 
@@ -23,6 +25,7 @@ def _modules_verify() -> dict[str, Callable[..., Verification]]:
 
 
 class Rules(NamedTuple):
+    filter_logits: Callable[..., torch.Tensor] = filters.filter_logits
     sample_greedy: Callable[..., torch.Tensor] = strict.sample_greedy
     sample_random: Callable[..., torch.Tensor] = strict.sample_random
     strict_greedy: Callable[..., Verification] = strict.verify_greedy

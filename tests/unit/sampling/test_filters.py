@@ -1,0 +1,154 @@
+"""Filters keep what a sort keeps, on the devices that run here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.filter_cases import OFF, ROWS, Filter, Filters, check_kept, check_rows
+from tests.support.reference import sampling as reference
+from vllm_gaudi_spec.devices.cpu.rules import filter_logits as filter_on_cpu
+from vllm_gaudi_spec.sampling.filters import filter_logits
+
+HOST = torch.device("cpu")
+EITHER = pytest.mark.parametrize("keep", [filter_logits, filter_on_cpu], ids=["torch", "cpu"])
+LOGITS = torch.randn(6, 2, 40, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def kept(logits: torch.Tensor) -> set[int]:
+    return set(torch.isfinite(logits).nonzero().flatten().tolist())
+
+
+def in_every_row(number: float) -> torch.Tensor:
+    return torch.full((len(LOGITS),), number)
+
+
+@EITHER
+@pytest.mark.parametrize("vocab", [1, 40, 1500])
+def test_kept_tokens_are_those_of_a_sort(keep: Filter, vocab: int) -> None:
+    """Rows that are even, steep, masked, equal, of few values, of neighbouring numbers; filters alone and together."""
+    num_rows, num_open = check_rows(keep, 16, vocab, seed=vocab, device=HOST)
+    assert num_open < num_rows / 10
+
+
+@pytest.mark.slow
+@EITHER
+@pytest.mark.parametrize(("vocab", "rows_each"), [(300, 4200), (600, 4200), (32_000, 50), (128_256, 10)])
+def test_kept_tokens_of_many_rows(keep: Filter, vocab: int, rows_each: int) -> None:
+    """100,000 of them, and some of real vocabularies."""
+    at_once, done, num_open = min(100, rows_each), 0, 0
+    while done < rows_each * len(ROWS):
+        num_rows, left_open = check_rows(keep, at_once, vocab, seed=vocab + done, device=HOST)
+        done, num_open = done + num_rows, num_open + left_open
+    assert num_open < done / 10
+
+
+def test_a_list_is_enough_where_it_holds_every_k() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 1, 700, generator=random) * 4
+    top_k = torch.randint(1, 64, (20,), generator=random).int()
+    top_k[::5] = 700
+    top_p = torch.rand(20, generator=random)
+    top_p[::5] = OFF
+    filters = Filters(torch.full((20,), 0.01), top_k, top_p)
+    check_kept(logits[:, 0], filters, filter_logits(logits, *filters, longest=64)[:, 0])
+
+
+@EITHER
+@pytest.mark.parametrize("longest", [0, 40])
+def test_filters_beside_a_slow_loop(keep: Filter, longest: int) -> None:
+    for top_k in (1, 7, 39, 40):
+        filtered = keep(LOGITS, None, in_every_row(top_k).int(), None, longest)
+        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
+            assert kept(found) == reference.keep_top_k(logits.tolist(), top_k)
+    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999):
+        filtered = keep(LOGITS, None, in_every_row(40).int(), in_every_row(top_p), longest)
+        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
+            assert kept(found) == reference.keep_top_p(logits.tolist(), top_p)
+    for min_p in (0.0, 0.02, 0.5, 1.0):
+        filtered = keep(LOGITS, in_every_row(min_p), None, None)
+        for found, logits in zip(filtered.flatten(0, 1), LOGITS.flatten(0, 1), strict=True):
+            assert kept(found) == reference.keep_min_p(logits.tolist(), min_p)
+
+
+@EITHER
+@pytest.mark.parametrize("longest", [0, 8])
+def test_top_p_is_of_what_top_k_left(keep: Filter, longest: int) -> None:
+    """Rows: both filters; top-k alone; neither."""
+    logits, top_k, top_p = LOGITS[:3], torch.tensor([6, 6, 40]).int(), torch.tensor([0.7, OFF, OFF])
+    filtered = keep(logits, None, top_k, top_p, longest)
+    best = reference.keep_top_k(logits[0, 0].tolist(), 6)
+    left = [value if token in best else -1e9 for token, value in enumerate(logits[0, 0].tolist())]
+    assert kept(filtered[0, 0]) == reference.keep_top_p(left, 0.7)
+    assert kept(filtered[1, 0]) == reference.keep_top_k(logits[1, 0].tolist(), 6)
+    assert torch.equal(filtered[2], logits[2])
+
+
+@EITHER
+def test_what_others_ask_for_changes_no_row(keep: Filter) -> None:
+    """Alone, and beside a row whose likeliest tokens are not enough."""
+    logits = torch.cat((torch.zeros(1, 1, 5000), torch.randn(3, 1, 5000) * 4))
+    top_p = torch.tensor([0.9, 0.9, 0.5, OFF])
+    together = keep(logits, None, None, top_p)
+    for row in range(4):
+        assert torch.equal(keep(logits[row : row + 1], None, None, top_p[row : row + 1])[0], together[row])
+
+
+@EITHER
+@pytest.mark.parametrize("broken", [float("nan"), torch.inf])
+def test_rows_that_are_no_numbers_harm_no_other(keep: Filter, broken: float) -> None:
+    logits = LOGITS.clone()
+    logits[1, 0, 3] = broken
+    filters = Filters(in_every_row(0.01), in_every_row(9).int(), in_every_row(0.8))
+    filtered, expected = keep(logits, *filters), keep(LOGITS, *filters)
+    assert filtered.shape == expected.shape
+    sound = [0, 2, 3, 4, 5]
+    assert torch.equal(filtered[sound], expected[sound])
+
+
+def test_on_a_cpu_positions_that_nobody_samples_are_left_as_they_are() -> None:
+    filters = Filters(in_every_row(0.3), in_every_row(5).int(), in_every_row(0.8))
+    filtered = filter_on_cpu(LOGITS, *filters, num_sampling_B=torch.tensor([1, 2, 1, 2, 1, 2]).int())
+    expected = filter_on_cpu(LOGITS, *filters)
+    expected[::2, 1] = LOGITS[::2, 1]
+    assert torch.equal(filtered, expected)
+
+
+class Passes(TorchDispatchMode):
+    """Operations that read a whole vocabulary and cannot be computed together with the one before them. A gather reads
+    as much as it returns."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        made = func(*args, **(kwargs or {}))
+        read = pytree.tree_leaves(made if name == "gather" else args)
+        most = max((one.numel() for one in read if isinstance(one, torch.Tensor)), default=0)
+        if most >= self._size and torch.Tag.pointwise not in func.tags and not func.is_view:
+            self.found.append(name)
+        return made
+
+
+@pytest.mark.parametrize("top_k", [None, 50])
+def test_on_a_gaudi_top_p_reads_the_vocabulary_four_times_at_most(card: Any, top_k: int | None) -> None:
+    rows, vocab = 4, 32_000
+    logits = torch.randn(rows, 1, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    top_ks = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)
+    asked = [None if top_ks is None else top_ks.to("hpu"), torch.full((rows,), 0.9).to("hpu")]
+    on_card = logits.to("hpu")
+    card.next_step()
+    with Passes(rows * vocab) as passes:
+        filtered = filter_logits(on_card, None, *asked)
+    counted = card.next_step()
+    assert len(passes.found) + 1 <= 4, passes.found  # and one that forbids tokens
+    # Nothing fused. Thirty-three rounds of bisection moved 162 times the logits.
+    assert counted.bytes_moved < (40 if top_k is None else 56) * logits.nbytes
+    assert torch.equal(filtered.cpu(), filter_logits(logits, None, top_ks, torch.full((rows,), 0.9)))

@@ -1,0 +1,181 @@
+"""Top-k, top-p and min-p: the tokens of a position that may be sampled.
+
+Each filter is a threshold on a position's logits, and so are all of them together: min-p by the likeliest token, top-k
+by the k-th, top-p by where the probability of all tokens from the likeliest on reaches p, of what the other two left.
+Tokens with equal logits are kept together, the likeliest always.
+
+Exactness: the kept tokens are those of a sort in float64, but where a sum of probabilities lies within `ROUNDING` of p.
+There the next token may be kept or not; which does not depend on other rows.
+
+N positions, V the vocabulary, G blocks of S tokens, M thresholds that are tried together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+NEG_INF = float("-inf")
+ROUNDING = 4e-6
+"""Of float32 sums over a vocabulary, in parts of one."""
+
+_BLOCK, _RUN, _FAN = 512, 64, 8
+"""Tokens of a block that is sorted, and of its eight runs, each of eight parts of eight."""
+_TRIED = 3
+"""Thresholds of a round: they decide two bits of the logits."""
+_LOWEST = -(1 << 31)
+_KEY_OF_NEG_INF = -0x7F800001
+_LIST_BLOCK = 128
+"""Tokens; common vocabularies are multiples of it."""
+
+
+def filter_logits(
+    logits_BQV: torch.Tensor,
+    min_p_B: torch.Tensor | None,
+    top_k_B: torch.Tensor | None,
+    top_p_B: torch.Tensor | None,
+    longest: int = 0,
+    num_sampling_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Forbid what the filters leave out. A filter that no row uses is None; a row without one has min-p 0, k = V, or
+    p = inf.
+
+    `longest`: no row has a larger k than that, but for those with k = V, which have no top-p. Zero: rows may have any.
+    `num_sampling_B`: positions of a row that are sampled; for a device that can leave out the others, which are then
+    undefined.
+    """
+    if longest:
+        if min_p_B is not None:
+            logits_BQV = apply_min_p(logits_BQV, min_p_B)
+        assert top_k_B is not None
+        return apply_list(logits_BQV, top_k_B, top_p_B, longest)
+    if top_k_B is None and top_p_B is None:
+        return logits_BQV if min_p_B is None else apply_min_p(logits_BQV, min_p_B)
+    return search(logits_BQV, min_p_B, top_k_B, top_p_B)
+
+
+def apply_min_p(logits_BQV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
+    """Forbid tokens less likely than `min_p` times the most likely one; at 0 the filter is off (log 0 is -inf)."""
+    floor = logits_BQV.amax(-1, keepdim=True) + min_p_B.log()[:, None, None]
+    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
+
+
+def apply_list(
+    logits_BQV: torch.Tensor, top_k_B: torch.Tensor, top_p_B: torch.Tensor | None, longest: int
+) -> torch.Tensor:
+    """Top-k and top-p from the `longest` best logits alone."""
+    best = _best(logits_BQV, longest)
+    top_k = top_k_B.long()[:, None, None].expand(*best.shape[:-1], 1)
+    last = best.gather(-1, top_k.clamp(max=longest) - 1)
+    floor = torch.where(top_k <= longest, last, NEG_INF)
+    if top_p_B is not None:
+        kept_mass = logits_BQV.masked_fill(logits_BQV < floor, NEG_INF).logsumexp(-1, keepdim=True)
+        reached = (best - kept_mass).exp().cumsum(-1)
+        top_p = top_p_B[:, None, None]
+        enough = (reached < top_p).sum(-1, keepdim=True).clamp(max=longest - 1)
+        floor = torch.maximum(floor, torch.where(top_p < 1, best.gather(-1, enough), NEG_INF))
+    return logits_BQV.masked_fill(logits_BQV < floor, NEG_INF)
+
+
+def _best(logits_BQV: torch.Tensor, number: int) -> torch.Tensor:
+    """The largest logits, in order: a top-k over whole vocabularies is slow, and they lie in the blocks whose largest
+    logits are largest."""
+    vocab = logits_BQV.shape[-1]
+    if vocab % _LIST_BLOCK or vocab < 4 * number * _LIST_BLOCK:
+        return logits_BQV.topk(number, dim=-1).values
+    blocks = logits_BQV.unflatten(-1, (-1, _LIST_BLOCK))
+    chosen = blocks.amax(-1).topk(number, dim=-1).indices
+    index = chosen[..., None].expand(*chosen.shape, _LIST_BLOCK)
+    return blocks.gather(-2, index).flatten(-2).topk(number, dim=-1).values
+
+
+def search(
+    logits_BQV: torch.Tensor,
+    min_p_B: torch.Tensor | None,
+    top_k_B: torch.Tensor | None,
+    top_p_B: torch.Tensor | None,
+) -> torch.Tensor:
+    """The filters over the whole vocabulary, for any k and p.
+
+    A sort of a vocabulary is the most expensive operation of an HPU, and sums by index come in no order. Here blocks of
+    it are sorted, in which three small steps find how many tokens, and how much probability, lie above a threshold; so
+    the largest threshold that leaves enough is found bit by bit without reading the vocabulary again.
+    """
+    num_rows, num_queries, vocab = logits_BQV.shape
+    # Nothing as large as the logits is held for longer than it is needed.
+    padded_NV = functional.pad(logits_BQV.flatten(0, 1), (0, -vocab % _BLOCK), value=NEG_INF)
+    blocks_NGS = padded_NV.unflatten(-1, (-1, _BLOCK)).sort(dim=-1, descending=True).values
+    del padded_NV
+    peak_N1 = blocks_NGS[..., 0].amax(-1, keepdim=True)
+    floor_N1 = torch.full_like(peak_N1, NEG_INF)
+
+    def by_position(values_B: torch.Tensor) -> torch.Tensor:
+        return values_B[:, None].expand(num_rows, num_queries).reshape(-1, 1)
+
+    if min_p_B is not None:
+        floor_N1 = peak_N1 + by_position(min_p_B).log()
+    if top_k_B is not None:
+        tries = _Thresholds(blocks_NGS, None)
+        floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_k_B).float()))
+    if top_p_B is not None:
+        # A row in which everything is forbidden has no peak.
+        weights_NGS = (blocks_NGS - peak_N1.clamp(min=torch.finfo().min)[..., None]).exp_()
+        tries = _Thresholds(blocks_NGS, weights_NGS)
+        del weights_NGS
+        kept_N1 = tries.weigh(floor_N1)
+        floor_N1 = torch.maximum(floor_N1, tries.largest(by_position(top_p_B) * kept_N1))
+    return logits_BQV.masked_fill(logits_BQV < floor_N1.view(num_rows, num_queries, 1), NEG_INF)
+
+
+class _Thresholds:
+    """How many tokens there are, or what they weigh, at or above thresholds on their logits."""
+
+    def __init__(self, blocks_NGS: torch.Tensor, weights_NGS: torch.Tensor | None) -> None:
+        self._values_NGS = blocks_NGS
+        self._ends_of_parts = blocks_NGS[..., _FAN - 1 :: _FAN].contiguous()
+        self._ends_of_runs = blocks_NGS[..., _RUN - 1 :: _RUN].contiguous()
+        self._within: torch.Tensor | None = None
+        if weights_NGS is not None:
+            # Added up in two levels: a long chain of additions rounds as often.
+            within = weights_NGS.unflatten(-1, (-1, _RUN)).cumsum(-1)
+            self._within = within.flatten(-2)
+            self._before = functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
+        self._offsets = torch.arange(_FAN, device=blocks_NGS.device)
+
+    def weigh(self, threshold_NM: torch.Tensor) -> torch.Tensor:
+        """float32 [N, M]."""
+        count_NGM = self._count(threshold_NM)
+        if self._within is None:
+            return count_NGM.sum(1).float()
+        last = (count_NGM - 1).clamp(min=0)
+        weight_NGM = self._within.gather(-1, last) + self._before.gather(-1, last // _RUN)
+        return (weight_NGM * (count_NGM > 0)).sum(1)
+
+    def _count(self, threshold_NM: torch.Tensor) -> torch.Tensor:
+        """int64 [N, G, M], by block: of eight ends in their order those above the threshold are counted, then of the
+        part after them."""
+        threshold = threshold_NM[:, None, :, None]
+        full = (self._ends_of_runs[:, :, None] >= threshold).sum(-1)
+        for finer in (self._ends_of_parts, self._values_NGS):
+            start_NGM = full.clamp(max=finer.shape[-1] // _FAN - 1) * _FAN
+            index = start_NGM[..., None] + self._offsets
+            values = finer.gather(-1, index.flatten(-2)).view(index.shape)
+            full = start_NGM + (values >= threshold).sum(-1)
+        return full
+
+    def largest(self, target_N1: torch.Tensor) -> torch.Tensor:
+        """The largest float32 at or above which there is as much as `target`; -inf where there is too little."""
+        key_N1 = torch.full_like(target_N1, _LOWEST, dtype=torch.int32)
+        steps_M = torch.arange(1, _TRIED + 1, dtype=torch.int32, device=target_N1.device)
+        for bit in range(30, -1, -2):
+            tried_NM = key_N1 + steps_M * (1 << bit)  # wraps, from the lowest key upwards
+            reached = (self.weigh(_float_of(tried_NM)) >= target_N1).sum(-1, keepdim=True)
+            key_N1 = key_N1 + reached.int() * (1 << bit)
+        return _float_of(key_N1)
+
+
+def _float_of(key: torch.Tensor) -> torch.Tensor:
+    """The float32 of a key: int32 in the same order. Below minus infinity there is nothing else; keys above the other
+    infinity are no numbers, and no token is at or above those."""
+    key = key.clamp(min=_KEY_OF_NEG_INF)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
