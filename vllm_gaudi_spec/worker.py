@@ -131,7 +131,7 @@ class Worker(WorkerBase):
         size = self.backend.memory.available_memory(
             self.cache_config.gpu_memory_utilization, self.parallel_config.local_world_size
         )
-        for what, num_bytes in self.model_runner.drafting_bytes().items():
+        for what, num_bytes in self.model_runner.bytes_beside_kv().items():
             size -= num_bytes
             logger.info("%.2f GiB for %s.", num_bytes / 2**30, what)
         if size <= 0:

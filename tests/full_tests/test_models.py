@@ -16,6 +16,7 @@ SERVED = (
     "qwen2",
     "qwen3",
     "qwen3-moe",
+    "qwen3-next",
     "mistral",
     "gemma3",
     "gemma4-shared-kv",

@@ -75,7 +75,9 @@ def test_doctor_reckons_what_the_worker_takes(looping_llama: str, stranger: str)
         looping_llama, drafting(stranger, 3, **sampled), **reading("retokenize", universal_kv_len=96)
     ) as llm:
         config = llm.llm_engine.vllm_config
-        taken = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafting_bytes()
+        taken = (
+            llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.bytes_beside_kv()
+        )
         assert len(taken) == 2
         drafter = config.speculative_config.draft_model_config
         assert pair._drafting(config, Speculation.from_vllm(config), drafter) == taken

@@ -57,6 +57,7 @@ class Reads:
     group = SimpleNamespace(world_size=1)
     measuring = None
     output_ids = None
+    states = None
     model = None
     """A drafter of the user's may ask for it."""
 
@@ -75,6 +76,9 @@ class Reads:
         (name,) = self.layer_names
         self._kv = caches[name]
         self._group = next(index for index, names in enumerate(groups) if name in names)
+
+    def make_states(self, num_rows: int, num_pending: int, device: torch.device) -> None:
+        """A no-op: it keeps none."""
 
     def check_kv_is_written(self) -> None:
         """What is read and not written is a number that nobody expects."""

@@ -139,6 +139,36 @@ class AttentionCall:
         return self._plans[key]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCall:
+    """The same rectangle as layers with a recurrent state see it."""
+
+    rows_B: torch.Tensor
+    """int64: rows of the request state, which states are kept by; padding has the pad row."""
+    starts_B: torch.Tensor
+    """int32: position of each row's first token."""
+    num_real_B: torch.Tensor
+    """int32: how many of a row's tokens are not padding."""
+    num_pending_B: torch.Tensor
+    """int32: how many tokens before the first are not in the row's state yet; they are kept beside it."""
+    num_queries: int
+    commits: bool
+    """Whether the real tokens go into the state now. Else they are pending: some may be drafts that are rejected."""
+    packed: Packed | None = None
+
+    def by_row(self, tensor_T: torch.Tensor) -> torch.Tensor:
+        """[B, Q, ...]"""
+        shape = (len(self.rows_B), self.num_queries)
+        if self.packed is not None:
+            tensor_T = self.packed.spread(tensor_T, shape[0] * shape[1])
+        return tensor_T.unflatten(0, shape)
+
+    def flat(self, tensor_BQ: torch.Tensor) -> torch.Tensor:
+        """[T, ...]: the reverse."""
+        tensor_T = tensor_BQ.flatten(0, 1)
+        return tensor_T if self.packed is None else tensor_T.index_select(0, self.packed.index_T)
+
+
 # --- a forward ---
 
 
@@ -155,6 +185,8 @@ class Inputs:
     """int32: of each row, how many tokens are not padding."""
     adapters_T: torch.Tensor | None = None
     """int32: the slot of each token's LoRA adapter, where there are adapters."""
+    states: StateCall | None = None
+    """For models with recurrent layers."""
 
     def real_T(self) -> torch.Tensor:
         """bool [T]: which tokens are not padding."""
@@ -174,6 +206,7 @@ class Inputs:
             slots=tuple(slots_T.index_select(0, index_T) for slots_T in self.slots),
             calls=tuple(replace(call, packed=packed, _plans={}) for call in self.calls),
             adapters_T=None if self.adapters_T is None else self.adapters_T.index_select(0, index_T),
+            states=None if self.states is None else replace(self.states, packed=packed),
         )
 
 

@@ -91,6 +91,7 @@ class SpecPlatform(Platform):
                 choose_kv_dtype(vllm_config, model, has_fp8=has_fp8)
                 choose_kernels(vllm_config, model, load_backend())
         refuse_unsupported(vllm_config, load_backend())
+        _keep_states_by_request(vllm_config)
         _warn_of_unused_options(vllm_config)
         # Mistakes in options and variables stop the front end, not the engine.
         options = Options.from_vllm(vllm_config)
@@ -140,6 +141,10 @@ class SpecPlatform(Platform):
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
+
+    @classmethod
+    def _align_hybrid_block_size(cls, vllm_config: VllmConfig, backend_cls: Any) -> None:
+        """A no-op: blocks of KV need not be as large as recurrent states, which are kept by request."""
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
@@ -269,6 +274,19 @@ def _warn_of_unused_options(vllm_config: VllmConfig) -> None:
         logger.warning_once("additional_config has no effect here in %s.", ", ".join(map(repr, unused)))
     if speculation is not None and (unused := installed_logits_processors()):
         logger.warning_once("With speculation, logits processors of packages are not used: %s.", ", ".join(unused))
+
+
+def _keep_states_by_request(vllm_config: VllmConfig) -> None:
+    """Switches the prefix cache off where layers keep recurrent state: vLLM's, which caches states at borders of
+    blocks, needs them in blocks of KV memory, and there is one state for each request here."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model is None or not model.is_hybrid:
+        return
+    if cache.enable_prefix_caching:
+        logger.info("Recurrent states are kept by request, not by prefix: prefix caching is off.")
+    cache.enable_prefix_caching = False
+    cache.mamba_cache_mode = "none"
+    cache.mamba_block_size = model.max_model_len  # as vLLM has it without prefix caching
 
 
 def _keep_kv_of_each_kind_apart(vllm_config: VllmConfig) -> None:

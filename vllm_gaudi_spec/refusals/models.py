@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
+from vllm_gaudi_spec.quantization.config import target_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -26,6 +27,8 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, str]]:
 def model_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     for model, _ in models_of(vllm_config):
         yield from _refusals_of(model)
+    if vllm_config.model_config.is_hybrid:
+        yield from _state_refusals(vllm_config, backend)
 
 
 def _refusals_of(model: ModelConfig) -> Iterator[str]:
@@ -35,8 +38,15 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
     if model.supports_multimodal_inputs:
         way_out = "" if model.runner_type == "draft" else "add --language-model-only to serve its text alone, or "
         yield f"{model.model} takes images, audio or video; {way_out}use a text-only model."
-    if model.is_hybrid or model.is_attention_free:
-        yield f"{model.model} keeps recurrent state; use a model with attention only."
+    if model.is_attention_free:
+        yield f"{model.model} has no attention, which steps are planned by; use a model that has some."
+    if model.is_hybrid and model.runner_type == "draft":
+        yield f"Drafter {model.model} keeps recurrent state, which only targets may; use one with attention only."
+    if model.is_hybrid and not any(name in RECURRENT_ARCHITECTURES for name in model.architectures):
+        yield (
+            f"{model.model} keeps recurrent state of a kind that is not supported yet ({model.architecture}); use a "
+            "model with attention only, or Qwen3-Next."
+        )
     if _has_other_slopes(model):
         yield (
             f"{model.model} uses ALiBi otherwise than BLOOM and Falcon do, which is not supported; use a model with "
@@ -49,6 +59,23 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
+
+
+RECURRENT_ARCHITECTURES = ("Qwen3NextForCausalLM",)
+"""Of models with recurrent layers, those that were held against transformers as a whole."""
+
+
+def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
+    """Of options, for targets that keep recurrent state."""
+    name, cache = vllm_config.model_config.model, vllm_config.cache_config
+    if backend.traits.captures:
+        yield f"{name} has recurrent layers, which are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
+    if vllm_config.lora_config is not None:
+        yield f"{name} has recurrent layers, for which LoRA adapters are not supported yet; leave out --enable-lora."
+    if target_config() is not None:
+        yield f"{name} has recurrent layers, for which QUANT_CONFIG is not supported yet; unset it."
+    if cache.use_replayssm:
+        yield "Recurrent layers are computed without the kernels of ReplaySSM; leave out --use-replayssm."
 
 
 # Classes of vLLM that pass slopes to their layers, of which the scores follow from distances.

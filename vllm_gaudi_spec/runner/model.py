@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -11,7 +12,9 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -20,8 +23,10 @@ from vllm_gaudi_spec.attention import latent
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl, attend_layer
 from vllm_gaudi_spec.attention.metadata import Packed
 from vllm_gaudi_spec.config import UnsupportedConfigError, ranks_in_step
+from vllm_gaudi_spec.devices.base import size_text
 from vllm_gaudi_spec.quantization.kv_cache import quantize_kv
 from vllm_gaudi_spec.records import Hidden
+from vllm_gaudi_spec.recurrent.states import RecurrentStates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.quantization.load_context import Measuring
     from vllm_gaudi_spec.quantization.models import Quantization
 
+logger = init_logger(__name__)
+
+_RECURRENT_LAYERS = "vllm_gaudi_spec.recurrent.layers"
 
 # Rows of logits at a time, where those of all tokens are measured.
 _MEASURED_LOGITS = 64
@@ -84,6 +92,8 @@ class LoadedModel:
         self.set_outputs(_logits_only)
         compat.make_mla_layers(latent.LatentAttention)
         compat.return_attention_outputs(RectangleAttentionImpl, attend_layer)
+        if (model_config or vllm_config.model_config).is_hybrid:
+            importlib.import_module(_RECURRENT_LAYERS)  # takes a second, and most models have none
         others = set(get_layers_from_vllm_config(vllm_config, AttentionLayerBase))
         loads_on = (load_config or vllm_config.load_config).device
         with compat.tensor_parallel_group(self.group):
@@ -99,7 +109,16 @@ class LoadedModel:
             self.measuring = quantization.apply(self.model, backend) if quantization else None
             quantize_kv(vllm_config, backend, (model_config or vllm_config.model_config).model, others)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-        self._layers = {name: layer for name, layer in layers.items() if name not in others}
+        layers = {name: layer for name, layer in layers.items() if name not in others}
+        self._recurrent = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
+        for name, layer in self._recurrent.items():
+            if not hasattr(layer, "layer_shape"):
+                kind = type(layer).__name__
+                raise UnsupportedConfigError(
+                    f"{name} is a {kind}, whose recurrence is not supported; use another model."
+                )
+        self._layers = {name: layer for name, layer in layers.items() if name not in self._recurrent}
+        self.states: RecurrentStates | None = None
         self._kv_owners = {
             name: getattr(layer, "kv_sharing_target_layer_name", None) or name for name, layer in self._layers.items()
         }
@@ -175,6 +194,27 @@ class LoadedModel:
             layer.bind_kv_cache(caches[owner])
             layer.impl.bind(layer, caches[owner])
 
+    def state_bytes(self, num_rows: int, num_pending: int) -> int:
+        """What recurrent layers keep of so many requests; 0 for models without any."""
+        return num_rows * sum(layer.layer_shape().num_bytes(num_pending) for layer in self._recurrent.values())
+
+    def make_states(self, num_rows: int, num_pending: int, device: torch.device) -> None:
+        """A no-op for models without recurrent layers. `num_rows`: the pad row included. `num_pending`: the most tokens
+        of a row whose acceptance is not decided when a forward ends."""
+        if not self._recurrent:
+            return
+        shapes = [(name, layer.layer_shape()) for name, layer in self._recurrent.items()]
+        self.states = RecurrentStates(shapes, num_rows=num_rows, num_pending=num_pending, device=device)
+        for name, layer in self._recurrent.items():
+            layer.state = self.states.by_layer[name]
+        logger.info(
+            "Recurrent states of %d layers: %s a request, %s for %d rows.",
+            len(shapes),
+            size_text(self.state_bytes(1, num_pending)),
+            size_text(self.state_bytes(num_rows, num_pending)),
+            num_rows,
+        )
+
     def check_kv_is_written(self) -> None:
         """After warm-up: a layer that reads KV that no layer writes would output noise, with and without drafts."""
         owners = set(self._kv_owners.values())
@@ -183,12 +223,19 @@ class LoadedModel:
 
     def forward(self, inputs: Inputs, carried_TH: torch.Tensor | None = None) -> Hidden:
         """[T, H]; KV of all real tokens is written. `carried_TH`: for heads, the states that they read."""
-        num_tokens = inputs.token_ids_T.shape[0]
         # Ranks in lockstep compute the same number of tokens; no rank knows how many of another's are real.
         packs = self._packs and not self._is_in_step
         packed = Packed.of(inputs.num_real_B, inputs.calls[0].num_queries) if packs else None
+        hidden = self._run_packed(inputs, carried_TH, packed)
+        if inputs.states is not None:
+            assert self.states is not None
+            self.states.advance(inputs.states)
+        return hidden
+
+    def _run_packed(self, inputs: Inputs, carried_TH: torch.Tensor | None, packed: Packed | None) -> Hidden:
         if packed is None:
             return self._run(inputs, carried_TH)
+        num_tokens = inputs.token_ids_T.shape[0]
         carried = None if carried_TH is None else carried_TH.index_select(0, packed.index_T)
         hidden = self._run(inputs.pack(packed), carried)
         last = packed.spread(hidden.last, num_tokens)
@@ -201,6 +248,8 @@ class LoadedModel:
         for names, call, group_slots in zip(self._groups, inputs.calls, inputs.slots, strict=True):
             metadata.update(dict.fromkeys(names, call))
             slots.update(dict.fromkeys(names, group_slots))
+        if inputs.states is not None:
+            metadata.update(dict.fromkeys(self._recurrent, inputs.states))
         num_tokens = inputs.token_ids_T.shape[0]
         num_ranks = self._num_in_context
         on_each = torch.full((num_ranks,), num_tokens, dtype=torch.int32) if num_ranks > 1 else None

@@ -48,9 +48,11 @@ MAY_IMPORT = {
         "quantization",
         "lora",
         "records",
+        "recurrent",
         "runner",
         "scheduling",
     },
+    "recurrent": {"attention.metadata", "recurrent"},
     "lora": {"lora", "config", "devices.base", "runner.requests"},
     "attention": {"devices", "config", "attention"},
     "devices": {

@@ -1,0 +1,150 @@
+"""vLLM's layers with our recurrences give what those of transformers give, whose recurrences are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Lfm2Config, NemotronHConfig, Qwen3NextConfig
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.utils.network_utils import get_distributed_init_method, get_open_port
+
+from vllm_gaudi_spec.recurrent.layers import GatedDeltaNet, Mamba2, ShortConvolution
+from vllm_gaudi_spec.recurrent.states import RecurrentStates
+
+HIDDEN, NAME = 32, "model.layers.0.mixer"
+
+
+@pytest.fixture(scope="module")
+def config() -> Iterator[VllmConfig]:
+    made = VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(mamba_cache_dtype="float32"))
+    made.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False, hf_text_config=None)  # type: ignore[assignment]
+    with set_current_vllm_config(made):
+        init_distributed_environment(
+            1, 0, get_distributed_init_method("127.0.0.1", get_open_port()), local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel()
+        yield made
+    cleanup_dist_env_and_memory()
+
+
+def gated_delta_net(config: VllmConfig) -> tuple[nn.Module, Any]:
+    sizes = Qwen3NextConfig(
+        hidden_size=HIDDEN,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        linear_conv_kernel_dim=4,
+    )
+    config.model_config.hf_text_config = sizes
+    return Qwen3NextGatedDeltaNet(sizes, layer_idx=0), QwenGatedDeltaNetAttention(
+        sizes, config, prefix=NAME, gqa_interleaved_layout=True
+    )
+
+
+def mamba_2(config: VllmConfig) -> tuple[nn.Module, Any]:
+    sizes = dict(mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=6, n_groups=2, chunk_size=16)
+    theirs = NemotronHMamba2Mixer(NemotronHConfig(hidden_size=HIDDEN, **sizes), layer_idx=0)
+    ours = MambaMixer2(
+        hidden_size=HIDDEN,
+        ssm_state_size=6,
+        conv_kernel_size=4,
+        intermediate_size=64,
+        use_conv_bias=True,
+        use_bias=False,
+        n_groups=2,
+        num_heads=8,
+        head_dim=8,
+        model_config=config.model_config,
+        cache_config=config.cache_config,
+        prefix=NAME,
+    )
+    return theirs, ours
+
+
+def short_convolution(config: VllmConfig) -> tuple[nn.Module, Any]:
+    sizes = Lfm2Config(hidden_size=HIDDEN, conv_L_cache=3, conv_bias=True)
+    ours = ShortConv(sizes, HIDDEN, 0, config.model_config, config.cache_config, prefix=NAME)
+    return Lfm2ShortConv(sizes, layer_idx=0), ours
+
+
+KINDS: list[tuple[type, Callable[[VllmConfig], tuple[nn.Module, Any]]]] = [
+    (GatedDeltaNet, gated_delta_net),
+    (Mamba2, mamba_2),
+    (ShortConvolution, short_convolution),
+]
+# Of vLLM's names, those that its models rename when they load a checkpoint.
+RENAMED = {"A_log": "A"}
+
+
+@pytest.mark.parametrize(("kind", "make"), KINDS)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@torch.no_grad()
+def test_prompts_and_verify_steps_are_those_of_transformers(
+    kind: type, make: Callable[[VllmConfig], tuple[nn.Module, Any]], num_drafts: int, config: VllmConfig
+) -> None:
+    torch.manual_seed(0)
+    config.compilation_config.static_forward_context.clear()
+    theirs, ours = make(config)
+    assert type(ours) is kind, "registered out of tree"
+    parameters = dict(ours.named_parameters())
+    for name, weight in theirs.named_parameters():
+        weight.copy_(torch.randn_like(weight) * (weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5))
+        found = parameters[name if name in parameters else RENAMED[name]]
+        getattr(found, "weight_loader", lambda own, loaded: own.copy_(loaded.view_as(own)))(found, weight)
+    for module in ours.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+    num_pending = num_drafts + 1 if num_drafts else 0
+    states = RecurrentStates(
+        [(NAME, ours.layer_shape())], num_rows=3, num_pending=num_pending, device=torch.device("cpu")
+    )
+    ours.state = states.by_layer[NAME]
+    text = torch.randn(60, HIDDEN)
+    expected = theirs(text[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
+
+    def read(begin: int, end: int, wrong: int = 0, *, is_prompt: bool) -> torch.Tensor:
+        """In row 1; row 2 is padding. The last `wrong` tokens are rejected."""
+        queries = end - begin + wrong
+        hidden = torch.cat((text[begin:end], torch.randn(wrong + queries, HIDDEN)))
+        call = states.call(
+            torch.tensor([1, 2]),
+            torch.tensor([begin, 0], dtype=torch.int32),
+            torch.tensor([queries, 0], dtype=torch.int32),
+            queries,
+            is_prompt=is_prompt,
+        )
+        with set_forward_context({NAME: call}, config, 2 * queries):
+            if kind is ShortConvolution:
+                out = torch.empty_like(hidden)
+                ours(hidden, out)
+            else:
+                out = ours(hidden)
+        states.advance(call)
+        return out[: end - begin]
+
+    outs = [read(0, 30, is_prompt=True), read(30, 37, is_prompt=True)]
+    at = 37
+    while at < 57:
+        accepted = 1 + at % (num_drafts + 1)
+        outs.append(read(at, at + accepted, num_drafts + 1 - accepted, is_prompt=False))
+        at += accepted
+    torch.testing.assert_close(torch.cat(outs), expected[:at], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,68 @@
+"""Recurrences in chunks against the same token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_gaudi_spec.recurrent.scans import convolve, scan
+
+ROWS, HEADS, KEY, VALUE = 2, 3, 8, 5
+
+
+def token_by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = []
+    for at in range(query.shape[1]):
+        state = state * decay[:, at, :, None, None].exp()
+        added = value[:, at]
+        if beta is not None:
+            added = beta[:, at, :, None] * (added - torch.einsum("bhk,bhkv->bhv", key[:, at], state))
+        state = state + key[:, at, :, :, None] * added[:, :, None, :]
+        out.append(torch.einsum("bhk,bhkv->bhv", query[:, at], state))
+    return torch.stack(out, 1), state
+
+
+@pytest.mark.parametrize("has_beta", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 150])
+def test_chunks_are_the_recurrence(length: int, has_beta: bool) -> None:
+    torch.manual_seed(length)
+    query, key = torch.randn(2, ROWS, length, HEADS, KEY).div(KEY**0.5).unbind(0)
+    value, decay = torch.randn(ROWS, length, HEADS, VALUE), -torch.rand(ROWS, length, HEADS)
+    beta = torch.rand(ROWS, length, HEADS) if has_beta else None
+    state = torch.randn(ROWS, HEADS, KEY, VALUE)
+    expected_out, expected = token_by_token(query, key, value, decay, state, beta)
+    out, after = scan(query, key, value, decay, state, beta)
+    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_v09_keys_that_are_all_the_same_lose_no_digits() -> None:
+    """As in a prompt of one token repeated: powers of such a triangle have entries of 1e18."""
+    key = torch.ones(1, 64, 1, KEY) / KEY**0.5
+    value, beta = torch.randn(1, 64, 1, VALUE), torch.full((1, 64, 1), 0.99)
+    arguments = key, key, value, torch.zeros(1, 64, 1), torch.zeros(1, 1, KEY, VALUE), beta
+    for found, expected in zip(scan(*arguments), token_by_token(*arguments), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_strong_decay_overflows_nowhere() -> None:
+    key, value = torch.randn(1, 64, 1, KEY), torch.randn(1, 64, 1, VALUE)
+    out, state = scan(key, key, value, torch.full((1, 64, 1), -50.0), torch.ones(1, 1, KEY, VALUE))
+    assert out.isfinite().all()
+    assert state.isfinite().all()
+
+
+def test_a_convolution_continues_where_it_was() -> None:
+    inputs_BQC, weight_CW, bias_C = torch.randn(ROWS, 9, 6), torch.randn(6, 4), torch.randn(6)
+    padded = torch.nn.functional.pad(inputs_BQC, (0, 0, 3, 0)).transpose(1, 2)
+    expected = torch.nn.functional.conv1d(padded, weight_CW[:, None], bias_C, groups=6).transpose(1, 2)
+    first = convolve(torch.zeros(ROWS, 3, 6), inputs_BQC[:, :5], weight_CW, bias_C)
+    second = convolve(inputs_BQC[:, 2:5], inputs_BQC[:, 5:], weight_CW, bias_C)
+    torch.testing.assert_close(torch.cat((first, second), 1), expected)

@@ -1,0 +1,164 @@
+"""vLLM's recurrent layers around our recurrences. Importing this registers them.
+
+Parameters, their loading, projections and norms are vLLM's. What its layers leave to kernels of Triton, CUDA or C++ in
+between is `LayerState.follow`. Letters as in `scans.py`; D heads of keys, S size of a Mamba state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+
+from vllm_gaudi_spec.attention.metadata import StateCall
+from vllm_gaudi_spec.recurrent.scans import scan
+from vllm_gaudi_spec.recurrent.states import LayerShape, LayerState
+
+
+class RecurrentLayer:
+    """What is common to them. It stands before a class of vLLM's."""
+
+    prefix: str
+    state: LayerState
+    """Set before the first forward."""
+
+    def layer_shape(self) -> LayerShape:
+        raise NotImplementedError
+
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Recurrence`; never called for a layer without a state."""
+        raise NotImplementedError
+
+    def follow(self, inputs_TC: torch.Tensor, gates_TG: torch.Tensor | None, conv: Any) -> torch.Tensor:
+        """[T, ...] of a forward's tokens. `conv`: vLLM's module of the convolution's parameters."""
+        call: StateCall = get_forward_context().attn_metadata[self.prefix]
+        gates_BQG = None if gates_TG is None else call.by_row(gates_TG)
+        out_BQ = self.state.follow(
+            call, call.by_row(inputs_TC), gates_BQG, conv.weight.squeeze(1), conv.bias, self.recur
+        )
+        return call.flat(out_BQ).to(inputs_TC.dtype)
+
+
+def _real(tensor: torch.Tensor, is_real_BQ: torch.Tensor) -> torch.Tensor:
+    return torch.where(is_real_BQ.view(*is_real_BQ.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
+
+
+def _heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
+    """[B, Q, groups * size] as [B, Q, H, size]: each group serves several heads."""
+    tensor = tensor.unflatten(-1, (groups, 1, -1))
+    return tensor.expand(*tensor.shape[:-2], num_heads // groups, -1).flatten(2, 3)
+
+
+# The class of vLLM's registry is the one whose name its models call.
+@QwenGatedDeltaNetAttention.register_oot
+class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
+    """Qwen3-Next."""
+
+    def layer_shape(self) -> LayerShape:
+        dtypes = self.get_state_dtype()
+        num_heads = self.num_v_heads // self.tp_size
+        return LayerShape(
+            num_channels=self.conv_dim // self.tp_size,
+            num_taps=self.conv_kernel_size,
+            num_gates=2 * num_heads,
+            state=(num_heads, self.head_k_dim, self.head_v_dim),
+            dtype=dtypes[0],
+            state_dtype=dtypes[1],
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        if self.gqa_interleaved_layout:
+            query, key, value, gate, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+            qkv = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1)
+        else:
+            qkv, gate = qkvz.split([self.conv_dim // self.tp_size, self.value_dim // self.tp_size], dim=-1)
+            gate = gate.unflatten(-1, (-1, self.head_v_dim))
+            b, a = self.split_ba(ba)
+        return self._output_projection(self.follow(qkv, torch.cat((b, a), dim=-1), self.conv1d), gate)
+
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        groups, num_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
+        key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        query, key, value = _real(F.silu(convolved_BQC), is_real_BQ).split([key_size, key_size, value_size], dim=-1)
+        b_BQH, a_BQH = gates_BQG.float().chunk(2, dim=-1)
+        decay_BQH = -self.A_log.float().exp() * F.softplus(a_BQH + self.dt_bias.float())
+        return scan(
+            _normed(_heads(query, groups, num_heads)) * self.head_k_dim**-0.5,
+            _normed(_heads(key, groups, num_heads)),
+            _heads(value, num_heads, num_heads),
+            _real(decay_BQH, is_real_BQ),
+            state,
+            _real(b_BQH.sigmoid(), is_real_BQ),
+        )
+
+
+def _normed(tensor: torch.Tensor) -> torch.Tensor:
+    """Of length 1, as the kernels that models were trained with make it."""
+    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
+
+
+@MambaMixer2.register_oot
+class Mamba2(RecurrentLayer, MambaMixer2):
+    """Granite 4, Nemotron-H, Falcon-H1, Bamba."""
+
+    def layer_shape(self) -> LayerShape:
+        dtypes = self.get_state_dtype()
+        return LayerShape(
+            num_channels=self.tped_conv_size,
+            num_taps=self.conv_kernel_size,
+            num_gates=self.tped_dt_size,
+            state=(self.tped_dt_size, self.ssm_state_size, self.head_dim),
+            dtype=dtypes[0],
+            state_dtype=dtypes[1],
+        )
+
+    def forward(self, hidden_states: torch.Tensor, mup_vector: torch.Tensor | None = None) -> torch.Tensor:
+        projected, _ = self.in_proj(hidden_states)
+        if mup_vector is not None:
+            projected = projected * mup_vector
+        sizes = [self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size]
+        gate, inputs, dt = projected.split(sizes, dim=-1)
+        output, _ = self.out_proj(self.norm(self.follow(inputs, dt, self.conv1d), gate))
+        return output
+
+    def recur(
+        self, convolved_BQC: torch.Tensor, gates_BQG: torch.Tensor, is_real_BQ: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        groups, num_heads = self.n_groups // self.tp_size, self.tped_dt_size
+        value, key, query = self.split_hidden_states_B_C_fn(_real(F.silu(convolved_BQC), is_real_BQ))
+        value_BQHV = _heads(value, num_heads, num_heads)
+        step_BQH = _real(F.softplus(gates_BQG.float() + self.dt_bias.float()), is_real_BQ)
+        out_BQHV, state = scan(
+            _heads(query, groups, num_heads),
+            _heads(key, groups, num_heads),
+            value_BQHV * step_BQH.unsqueeze(-1),
+            step_BQH * self.A.float(),
+            state,
+        )
+        return (out_BQHV + value_BQHV * self.D.float()[:, None]).flatten(2), state
+
+
+@ShortConv.register_oot
+class ShortConvolution(RecurrentLayer, ShortConv):
+    """LFM2."""
+
+    def layer_shape(self) -> LayerShape:
+        (dtype,) = self.get_state_dtype()
+        channels = self.conv.weight.shape[0]
+        return LayerShape(channels, self.L_cache, num_gates=0, state=(), dtype=dtype, state_dtype=dtype)
+
+    def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        before, after, inputs = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        inputs = before * inputs
+        output.copy_(self.out_proj(after * self.follow(inputs, None, self.conv))[0])

@@ -1,0 +1,99 @@
+"""Recurrences over rectangles, in torch operations of static shapes: no loop has a length that depends on a value.
+
+B  rows      Q  positions         C  channels of a convolution     W  its taps     L  positions of a chunk
+H  heads     K  size of a key     V  size of a value               G  gates of a token     N  chunks
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+_CHUNK = 64
+"""The most positions that are computed at once, by matrices of that size. A power of two."""
+
+
+def convolve(
+    history_BWC: torch.Tensor, inputs_BQC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None
+) -> torch.Tensor:
+    """[B, Q, C] in float32: each channel's causal convolution. `history_BWC`: the W - 1 inputs before the first."""
+    num_queries = inputs_BQC.shape[1]
+    inputs = torch.cat((history_BWC, inputs_BQC), dim=1).float()
+    weight_WC = weight_CW.float().T
+    out_BQC = inputs.narrow(1, 0, num_queries) * weight_WC[0]
+    for tap in range(1, weight_WC.shape[0]):
+        out_BQC = out_BQC + inputs.narrow(1, tap, num_queries) * weight_WC[tap]
+    return out_BQC if bias_C is None else out_BQC + bias_C.float()
+
+
+def scan(
+    query_BQHK: torch.Tensor,
+    key_BQHK: torch.Tensor,
+    value_BQHV: torch.Tensor,
+    decay_BQH: torch.Tensor,
+    state_BHKV: torch.Tensor,
+    beta_BQH: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q, H, V], what each position reads of the state, and the state after the last; all in float32.
+
+    At a position the state is multiplied by exp(decay), then key x value is added to it, then the query reads it.
+    With `beta` the delta rule decides what is added: beta times what the value is off from what the key reads. A
+    position of decay 0 whose value, or beta, is 0 leaves the state as it was.
+    """
+    num_queries = query_BQHK.shape[1]
+    length = min(_CHUNK, 1 << (num_queries - 1).bit_length())
+    missing = -num_queries % length
+
+    def chunked(tensor: torch.Tensor) -> torch.Tensor:
+        """[B, N, H, L, ...]"""
+        padded = F.pad(tensor, (*[0, 0] * (tensor.dim() - 2), 0, missing)) if missing else tensor
+        return padded.unflatten(1, (-1, length)).transpose(2, 3)
+
+    query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
+    # Decay since the chunk began, and between two of its positions.
+    since_BNHL = chunked(decay_BQH).cumsum(-1)
+    is_before = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    between = torch.where(is_before, since_BNHL.unsqueeze(-1) - since_BNHL.unsqueeze(-2), 0.0)
+    between_BNHLL = torch.where(is_before, between.exp(), 0.0)
+    kept_BNHL1 = since_BNHL.exp().unsqueeze(-1)
+    read = None
+    if beta_BQH is not None:
+        # Within a chunk each value depends on those before it: a triangular system, solved for all at once.
+        beta_BNHL1 = chunked(beta_BQH).unsqueeze(-1)
+        scaled = key * beta_BNHL1
+        solved = _inverse_of_unit((scaled @ key.transpose(-1, -2) * between_BNHLL).tril(-1))
+        value, read = solved @ (value * beta_BNHL1), solved @ (scaled * kept_BNHL1)
+    weights_BNHLL = query @ key.transpose(-1, -2) * between_BNHLL
+    query = query * kept_BNHL1
+    last_BNH1 = since_BNHL[..., -1:]
+    added_BNHKL = (key * (last_BNH1 - since_BNHL).exp().unsqueeze(-1)).transpose(-1, -2)
+    kept_BNH11 = last_BNH1.exp().unsqueeze(-1)
+    outputs = []
+    for chunk in range(query.shape[1]):
+        values = value[:, chunk]
+        if read is not None:
+            values = values - read[:, chunk] @ state_BHKV
+        outputs.append(query[:, chunk] @ state_BHKV + weights_BNHLL[:, chunk] @ values)
+        state_BHKV = state_BHKV * kept_BNH11[:, chunk] + added_BNHKL[:, chunk] @ values
+    out_BQHV = torch.stack(outputs, dim=1).transpose(2, 3).flatten(1, 2)
+    return out_BQHV.narrow(1, 0, num_queries), state_BHKV
+
+
+def _inverse_of_unit(strict_LL: torch.Tensor) -> torch.Tensor:
+    """The inverse of I + a strictly lower triangular matrix [..., L, L], L a power of two.
+
+    Blocks on the diagonal are inverted in pairs, which double in size. Powers of the matrix would take fewer products,
+    but for keys that are alike they grow as binomial coefficients do, and float32 loses all digits.
+    """
+    length = strict_LL.shape[-1]
+    inverse = strict_LL.new_ones(*strict_LL.shape[:-1], 1, 1)  # [..., blocks, size, size]
+    size = 1
+    while size < length:
+        pairs = strict_LL.unflatten(-2, (-1, 2, size)).unflatten(-1, (-1, 2, size))
+        below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+        below = -(second @ below @ first)
+        top = torch.cat((first, torch.zeros_like(first)), dim=-1)
+        inverse = torch.cat((top, torch.cat((below, second), dim=-1)), dim=-2)
+        size *= 2
+    return inverse.squeeze(-3)
