@@ -13,6 +13,7 @@ from typing import Any
 
 import common
 import numpy as np
+import psutil
 
 from vllm_gaudi_spec.tools.io.command_line import Parser, add_shared
 
@@ -66,18 +67,25 @@ class Engine:
         theirs.close()
         self.platform: str = self._answer()
         self.startup_s = time.perf_counter() - started
+        self.texts: list[list[int]] = []
+        """Tokens of the last turn, by request."""
 
     def turn(self, batch: int, tokens: int) -> float:
         """Seconds for so many requests of so many tokens, past any end token."""
         self._pipe.send((batch, tokens))
-        seconds: float = self._answer()
-        return seconds
+        seconds, self.texts = self._answer()
+        return float(seconds)
 
     def counter(self, name: str) -> int:
         """One of vLLM's counters; 0 where there is none of that name."""
         self._pipe.send(name)
         value: int = self._answer()
         return value
+
+    def resident_bytes(self) -> int:
+        """Of all of its processes."""
+        process = psutil.Process(self._process.pid)
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
 
     def close(self) -> None:
         if self._process.is_alive():
@@ -118,8 +126,9 @@ def _serve(
             batch, tokens = asked
             requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
             started = time.perf_counter()
-            llm.generate(requests, shared.sampling(0.0, tokens, 0), use_tqdm=False)
-            pipe.send(time.perf_counter() - started)
+            outputs = llm.generate(requests, shared.sampling(0.0, tokens, 0), use_tqdm=False)
+            seconds = time.perf_counter() - started
+            pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
 
 
 def take(engines: dict[str, Engine], count: int, ask: Callable[[Engine], float]) -> list[Turn]:

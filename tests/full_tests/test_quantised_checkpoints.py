@@ -2,57 +2,16 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
 
 from tests.full_tests import adapters
 from tests.full_tests.adapters import LORA, PROMPTS, Merged, greedy, run
 from tests.full_tests.engines import engine
-from tests.full_tests.quantized import ask
-from tests.full_tests.speculation import accepted
+from tests.full_tests.quantised_checkpoints import PACKED, check_reference, rewritten
 from tests.full_tests.test_refusals import refusal
-from tests.models.formats import FORMATS, kernels, rewrite
-from vllm_gaudi_spec.config import NATIVE, REFERENCE, REQUEST_OPTION
-
-# Few shapes: on an emulated card each is a program.
-SIZES: dict[str, Any] = dict(max_num_seqs=2, max_model_len=128, max_num_batched_tokens=128, skip_tokenizer_init=True)
-PACKED, FP8 = "ct-w4a16-asym", "ct-fp8-dynamic"
-
-
-def rewritten(model: str, name: str, folder: Path) -> tuple[str, str]:
-    """A checkpoint in the format, and one of what its weights stand for."""
-    quantised, meant = folder / name, folder / f"{name}-meant"
-    shutil.copytree(model, quantised)
-    rewrite(quantised, name, meant)
-    return str(quantised), str(meant)
-
-
-def dtypes_of_linears(model: nn.Module) -> set[torch.dtype]:
-    return {module.weight.dtype for module in model.modules() if isinstance(module, LinearBase)}
-
-
-def texts_with_and_without_drafts(
-    model: str, which: str, kept_as: torch.dtype | None = None, **options: Any
-) -> list[list[int]]:
-    drafting = dict(method="draft_model", model=model, num_speculative_tokens=3, rejection_sample_method="strict")
-    with engine(model, speculative_config=drafting, **kernels(which), **SIZES, **options) as llm:
-        plain = ask(llm, 4, extra_args={REQUEST_OPTION: 0}, detokenize=False)
-        before = accepted(llm)
-        assert ask(llm, 4, detokenize=False) == plain
-        assert accepted(llm) > before + 20
-        assert kept_as is None or llm.apply_model(dtypes_of_linears) == [{kept_as}]
-    return plain
-
-
-def check_reference(model: str, name: str, folder: Path, **options: Any) -> None:
-    quantised, meant = rewritten(model, name, folder)
-    found = texts_with_and_without_drafts(quantised, REFERENCE, **options)
-    with engine(meant, **SIZES) as llm:
-        assert ask(llm, 4, detokenize=False) == found
+from tests.models.formats import FORMATS, kernels
+from vllm_gaudi_spec.config import NATIVE, REFERENCE
 
 
 def test_texts_are_those_of_what_the_weights_stand_for(looping_llama: str, tmp_path: Path) -> None:
@@ -60,21 +19,9 @@ def test_texts_are_those_of_what_the_weights_stand_for(looping_llama: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [PACKED, FP8, "fp8-block"])
+@pytest.mark.parametrize("name", [PACKED, "ct-fp8-dynamic", "ct-int8", "fp8-block"])
 def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, name, tmp_path, tensor_parallel_size=2)
-
-
-@pytest.mark.emulated
-@pytest.mark.every_card
-def test_on_an_emulated_card(looping_llama: str, tmp_path: Path) -> None:
-    check_reference(looping_llama, PACKED, tmp_path)
-
-
-@pytest.mark.emulated
-def test_fp8_stays_fp8_on_a_gaudi(looping_llama: str, tmp_path: Path) -> None:
-    quantised, _ = rewritten(looping_llama, FP8, tmp_path)
-    texts_with_and_without_drafts(quantised, NATIVE, kept_as=torch.float8_e4m3fn)
 
 
 def test_adapters(looping_llama: str, tmp_path: Path) -> None:

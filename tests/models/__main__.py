@@ -25,7 +25,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these, and those that begin so with a * at the end"
     )
-    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="ours (default: %(default)s)")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="ours (default: %(default)s)")
     parser.add_argument("--no-upstream", action="store_true", help="leave out upstream's CPU platform")
     parser.add_argument("--fresh", action="store_true", help="make every checkpoint anew, and run everything again")
     parser.add_argument("--list", action="store_true", help="only print the names")

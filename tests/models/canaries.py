@@ -43,6 +43,21 @@ class Guarded:
         return f"written outside of a KV buffer of {size} bytes: {', '.join(parts)}"
 
 
+class OnCard(Guarded):
+    """In a card's memory. Its storage is the whole."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(num_bytes)
+        self._there = torch.from_numpy(self.whole).to(device)
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return self._there[self.begin : self.end].view(dtype).view(shape)
+
+    def damage(self) -> str | None:
+        self.whole[:] = self._there.cpu().numpy()
+        return super().damage()
+
+
 class Canaries:
     """All buffers that were allocated while `watching` ran a function."""
 
@@ -56,8 +71,9 @@ class Canaries:
         def guarded_zeros(*size: Any, **options: Any) -> Any:
             made = zeros(*size, **options)
             values = vars(made).get("inner", made)  # of an emulated card's tensor
-            if values.device.type == "cpu" and values.nbytes:
-                self.buffers.append(Guarded(values.nbytes))
+            if values.nbytes and not values.is_meta:
+                on_host = values.device.type == "cpu"
+                self.buffers.append(Guarded(values.nbytes) if on_host else OnCard(values.nbytes, values.device))
                 values.set_(self.buffers[-1].tensor(values.shape, values.dtype))
             return made
 

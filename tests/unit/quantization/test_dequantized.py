@@ -204,20 +204,32 @@ def test_tensors_come_in_any_order() -> None:
     torch.testing.assert_close(found[f"{NAME}.weight"], meant)
 
 
-def test_a_scale_of_zero_is_contained() -> None:
-    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
-    parts["weight_scale"][3] = 0
-    weight = read(tensors_of(parts))[f"{NAME}.weight"]
-    assert not weight[3].any()
-    assert bool((weight[4:] == 1).all())
+KEEPING = pytest.mark.parametrize("keeps", [False, True], ids=["decoded", "kept"])
 
 
+@KEEPING
+@pytest.mark.parametrize("name", ["ct-fp8-dynamic", "fp8-block"])
+def test_a_scale_of_zero_is_contained(name: str, keeps: bool) -> None:
+    """Of the second row, or of the second block of rows."""
+    parts, _ = FORMATS[name].weights(torch.ones(2 * GROUP, GROUP))
+    parts[next(part for part in parts if part != "weight")][1] = 0
+    found = read(tensors_of(parts), dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+    weight = found[f"{NAME}.weight"].float() * found.get(f"{NAME}.weight_scale", 1)
+    assert (f"{NAME}.weight_scale" in found) == keeps
+    zeros = slice(1, 2) if name == "ct-fp8-dynamic" else slice(GROUP, None)
+    assert not weight[zeros].any()
+    weight[zeros] = 1
+    torch.testing.assert_close(weight, torch.ones_like(weight))
+
+
+@KEEPING
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite_are_refused(value: float) -> None:
-    parts, _ = fp8_channel(torch.ones(GROUP, GROUP))
-    parts["weight_scale"][3] = value
+@pytest.mark.parametrize("name", ["ct-fp8-dynamic", "fp8-block"])
+def test_scales_that_are_not_finite_are_refused(name: str, value: float, keeps: bool) -> None:
+    parts, _ = FORMATS[name].weights(torch.ones(2 * GROUP, GROUP))
+    parts[next(part for part in parts if part != "weight")][1] = value
     with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take an"):
-        read(tensors_of(parts))
+        read(tensors_of(parts), dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
 
 
 E4M3 = torch.ones(4, 4).to(torch.float8_e4m3fn)
