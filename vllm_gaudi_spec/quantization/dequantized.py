@@ -167,7 +167,7 @@ def _forget_format(loaded: nn.Module) -> None:
         config: Any = copy.copy(module.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        module.config = config  # type: ignore[assignment]
+        module.config = config
 
 
 def layers_in_fp8(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
