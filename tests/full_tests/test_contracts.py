@@ -1,6 +1,7 @@
 """What vLLM may ask of a platform in ways a user hardly sees: both runner contracts, asynchronous scheduling, aborts,
 custom logits processors, sleep, engines one after the other."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,13 +43,19 @@ def check(requests: list[Request], ours: list[list[Answer]], expected: list[list
     assert not different, f"{len(different)} of {len(requests)} requests differ\n" + "\n".join(different[:5])
 
 
-@pytest.mark.parametrize("small", [{}, SMALL_KV], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+# Each contract preempted, where they differ, and the rest once; the whole matrix is for `make verify`.
+QUICK = (("v1", "async", "preempted"), ("v2", "async", "preempted"), ("v1", "sync", "roomy"))
+MATRIX = [
+    pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(("v1", "v2"), ("async", "sync"), ("roomy", "preempted"))
+]
+
+
+@pytest.mark.parametrize(("contract", "scheduling", "kv"), MATRIX)
 def test_scheduling_and_contract(
-    v2: bool,
-    asynchronous: bool,
-    small: dict[str, int],
+    contract: str,
+    scheduling: str,
+    kv: str,
     tiny_llama: str,
     requests: list[Request],
     expected: list[list[Answer]],
@@ -56,12 +63,13 @@ def test_scheduling_and_contract(
 ) -> None:
     """Where Triton works, vLLM sends resumed requests as new ones (V2). Without Triton it insists on V1, for the sake
     of kernels that our runner has no use for; what the two contracts send can be tried all the same."""
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: v2))
+    asynchronous, preempted = scheduling == "async", kv == "preempted"
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: contract == "v2"))
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda self: None)
-    with engine(tiny_llama, async_scheduling=asynchronous, **small) as llm:
+    with engine(tiny_llama, async_scheduling=asynchronous, **(SMALL_KV if preempted else {})) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
         check(requests, run_together(llm, requests), expected)
-        assert (preemptions(llm) > 0) == bool(small)
+        assert (preemptions(llm) > 0) == preempted
 
 
 def test_abort_leaves_no_trace(tiny_llama: str, greedy: list[list[int]]) -> None:

@@ -1,5 +1,6 @@
 """Drafting with a model: lossless whatever the drafter is, and right whenever it agrees with the target."""
 
+import itertools
 import shutil
 from typing import Any
 
@@ -86,14 +87,19 @@ def acceptance(llm: LLM) -> float:
     return accepted(llm) / counter(llm, "vllm:spec_decode_num_draft_tokens")
 
 
+# Each way of drafting in one schedule, and each schedule but the synchronous one; all of them in `make verify`.
+ALWAYS_RIGHT: list[tuple[dict[str, Any], str]] = [
+    ({}, "chunked, cached, preempted"),
+    (PROBABILISTIC, "overlapping"),
+    (COUPLED, "overlapping"),
+    (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
+]
+MORE_OF_THEM = [case for case in itertools.product(({}, PROBABILISTIC), SCHEDULES) if case not in ALWAYS_RIGHT]
+
+
 @pytest.mark.parametrize(
     ("options", "schedule"),
-    [
-        *(({}, schedule) for schedule in SCHEDULES),
-        *((PROBABILISTIC, schedule) for schedule in SCHEDULES),
-        (COUPLED, "overlapping"),
-        (PROBABILISTIC | dict(rejection_sample_method="block"), "overlapping"),
-    ],
+    [*ALWAYS_RIGHT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_THEM)],
     ids=name,
 )
 def test_a_drafter_that_is_the_target_is_always_right(options: dict[str, Any], schedule: str, tiny_llama: str) -> None:
