@@ -37,7 +37,9 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted
 
 def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__, turns=4)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT")
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="formats to measure"
+    )
     parser.add_argument("--dtype", default="float32", help="of activations, and of the model beside them")
     return parser.parse_args()
 

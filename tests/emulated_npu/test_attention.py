@@ -233,6 +233,8 @@ def test_the_form_with_given_memory(torch_npu: Any) -> None:
         (dict(sparse_mode=1, atten_mask=None), "sparse_mode 1 takes a mask"),
         (dict(sparse_mode=5), "sparse_mode 5"),
         (dict(softmax_lse_flag=True), "not emulated"),
+        (dict(block_table=torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], dtype=torch.int32),
+              atten_mask=None, actual_seq_lengths_kv=[385, 385]), "rows of 8 blocks together, and there are 6"),
     ],
 )  # fmt: skip
 def test_what_it_does_not_take(torch_npu: Any, changes: dict[str, Any], why: str) -> None:
@@ -252,6 +254,12 @@ def test_one_query_a_row_has_rules_of_its_own(torch_npu: Any) -> None:
     mask = torch.rand(2, 256) < 0.5
     flat = operation(**arguments(**single | {"atten_mask": mask}))[0]
     assert flat.shape == (2, 1, 4, 32)
+
+
+def test_npu_v06_the_backend_finds_that_blocks_are_added_up(torch_npu: Any) -> None:
+    from vllm_gaudi_spec.devices.ascend.attention import adds_up_blocks
+
+    assert all(adds_up_blocks(torch_npu, torch.device("npu"), num_queries) for num_queries in (1, 2))
 
 
 def test_lengths_are_lists_on_the_host(torch_npu: Any) -> None:

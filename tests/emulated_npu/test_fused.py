@@ -119,10 +119,12 @@ def test_kv_writes_that_it_does_not_take(torch_npu: Any, changes: dict[str, Any]
         write(torch_npu, **changes)
 
 
-def test_two_tokens_for_one_slot(torch_npu: Any) -> None:
-    write(torch_npu, slot_mapping=torch.tensor([15, 15, 20]))  # padding
-    with pytest.raises(DeviceRefusal, match="two tokens for one slot"):
-        write(torch_npu, slot_mapping=torch.tensor([16, 20, 16]))
+def test_npu_a24_two_tokens_for_one_slot(torch_npu: Any) -> None:
+    many = dict(key=torch.randn(17, 2, 8), value=torch.randn(17, 2, 8))
+    write(torch_npu, **many, slot_mapping=torch.tensor([*range(16), 15]))  # more padding than the first block has slots
+    for slots in ([15, 15, 20], [16, 20, 16]):
+        with pytest.raises(DeviceRefusal, match="two tokens for one slot"):
+            write(torch_npu, slot_mapping=torch.tensor(slots))
 
 
 def test_slots_outside_of_the_cache(torch_npu: Any) -> None:

@@ -233,7 +233,8 @@ def rectangle(
     """Rows of Q consecutive positions from `starts_B` on, of which the first `num_real_B` are real.
 
     Padding is token 0 at position 0, since rotary tables end at a model's last position, and writes to the pad block,
-    block 0, which is never read.
+    block 0, which is never read: each token to a slot of its own, as far as a block has them. Kernels may promise
+    nothing for a call that writes a slot twice.
     """
     rows, queries = tokens_BQ.shape
     offsets_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
@@ -241,10 +242,12 @@ def rectangle(
     real_BQ = offsets_Q < num_real_B[:, None]
     # Padding may extend past the end of the block table.
     positions_BQ = torch.where(real_BQ, everywhere_BQ, 0)
+    pads_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
     slots, calls = [], []
     for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
         block_BQ = table.gather(1, (positions_BQ // size).long())
-        slots.append((torch.where(real_BQ, block_BQ, 0) * size + everywhere_BQ % size).flatten().long())
+        slots_BQ = torch.where(real_BQ, block_BQ * size + everywhere_BQ % size, pads_BQ % size)
+        slots.append(slots_BQ.flatten().long())
         calls.append(
             AttentionCall(
                 num_rows=rows,

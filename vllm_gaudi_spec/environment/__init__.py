@@ -101,6 +101,11 @@ TASK_QUEUE = Variable("TASK_QUEUE_ENABLE", "1", "on an NPU: 2 is refused, since 
 NPU_ALLOCATOR = Variable(
     "PYTORCH_NPU_ALLOC_CONF", "none", "on an NPU: pin_memory_expandable_segments is refused, for the same reason"
 )
+LAUNCH_BLOCKING = Variable("ASCEND_LAUNCH_BLOCKING", "0", "on an NPU: 1 is refused, for the same reason")
+HCCL_EXPANSION = Variable(
+    "HCCL_OP_EXPANSION_MODE", "chosen by HCCL", "on several NPUs: AIV is refused, with which captures failed or hung"
+)
+CANN_HOME = Variable("ASCEND_HOME_PATH", "none", "on an NPU: where CANN is, which its set_env.sh sets")
 QUANT_CONFIG = Variable("QUANT_CONFIG", "none", "the target's quantisation file, which measures or quantises")
 KV_CACHE_SPACE = Variable("VLLM_CPU_KVCACHE_SPACE", "half of what is free, 4 at most", "on a CPU: GiB for the KV cache")
 THREADS_BIND = Variable(
@@ -138,6 +143,9 @@ VARIABLES = (
     Variable("ASCEND_RT_VISIBLE_DEVICES", "all", "which NPUs this process may open"),
     TASK_QUEUE,
     NPU_ALLOCATOR,
+    LAUNCH_BLOCKING,
+    HCCL_EXPANSION,
+    CANN_HOME,
     Variable("CUDA_VISIBLE_DEVICES", "all", "which GPUs this process may open"),
     QUANT_CONFIG,
     KV_CACHE_SPACE,
@@ -354,9 +362,16 @@ def emulator_is_hostile() -> bool:
     return mood == "hostile"
 
 
+NPU_SETTINGS = (TASK_QUEUE, NPU_ALLOCATOR, LAUNCH_BLOCKING)
+
+
 def npu_variables() -> dict[str, str]:
     """Those of torch_npu that decide whether graphs can be captured, as far as they are set."""
-    return {variable.name: variable.value for variable in (TASK_QUEUE, NPU_ALLOCATOR) if variable.value is not None}
+    return {variable.name: variable.value for variable in NPU_SETTINGS if variable.value is not None}
+
+
+def hccl_expands_on_vector_cores() -> bool:
+    return (HCCL_EXPANSION.value or "").upper() == "AIV"
 
 
 def torch_npu_folder() -> Path | None:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
+from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices import load_backend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device  # noqa: F401  (the first gives torch the device)
+from vllm_gaudi_spec.environment import HCCL_EXPANSION, hccl_expands_on_vector_cores
 from vllm_gaudi_spec.platforms.base import CapturingPlatform
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
@@ -34,6 +37,15 @@ class AscendSpecPlatform(CapturingPlatform):
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         super().pre_register_and_update(parser)
         load_backend()  # fails here already without torch_npu
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.parallel_config.world_size_across_dp > 1 and hccl_expands_on_vector_cores():
+            raise UnsupportedConfigError(
+                f"{HCCL_EXPANSION.name}={HCCL_EXPANSION.value} with several ranks: collectives of that mode beside "
+                "tasks that are updated failed in captures, or hung (vllm-ascend 13688); unset it."
+            )
+        super().check_and_update_config(vllm_config)
 
     @classmethod
     def norm_provider(cls) -> str:

@@ -172,7 +172,7 @@ class Requests:
         offsets_M = torch.arange(self.max_len, dtype=torch.int32, device=row_1.device)
         self._history.index_copy_(0, row_1 * self.max_len + offsets_M, tokens_M)
         self.computed_R.index_copy_(0, row_1, num_computed_1)
-        self.num_drafts_R.index_fill_(0, row_1, 0)
+        self._drop_drafts(row_1)
 
     def _free_row(self, request: Request) -> None:
         if request.row != NO_ROW:
@@ -231,7 +231,11 @@ class Requests:
         self._append(rows_B, last_B + 1, verification.tokens_BQ, verification.num_sampled_B)
         # KV exists for everything but the newest token.
         self.set_computed(rows_B, last_B + verification.num_sampled_B)
-        self.num_drafts_R.index_fill_(0, rows_B, 0)
+        self._drop_drafts(rows_B)
+
+    def _drop_drafts(self, rows_B: torch.Tensor) -> None:
+        # Not by index_fill_: Ascend's CANN before 8.3 or so reads each index on the host for it.
+        self.num_drafts_R.index_copy_(0, rows_B, torch.zeros_like(rows_B, dtype=torch.int32))
 
     def reported_drafts(self, rows_B: torch.Tensor, num_verified_B: torch.Tensor) -> torch.Tensor:
         """int32: how many drafts a step verified, as reported to the host: `FAULTY` if their drafter failed,

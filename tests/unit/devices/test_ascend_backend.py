@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -18,12 +18,13 @@ import torch
 from tests.support.fakes import HostBackend, cached, new_request, step
 from tests.unit.test_config import backend_of, engine_config, here
 from vllm_gaudi_spec import devices, refusals
-from vllm_gaudi_spec.attention.metadata import AttentionLayerSpec, rectangle
+from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, rectangle
 from vllm_gaudi_spec.config import Options, UnsupportedConfigError
 from vllm_gaudi_spec.devices.ascend import attention as ascend_attention
 from vllm_gaudi_spec.devices.ascend import backend as ascend
 from vllm_gaudi_spec.devices.ascend import device as ascend_device
-from vllm_gaudi_spec.devices.ascend.graphs import HostLengthsOperation, NpuCaptures
+from vllm_gaudi_spec.devices.ascend import errors, graphs
+from vllm_gaudi_spec.devices.ascend.graphs import Bounds, HostLengthsOperation, NpuCaptures
 from vllm_gaudi_spec.devices.base import Memory
 from vllm_gaudi_spec.devices.common.stream_graphs import Graphed
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
@@ -106,18 +107,19 @@ def test_without_torch_npu_the_refusal_names_what_to_do(monkeypatch: pytest.Monk
     [
         ("2.10.0.post4", "torch_npu 2.10.0.post4 is installed; .*pip install torch-npu==2.13.0"),
         ("2.13.0", None),
-        ("2.13rc1", None),
+        ("2.13.0.post4", None),
         ("2.14.0", None),
     ],
 )
-def test_a_torch_npu_that_torch_crashes_on(version: str, why: str | None) -> None:
-    refused = ascend_device.refusal(version, {})
+def test_npu_s01_v01_a_torch_npu_that_torch_crashes_on(version: str, why: str | None) -> None:
+    refused = ascend_device.refusal(version, {}, ".".join(version.split(".")[:2]) + ".1+cpu")
     assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
 
 
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
+        ({"ASCEND_LAUNCH_BLOCKING": "1"}, "ASCEND_LAUNCH_BLOCKING=1.*unset it"),
         ({"TASK_QUEUE_ENABLE": "2"}, "TASK_QUEUE_ENABLE=2.*set it to 1"),
         ({"TASK_QUEUE_ENABLE": "1", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, None),
         (
@@ -127,13 +129,38 @@ def test_a_torch_npu_that_torch_crashes_on(version: str, why: str | None) -> Non
         ({}, None),
     ],
 )
-def test_settings_with_which_nothing_is_captured(variables: dict[str, str], why: str | None) -> None:
-    refused = ascend_device.refusal("2.13.0", variables)
+def test_npu_g04_g05_settings_with_which_nothing_is_captured(variables: dict[str, str], why: str | None) -> None:
+    refused = ascend_device.refusal("2.13.0", variables, "2.13.1")
     assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
 
 
+def test_npu_v01_a_torch_npu_of_another_torch() -> None:
+    refused = ascend_device.refusal("2.14.0", {}, "2.13.0+cpu")
+    assert refused == (
+        "torch_npu 2.14.0 is for torch 2.14, and torch 2.13.0+cpu is installed; pip install torch-npu==2.13.0."
+    )
+
+
+@pytest.mark.parametrize(("ranks", "mode", "refused"), [(2, "AIV", True), (1, "AIV", False), (2, "HOST", False)])
+def test_npu_g13_collectives_on_vector_cores(
+    ranks: int, mode: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_gaudi_spec.platforms import ascend as platform
+
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", mode)
+    monkeypatch.setattr(platform.CapturingPlatform, "check_and_update_config", lambda config: None)
+    config = cast(Any, SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=ranks)))
+    if not refused:
+        platform.AscendSpecPlatform.check_and_update_config(config)
+        return
+    with pytest.raises(UnsupportedConfigError, match=r"HCCL_OP_EXPANSION_MODE=AIV with several ranks.*unset it"):
+        platform.AscendSpecPlatform.check_and_update_config(config)
+
+
 def test_the_refusal_comes_before_the_card_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, SimpleNamespace(__version__="2.13.0")))
+    monkeypatch.setitem(
+        sys.modules, "torch_npu", cast(Any, SimpleNamespace(__version__=torch.__version__.split("+")[0]))
+    )
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     with pytest.raises(UnsupportedConfigError, match="TASK_QUEUE_ENABLE=2"):
         ascend.make_backend()
@@ -230,23 +257,71 @@ def test_a_single_query_over_the_longest_contexts_is_not_for_it() -> None:
         assert ascend_attention.takes(layer(), num_queries, num_keys, ascend.FUSED_DTYPES) is fused
 
 
-def test_the_order_of_queries_and_keys_is_left_to_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, and said so: a build that took other defaults would read the first keys of a row only."""
-    asked: dict[str, Any] = {}
-    captures = cast(Any, SimpleNamespace(issue=lambda fused, arguments, *rest: asked.update(arguments)))
-    call = SimpleNamespace(
-        host_lengths_B=torch.tensor([3]),
-        num_rows=1,
+class Issued(NamedTuple):
+    arguments: dict[str, Any]
+    bounds: Bounds
+    out: list[torch.Tensor]
+
+
+def issued(num_blocks: int, *, rows: int = 1, width: int = 1, adds_up_blocks: bool = False) -> list[Issued]:
+    """What attention of one query a row makes of tables with `width` blocks."""
+    found: list[Issued] = []
+    captures = cast(Any, SimpleNamespace(issue=lambda fused, *given: found.append(Issued(*given))))
+    call = AttentionCall(
+        num_rows=rows,
         num_queries=1,
-        block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
-        plan=lambda key, make: None,
+        starts_B=torch.zeros(rows, dtype=torch.int32),
+        block_table_BW=torch.zeros(rows, width, dtype=torch.int32),
+        host_lengths_B=torch.arange(1, rows + 1),
     )
-    blocks = torch.zeros(2, 128, 2, 64)
-    cache = SimpleNamespace(blocks=lambda: (blocks, blocks))
-    ascend_attention.attend(
-        cast(Any, None), captures, torch.zeros(1, 8, 64), cast(Any, cache), cast(Any, call), layer()
-    )
-    assert asked["pre_tokens"] == asked["next_tokens"] == 2**31 - 1
+    blocks = torch.zeros(num_blocks, 128, 2, 64)
+    cache = cast(Any, SimpleNamespace(blocks=lambda: (blocks, blocks)))
+    for _ in range(2):
+        ascend_attention.attend(
+            cast(Any, None), captures, torch.zeros(rows, 8, 64), cache, call, layer(), adds_up_blocks=adds_up_blocks
+        )
+    first, second = found[: len(found) // 2], found[len(found) // 2 :]
+    assert all(one.bounds is other.bounds for one, other in zip(first, second, strict=True)), "layers share them"
+    return first
+
+
+def test_npu_a01_the_order_of_queries_and_keys_is_left_to_the_mask() -> None:
+    """All of it, and said so: a build that took other defaults would read the first keys of a row only."""
+    (one,) = issued(2)
+    assert one.arguments["pre_tokens"] == one.arguments["next_tokens"] == 2**31 - 1
+    assert one.arguments["atten_mask"].tolist() == [[[[False] + [True] * 127]]]
+
+
+def test_npu_a04_rows_that_may_have_more_blocks_together_than_there_are() -> None:
+    """As with shared prefixes. A run takes as many rows as cannot."""
+    (whole,) = issued(11, rows=5, width=5)
+    assert (whole.bounds.rows, whole.bounds.longest) == (slice(0, 5), 640)
+    parts = issued(11, rows=5, width=5, adds_up_blocks=True)
+    assert [len(part.bounds.longest_of_all()) for part in parts] == [2, 2, 1]
+    for part in parts:
+        assert sum(part.bounds.longest_of_all()) <= 11 * 128
+        num = len(part.bounds.longest_of_all())
+        shapes = [part.arguments[name].shape[0] for name in ("query", "atten_mask", "block_table")]
+        assert [*shapes, part.out[0].shape[0]] == [num] * 4
+    (narrow,) = issued(3, rows=1, width=5, adds_up_blocks=True)
+    assert narrow.bounds.longest == 3 * 128, "no row has more keys than there are"
+
+
+def fused(refusal: str | None) -> Any:
+    def run(*given: Any, **named: Any) -> None:
+        if refusal:
+            raise RuntimeError(refusal)
+
+    return SimpleNamespace(npu_fused_infer_attention_score=run)
+
+
+def test_npu_v06_the_card_is_asked_whether_it_adds_up_blocks() -> None:
+    host = torch.device("cpu")
+    refusal = "call aclnnFusedInferAttentionScoreV3 failed, error code is 561002"
+    assert ascend_attention.adds_up_blocks(fused(refusal), host, 2)
+    assert not ascend_attention.adds_up_blocks(fused(None), host, 2)
+    with pytest.raises(RuntimeError, match="507011"):
+        ascend_attention.adds_up_blocks(fused("507011"), host, 1)
 
 
 @pytest.mark.parametrize(("dtype", "by_the_operation"), [(torch.bfloat16, True), (torch.float32, False)])
@@ -315,7 +390,9 @@ class PlayedRuntime:
         )
 
 
-def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npu_g08_h02_bounds_are_updated_before_a_run_where_a_row_needs_another_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a stream of their own, after the graph's last run, and before the graph may pass."""
     torch_npu = SimpleNamespace(_C=SimpleNamespace(_weak_ref_tensor=torch.Tensor.detach))
     monkeypatch.setitem(sys.modules, "torch_npu", cast(Any, torch_npu))
@@ -335,9 +412,9 @@ def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) ->
     operation = HostLengthsOperation(run, workspace, "lengths")
 
     def step(query: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(query)
+        out, bounds = torch.empty_like(query), Bounds(lengths_B, slice(0, 2), 128, 300)
         for _ in range(2):
-            captures.issue(operation, dict(query=query), lengths_B, 256, [out])
+            captures.issue(operation, dict(query=query), bounds, [out])
         return out
 
     graphed = Graphed(step, captures)
@@ -347,11 +424,15 @@ def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) ->
         graphed(torch.ones(2), torch.tensor(lengths, dtype=torch.int32))
         return [asked if isinstance(asked, list | str) else asked[0] for asked in runtime.asked]
 
-    recorded = ["graph_task_group_begin", [3, 4], "graph_task_group_end"]
-    assert updated_lengths(3, 4) == [[3, 4], [3, 4], *recorded, *recorded]
-    update = ["graph_task_update_begin", [5, 6], "graph_task_update_end"]
-    for _ in range(2):
-        assert updated_lengths(5, 6) == ["wait", *update, *update, "record", "wait", "replay", "record"]
+    recorded = ["graph_task_group_begin", [128, 128], "graph_task_group_end"]
+    assert updated_lengths(3, 4) == [[128, 128], [128, 128], *recorded, *recorded]
+    assert updated_lengths(128, 6) == ["replay", "record"], "nothing to update: no row needs another block"
+    update = ["graph_task_update_begin", [128, 256], "graph_task_update_end"]
+    updated = ["wait", *update, *update, "record", "wait", "replay", "record"]
+    assert updated_lengths(128, 129) == updated
+    assert updated_lengths(3, 256) == ["replay", "record"]
+    assert updated_lengths(1, 1)[2] == [128, 128], "shorter rows as well"
+    assert updated_lengths(1, 290)[2] == [128, 300], "up to the end of the table and not beyond"
     (_, done, updates), (_, updated, by), (_, awaited, runs), (_, done_again, at) = (
         asked for asked in runtime.asked if asked[0] in ("wait", "record")
     )
@@ -360,23 +441,54 @@ def test_lengths_are_updated_before_each_run(monkeypatch: pytest.MonkeyPatch) ->
     assert runs is at is runtime.main
     assert updates is not runtime.main
     assert len(captures.names) == 1, "lengths make no graph"
-    assert workspaces == [[256, 256]] * 4, "room for the longest rows, whatever the lengths of now"
+    assert workspaces == [[300, 300]] * 4, "room for the longest rows, whatever the lengths of now"
 
 
-def test_a_card_without_room_for_more_graphs_names_what_to_do() -> None:
-    runtime = PlayedRuntime()
-    captures = NpuCaptures(runtime, torch.device("cpu"))
+@pytest.mark.parametrize(
+    "message",
+    [
+        "ACL error 207008: stream resources are insufficient",
+        "EL0005: alloc sq cq fail",
+        "resource alloc fail stream wait event failed",
+    ],
+)
+def test_npu_g06_g07_s10_a_card_without_room_for_more_graphs_names_what_to_do(message: str) -> None:
+    captures = NpuCaptures(PlayedRuntime(), torch.device("cpu"))
 
     def full() -> None:
         raise RuntimeError(message)
 
     captures.record(lambda: None)
-    message = "ACL error 207008: stream resources are insufficient"
     with pytest.raises(UnsupportedConfigError, match=r"no room for more than 0 graphs.*batch_buckets and prefill_buck"):
         captures.record(full)
-    message = "another fault"
-    with pytest.raises(RuntimeError, match="another fault"):
-        captures.record(full)
+
+
+def test_npu_s09_g23_errors_in_captures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = NpuCaptures(PlayedRuntime(), torch.device("cpu"))
+    logged: list[str] = []
+    monkeypatch.setattr(graphs.logger, "error", lambda text, *given: logged.append(text % given))
+
+    def old_driver() -> None:
+        raise RuntimeError("aclmdlRICaptureTaskUpdateBegin: error code is 207000, feature not support")
+
+    with pytest.raises(RuntimeError, match="207000"):
+        captures.record(old_driver)
+    assert len(logged) == 1
+    assert re.search(r"207000.*HDK 25.0.RC1; install the driver", logged[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("error code is 507011", [507011]),
+        ("NPU function error: error code is 107027\n[ERROR] 107027", [107027]),
+        ("step 1107027 of 2.107025, 561002", [561002]),
+        ("error 999999", []),
+    ],
+)
+def test_npu_g23_codes_in_messages(text: str, codes: list[int]) -> None:
+    assert errors.codes_in(text) == codes
+    assert all(errors.CODES[code].remedy for code in codes)
 
 
 # --- what the runner reports of rows ---

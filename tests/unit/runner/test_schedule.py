@@ -141,7 +141,7 @@ def test_a25_pad_rows_touch_only_the_pad_block(requests: Requests, small: Shapes
     requests.apply(scheduled)
     (batch,) = batches_of(scheduled, requests, wide, {})
     inputs = inputs_of(batch, requests)
-    assert inputs.slots[0].tolist() == [80, 0, 0, 0]
+    assert inputs.slots[0].tolist() == [80, 1, 2, 3], "each to a slot of its own"
     assert torch.equal(inputs.calls[0].block_table_BW[1:], torch.zeros(3, wide.max_context // 16, dtype=torch.int32))
 
 

@@ -708,3 +708,45 @@ def test_the_table_has_every_variable_that_is_read() -> None:
     source = (ROOT / "vllm_gaudi_spec" / "environment" / "__init__.py").read_text()
     read = set(re.findall(r'"((?:VGS|PT_HPU|VLLM_CPU)_[A-Z_]+|QUANT_CONFIG|VLLM_GRAPH_RESERVED_MEM)"', source))
     assert read - {variable.name for variable in VARIABLES} == {"VGS_START_METHOD_CHOSEN_BY"}
+
+
+# --- an NPU ---
+
+
+@pytest.mark.parametrize(
+    ("driver", "text"),
+    [
+        ("24.1.rc3", "task.* need HDK 25.0.RC1"),
+        ("25.2.0", "room for fewer graphs"),
+        ("25.5.1", None),
+        ("26.0.rc2", None),
+    ],
+)
+def test_npu_s09_s10_drivers_of_npus(driver: str, text: str | None) -> None:
+    found = list(machine._of_npus(driver))
+    assert [bool(re.search(text or "", one.text)) for one in found] == ([True] if text else [])
+
+
+def test_npu_s03_s05_g13_settings_of_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_gaudi_spec.tools.doctor import settings
+
+    monkeypatch.setattr(settings, "choose_device", lambda: "ascend")
+    monkeypatch.setattr(settings.versions, "installed", lambda name: "3.4.0" if name == "triton" else None)
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+    found = {one.text: one for one in settings.npu_findings()}
+    problems = [one.remedy for one in found.values() if one.severity == "problem"]
+    assert problems == ["source /usr/local/Ascend/ascend-toolkit/set_env.sh"]
+    warnings = [one.remedy for one in found.values() if one.severity == "warning"]
+    assert warnings == ["unset HCCL_OP_EXPANSION_MODE", "pip uninstall triton"]
+    assert "TASK_QUEUE_ENABLE=1" in found
+    monkeypatch.setattr(settings, "choose_device", lambda: "hpu")
+    assert not list(settings.npu_findings())
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_npu_g23_codes_of_cann_are_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("RuntimeError: replay: NPU function error, error code is 507011\n")
+    for error, text in ((str(log), "507011: a captured graph failed"), ("error 1", "no error code of CANN")):
+        _, found = here(capsys, "--error", error)
+        assert any(one["about"] == "error" and one["text"].startswith(text) for one in found["findings"])

@@ -104,11 +104,24 @@ class AscendAttention(PairAttention):
     def __init__(self, card: Card, fused_dtypes: frozenset[torch.dtype]) -> None:
         self._torch_npu = card.torch_npu
         self._captures = card.captures
+        self._adds_up: dict[int, bool] = {}
         self.fused_dtypes = fused_dtypes
 
     @cached_property
     def _fused(self) -> HostLengthsOperation | None:
         return ascend_attention.fused_operation(self._torch_npu)
+
+    def _adds_up_blocks(self, num_queries: int, device: torch.device) -> bool:
+        """Asked outside of captures: functions run before they are captured. One query a row is a form of its own."""
+        form = min(num_queries, 2)
+        if form not in self._adds_up:
+            self._adds_up[form] = ascend_attention.adds_up_blocks(self._torch_npu, device, form)
+            if self._adds_up[form]:
+                logger.info_once(
+                    "The fused attention of this CANN adds up the blocks of all rows: where these might be more than "
+                    "there are, as with shared prefixes, it runs for a part of the rows at a time."
+                )
+        return self._adds_up[form]
 
     @cached_property
     def _scatter_kv(self) -> Any:
@@ -141,5 +154,8 @@ class AscendAttention(PairAttention):
     ) -> torch.Tensor:
         num_keys = ascend_attention.num_keys(call, spec)
         if self._fused is not None and ascend_attention.takes(spec, call.num_queries, num_keys, self.fused_dtypes):
-            return ascend_attention.attend(self._fused, self._captures, query_THD, kv_cache, call, spec)
+            adds_up_blocks = self._adds_up_blocks(call.num_queries, query_THD.device)
+            return ascend_attention.attend(
+                self._fused, self._captures, query_THD, kv_cache, call, spec, adds_up_blocks=adds_up_blocks
+            )
         return padded.attend(query_THD, *kv_cache.blocks(), call, spec, operations)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from vllm_gaudi_spec import emulator, environment
@@ -21,13 +22,20 @@ _OLDEST = (2, 13)
 """Before it, torch.accelerator fails an assertion after the weights are loaded."""
 
 
-def refusal(version: str, variables: Mapping[str, str]) -> str | None:
+def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> str | None:
     """Why nothing could be served, in one line: torch_npu itself raises, and only once graphs are captured."""
     if Version(version).release[:2] < _OLDEST:
         return (
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
             "pip install torch-npu==2.13.0."
         )
+    if (minor := Version(version).release[:2]) != Version(torch_version).release[:2]:
+        return (
+            f"torch_npu {version} is for torch {minor[0]}.{minor[1]}, and torch {torch_version} is installed; pip "
+            f"install torch-npu=={'.'.join(map(str, Version(torch_version).release[:2]))}.0."
+        )
+    if variables.get(environment.LAUNCH_BLOCKING.name) == "1":
+        return f"{environment.LAUNCH_BLOCKING.name}=1 waits for each operation and captures no NPU graphs; unset it."
     if variables.get(environment.TASK_QUEUE.name) == "2":
         return f"{environment.TASK_QUEUE.name}=2 captures no NPU graphs; set it to 1."
     settings = variables.get(environment.NPU_ALLOCATOR.name, "").replace(" ", "").lower()
@@ -41,7 +49,7 @@ def refusal(version: str, variables: Mapping[str, str]) -> str | None:
 def usable_torch_npu() -> Any:
     """Refuses before a card is opened."""
     module = torch_npu()
-    if why := refusal(module.__version__, environment.npu_variables()):
+    if why := refusal(module.__version__, environment.npu_variables(), torch.__version__):
         raise UnsupportedConfigError(why)
     return module
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -80,6 +80,14 @@ class Captures:
         recorded: Recorded = graph
         return recorded
 
+    def first_run(self) -> AbstractContextManager[None]:
+        """Around a function that is going to be recorded, while it runs as it is."""
+        return nullcontext()
+
+    def second_run(self) -> AbstractContextManager[None]:
+        """Around the same, while it is recorded."""
+        return nullcontext()
+
     def _give_back_cached(self) -> None:
         """Graphs cannot use what torch caches of the memory that the same work took uncaptured."""
         cached = self._runtime.memory_reserved() - self._runtime.memory_allocated()
@@ -129,13 +137,15 @@ class Graphed:
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
         arguments = rebuild(buffers, rest)
-        first, form = flatten(self._function(*arguments))
+        with self._captures.first_run():
+            first, form = flatten(self._function(*arguments))
         # Results lie outside of the memory that graphs share: another graph may run before they are read.
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in first]
         del first
 
         def run() -> None:
-            again, form_again = flatten(self._function(*arguments))
+            with self._captures.second_run():
+                again, form_again = flatten(self._function(*arguments))
             assert form_again == form, "what is no tensor is the same in every run"
             for result, tensor in zip(results, again, strict=True):
                 result.copy_(tensor)

@@ -166,6 +166,8 @@ class Call:
         _require(
             max(self.key_lengths, default=0) <= max_keys, f"{max(self.key_lengths)} keys in a table for {max_keys}"
         )
+        needed = sum(-(-length // size) for length in self.key_lengths)
+        _require(needed <= self.key.shape[0], f"rows of {needed} blocks together, and there are {self.key.shape[0]}")
 
     def _check_mask(self) -> None:
         mask = self.atten_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
@@ -68,6 +69,7 @@ def add_to(commands: Any) -> None:
     add("--tensor-parallel-size", type=positive, metavar="N", help="as for vllm serve (default: 1)")
     add("--dtype", help="as for vllm serve (default: vLLM's)")
     add("--kv-cache-dtype", metavar="DTYPE", help="as for vllm serve (default: vLLM's)")
+    add("--error", metavar="TEXT", help="an error message, or a log's file: explain CANN's codes in it (default: none)")
     output_files.add_json(add, "everything that was found")
 
 
@@ -77,11 +79,18 @@ def start(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from vllm_gaudi_spec.tools.doctor.examine import examine
 
     missing = model_mistake(options.model, options.draft, (options.speculative_config or {}).get("model"))
-    found = examine(pair(options), missing)
+    found = examine(pair(options), missing, text_of(options.error))
     if options.json != output_files.STDOUT:
         show(found)
     output_files.write_json(found, options.json)
     return PROBLEMS if found["problems"] else FINE
+
+
+def text_of(error: str | None) -> str | None:
+    """A file's text, where it names one."""
+    if error is None or len(error) > 200 or not Path(error).is_file():
+        return error
+    return Path(error).read_text(errors="replace")
 
 
 def contradiction_in(options: argparse.Namespace) -> str | None:

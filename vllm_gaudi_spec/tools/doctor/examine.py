@@ -11,14 +11,17 @@ from vllm_gaudi_spec.tools.doctor.findings import Finding
 from vllm_gaudi_spec.tools.doctor.host import host_findings
 from vllm_gaudi_spec.tools.doctor.machine import device_findings, driver_findings
 from vllm_gaudi_spec.tools.doctor.probe import probe
-from vllm_gaudi_spec.tools.doctor.settings import environment, setting_findings
+from vllm_gaudi_spec.tools.doctor.settings import environment, error_findings, npu_findings, setting_findings
 from vllm_gaudi_spec.tools.doctor.software import plugin_findings, serves_vllm_ascend, version_findings
 
 
-def examine(pair: dict[str, Any] | None, missing_model: str | None) -> dict[str, Any]:
-    """`missing_model`: the message about a model folder that does not exist; it is not looked for again."""
+def examine(pair: dict[str, Any] | None, missing_model: str | None, error: str | None = None) -> dict[str, Any]:
+    """`missing_model`: the message about a model folder that does not exist; it is not looked for again. `error`:
+    a message whose codes are explained."""
     found = [*version_findings(), *driver_findings(), *device_findings(), *host_findings()]
-    found += [*plugin_findings(), *setting_findings()]
+    found += [*plugin_findings(), *setting_findings(), *npu_findings()]
+    if error is not None:
+        found += error_findings(error)
     if missing_model is not None:
         found.append(Finding.refusal("models", missing_model))
     if versions.vllm_mistake() is not None and not serves_vllm_ascend():

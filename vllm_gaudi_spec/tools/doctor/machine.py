@@ -115,6 +115,8 @@ def driver_findings(root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding(OK, "driver", f"{name}: {found[1] if found else 'its version is not in what it prints'}")
         if name == "hl-smi" and found:
             yield from _beside_the_bridge(found[1])
+        if name == "npu-smi" and found:
+            yield from _of_npus(found[1])
 
 
 def _beside_the_bridge(driver: str) -> Iterator[Finding]:
@@ -126,6 +128,24 @@ def _beside_the_bridge(driver: str) -> Iterator[Finding]:
             "driver",
             f"the driver is {driver}, and habana-torch-plugin is {bridge}: they are made for each other's release",
             f"install the driver of release {_release(bridge)}, or use the image of release {_release(driver)}",
+        )
+
+
+def _of_npus(driver: str) -> Iterator[Finding]:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", driver)[:3])
+    if numbers < (25, 0):
+        yield Finding(
+            WARNING,
+            "driver",
+            f"the driver is {driver}: updates of a graph's tasks need HDK 25.0.RC1 (error 207000 before)",
+            "install the driver of HDK 25.5.1 or newer",
+        )
+    elif numbers < (25, 5, 1):
+        yield Finding(
+            WARNING,
+            "driver",
+            f"the driver is {driver}: before 25.5.1 there is room for fewer graphs (`alloc sq cq fail`)",
+            "install the driver of HDK 25.5.1 or newer",
         )
 
 

@@ -43,9 +43,11 @@ void check_scatter(const at::Tensor& key, const at::Tensor& keys, const at::Tens
 
 void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Tensor& tokens) {
   const int64_t block = cache.size(1);
-  const at::Tensor wide = slots.to(at::kLong), real = wide.masked_select(wide >= block);
+  const at::Tensor wide = slots.to(at::kLong);
+  const at::Tensor real = wide.numel() > block ? wide.masked_select(wide >= block) : wide;
   TORCH_CHECK(wide.min().item<int64_t>() >= 0 && wide.max().item<int64_t>() < cache.size(0) * block, "a slot outside");
-  // Which of two tokens stays is not defined. Padding goes to the first block, which nobody reads.
+  // Nothing is promised of a call that writes a slot twice. Only padding, which goes to the first block, may: where there
+  // is more of it than the block has slots.
   TORCH_CHECK(std::get<0>(at::_unique(real)).numel() == real.numel(), "two tokens for one slot");
   cache.flatten(0, 1).index_copy_(0, wide, tokens);
 }
@@ -87,6 +89,7 @@ struct Attention {
       TORCH_CHECK(length >= 0 && length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
       used += (length + block - 1) / block;
     }
+    TORCH_CHECK(used <= keys[0].size(0), "rows of ", used, " blocks together, and there are ", keys[0].size(0));
     if (tnd()) {
       TORCH_CHECK(query_lengths && int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
                   "actual_seq_lengths ends with the number of queries");
