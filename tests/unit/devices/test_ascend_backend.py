@@ -134,10 +134,14 @@ def test_npu_g04_g05_settings_with_which_nothing_is_captured(variables: dict[str
     assert (refused is None) if why is None else (refused is not None and re.search(why, refused))
 
 
-def test_npu_v01_a_torch_npu_of_another_torch() -> None:
-    refused = ascend_device.refusal("2.14.0", {}, "2.13.0+cpu")
-    assert refused == (
-        "torch_npu 2.14.0 is for torch 2.14, and torch 2.13.0+cpu is installed; pip install torch-npu==2.13.0."
+@pytest.mark.parametrize(
+    ("version", "torch_version", "remedy"),
+    [("2.14.0", "2.13.0+cpu", "torch-npu==2.13.0"), ("2.13.0", "2.11.0+cpu", "torch==2.13.0")],
+)
+def test_npu_v01_a_torch_npu_of_another_torch(version: str, torch_version: str, remedy: str) -> None:
+    """The remedy is one that this device takes."""
+    assert ascend_device.refusal(version, {}, torch_version) == (
+        f"torch_npu {version} is for torch {version[:4]}, and torch {torch_version} is installed; pip install {remedy}."
     )
 
 

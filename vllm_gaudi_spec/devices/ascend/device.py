@@ -29,10 +29,12 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
             f"torch_npu {version} is installed; device ascend needs 2.13 or newer beside vLLM's torch: "
             "pip install torch-npu==2.13.0."
         )
-    if (minor := Version(version).release[:2]) != Version(torch_version).release[:2]:
+    minor, of_torch = Version(version).release[:2], Version(torch_version).release[:2]
+    if minor != of_torch:
+        remedy = f"torch-npu=={_dotted(of_torch)}.0" if of_torch >= _OLDEST else f"torch=={_dotted(minor)}.0"
         return (
-            f"torch_npu {version} is for torch {minor[0]}.{minor[1]}, and torch {torch_version} is installed; pip "
-            f"install torch-npu=={'.'.join(map(str, Version(torch_version).release[:2]))}.0."
+            f"torch_npu {version} is for torch {_dotted(minor)}, and torch {torch_version} is installed; pip install "
+            f"{remedy}."
         )
     if variables.get(environment.LAUNCH_BLOCKING.name) == "1":
         return f"{environment.LAUNCH_BLOCKING.name}=1 waits for each operation and captures no NPU graphs; unset it."
@@ -44,6 +46,10 @@ def refusal(version: str, variables: Mapping[str, str], torch_version: str) -> s
             f"pin_memory_expandable_segments captures no NPU graphs; take it out of {environment.NPU_ALLOCATOR.name}."
         )
     return None
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
 
 
 def usable_torch_npu() -> Any:
