@@ -110,7 +110,7 @@ def _normed(tensor: torch.Tensor) -> torch.Tensor:
 
 @MambaMixer2.register_oot
 class Mamba2(RecurrentLayer, MambaMixer2):
-    """Granite 4, Nemotron-H, Falcon-H1, Bamba."""
+    """Of Granite 4, Nemotron-H and Falcon-H1, which are refused until they are compared as a whole."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -151,7 +151,7 @@ class Mamba2(RecurrentLayer, MambaMixer2):
 
 @ShortConv.register_oot
 class ShortConvolution(RecurrentLayer, ShortConv):
-    """LFM2."""
+    """Of LFM2, which is refused until it is compared as a whole."""
 
     def layer_shape(self) -> LayerShape:
         (dtype,) = self.get_state_dtype()
