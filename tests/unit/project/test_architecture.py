@@ -96,9 +96,10 @@ MAY_IMPORT = {
     "tools": set(),
     "tools.io": {"environment.cached_files", "tools.io"},
     "tools.demo_model": {"environment", "versions"},
+    "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters"},
     "tools.tune": {
-        *("tools.tune", "tools.demo_model", "tools.io", "quantization", "devices", "config"),
-        *("drafting.table", "emulator.cost", "emulator.counters", "environment", "records", "runner.model_runner"),
+        *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "quantization", "devices", "config"),
+        *("drafting.table", "environment", "records", "runner.model_runner"),
     },
     "tools.report": {"tools.report", "tools.io", "drafting.table", "environment", "versions"},
     "tools.compare": {
@@ -109,15 +110,15 @@ MAY_IMPORT = {
     "tools.live": {"tools.live", "scheduling.metrics"},
     # Looks into the parts that decide what can be served, and changes nothing.
     "tools.doctor": {
-        *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.tune.estimates"),
+        *("tools.doctor", "tools.io", "tools.tune.builtin_prompts", "tools.estimate.outline"),
         *("devices", "config", "environment", "integrations", "platforms"),
         "drafting.universal",
         *("quantization.config", "quantization.fingerprint", "refusals", "drafting.memory", "versions"),
     },
     "tools.cli": {
-        *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.io", "tools.report", "tools.tune"),
-        *("__version__", "devices", "config", "drafting.table", "emulator", "environment"),
-        *("platforms", "self_test", "tools.live", "versions"),
+        *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.estimate", "tools.io", "tools.live"),
+        *("tools.report", "tools.tune", "__version__", "devices", "config", "drafting.table", "emulator"),
+        *("environment", "platforms", "self_test", "versions"),
     },
 }
 

@@ -7,7 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from vllm_gaudi_spec import __version__
-from vllm_gaudi_spec.tools.cli import chat, completion, demo, doctor, graph_check, output, report, selftest, top, tune
+from vllm_gaudi_spec.tools.cli import (
+    chat,
+    completion,
+    demo,
+    doctor,
+    estimate,
+    graph_check,
+    output,
+    report,
+    selftest,
+    top,
+    tune,
+)
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 _COMMANDS = {
@@ -17,6 +29,7 @@ _COMMANDS = {
     "report": report,
     "graph-check": graph_check,
     "tune": tune,
+    "estimate": estimate,
     "top": top,
     "chat": chat,
     "completion": completion,

@@ -26,8 +26,8 @@ from vllm_gaudi_spec.quantization.config import cpu_weights_of
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
+from vllm_gaudi_spec.tools.estimate.outline import tensor_sizes
 from vllm_gaudi_spec.tools.tune.builtin_prompts import PROMPTS
-from vllm_gaudi_spec.tools.tune.estimates import tensor_sizes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

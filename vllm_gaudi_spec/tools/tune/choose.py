@@ -112,17 +112,13 @@ def estimated(
 
 def estimate(drafter: Drafter, drafts: int, batch: int, context: int, options: argparse.Namespace) -> StepCost:
     # Not before there is a use for it: the cost model takes torch along.
-    from vllm_gaudi_spec.tools.tune import estimates
+    from vllm_gaudi_spec.tools.estimate.times import Pair
 
     model = drafter.config.get("model")
-    return estimates.estimate(
-        target=Path(options.model),
-        method=drafter.name,
-        drafter=Path(model) if model else None,
-        num_drafts=drafts,
-        batch=batch,
-        context=context,
-        generation=options.device,
+    pair = Pair.of(Path(options.model), drafter.name, Path(model) if model else None, drafts)
+    part = (batch, context, options.device)
+    return StepCost(
+        batch=batch, plain_s=pair.plain_s(*part), verify_s=pair.verify_s(*part), draft_s=pair.draft_s(*part)
     )
 
 

@@ -1,0 +1,214 @@
+"""Estimates follow from the sizes of a model's files, and agree with what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_gaudi_spec.emulator import cost
+from vllm_gaudi_spec.emulator.cost import CARDS, HOST_WAIT_SECONDS, KERNEL_SECONDS, LAUNCH_SECONDS, MEMORY_SHARE
+from vllm_gaudi_spec.tools import cli
+from vllm_gaudi_spec.tools.cli import estimate as command
+from vllm_gaudi_spec.tools.estimate.outline import Outline, tensor_sizes
+from vllm_gaudi_spec.tools.estimate.times import Pair
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 32, 2, 4, 2
+
+
+def model(folder: Path, *, tied: bool = True, borrows: bool = False) -> Path:
+    """With one matrix of 1000 weights beside embeddings."""
+    folder.mkdir()
+    config = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {"model.layers.0.weight": torch.zeros(10, 100)}
+    if not borrows:
+        weights["model.embed_tokens.weight"] = torch.zeros(VOCABULARY, HIDDEN)
+    if not tied:
+        weights["lm_head.weight"] = torch.zeros(VOCABULARY, HIDDEN)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_outline(tmp_path: Path) -> None:
+    tied, untied = Outline.of(model(tmp_path / "tied")), Outline.of(model(tmp_path / "untied", tied=False))
+    # An embedding table is read whole only where it is the output matrix as well.
+    assert tied.weights == untied.weights == 1000 + VOCABULARY * HIDDEN
+    # What is stored as float32 is served in two bytes.
+    assert tied.memory == tied.weight_bytes == 2 * tied.weights
+    assert untied.memory == 2 * (1000 + 2 * VOCABULARY * HIDDEN)
+    assert tied.kv_values == 2 * KV_HEADS * HIDDEN // HEADS
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    """Eight bits are a byte a weight; an int32 of a format of four bits is eight weights."""
+    folder = model(tmp_path / "model")
+    before = Outline.of(folder)
+    fp8 = torch.zeros(10, 100).to(torch.float8_e4m3fn)
+    save_file({"a.weight": fp8, "b.qweight": torch.zeros(5, 5, dtype=torch.int32)}, folder / "more.safetensors")
+    now = Outline.of(folder)
+    assert now.weights - before.weights == 1000 + 200
+    assert now.weight_bytes - before.weight_bytes == 1000 + 100
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        architectures=["LlamaForCausalLM"],
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "whole")
+    config.save_pretrained(tmp_path / "config")
+    assert Outline.of(tmp_path / "config") == Outline.of(tmp_path / "whole")
+
+
+def test_amounts_of_a_step(tmp_path: Path) -> None:
+    outline = Outline.of(model(tmp_path / "model"))
+    tally = outline.tally(batch=3, queries=5, context=100)
+    kv = 3 * 100 * LAYERS * (2 * KV_HEADS * 8) * 2
+    assert tally.kv_bytes_read == kv
+    assert tally.bytes_moved == 2 * outline.weights + kv + 2 * 15 * VOCABULARY * 4
+    assert tally.flops == 2 * 15 * outline.weights + 4 * 15 * 100 * LAYERS * HEADS * 8
+
+
+def test_amounts_of_prompts(tmp_path: Path) -> None:
+    """Every token passes the layers, the last one the output matrix; scores are those of a triangle."""
+    outline = Outline.of(model(tmp_path / "model"))
+    tally = outline.tally_of_prompts(batch=3, tokens=100)
+    assert tally.flops == 3 * (2 * 100 * 1000 + 2 * VOCABULARY * HIDDEN + 2 * 100 * 100 * LAYERS * HEADS * 8)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_step_is_bounded_by_its_card(tmp_path: Path, card: str) -> None:
+    folder = model(tmp_path / "model")
+    pair, outline = Pair.of(folder, "ngram", None, 3), Outline.of(folder)
+    fixed = 3 * LAUNCH_SECONDS + HOST_WAIT_SECONDS + outline.num_kernels * KERNEL_SECONDS
+    for seconds, queries in ((pair.plain_s(2, 50, card), 1), (pair.verify_s(2, 50, card), 4)):
+        moved = outline.tally(2, queries, 50).bytes_moved
+        # Of so few tokens the arithmetic hardly counts.
+        memory = moved / (CARDS[card].memory_bandwidth * MEMORY_SHARE)
+        assert seconds - fixed == pytest.approx(memory, rel=0.01)
+    assert pair.draft_s(2, 50, card) == 0
+
+
+def test_many_tokens_are_bounded_by_arithmetic(tmp_path: Path) -> None:
+    outline = Outline.of(model(tmp_path / "model"))
+    one, two = (cost.step_seconds(outline.tally_of_prompts(1, tokens), "gaudi2") for tokens in (10**6, 2 * 10**6))
+    assert two / one == pytest.approx(4, rel=0.01)  # attention grows with the square
+
+
+def test_a_round_is_read_once_a_draft(tmp_path: Path) -> None:
+    folder, drafter = model(tmp_path / "model"), model(tmp_path / "drafter")
+    one, two, four = (Pair.of(folder, "draft_model", drafter, k).draft_s(2, 50, "gaudi2") for k in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.01)
+    first = Outline.of(drafter)
+    memory = first.tally(batch=2, queries=2, context=50).bytes_moved / (CARDS["gaudi2"].memory_bandwidth * MEMORY_SHARE)
+    assert one == pytest.approx(LAUNCH_SECONDS + first.num_kernels * KERNEL_SECONDS + memory, rel=0.01)
+    assert two > one
+
+
+def test_a_head_borrows_the_output_matrix(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    with_head, borrowed = model(tmp_path / "own"), model(tmp_path / "borrowed", borrows=True)
+    costs = [Pair.of(folder, "eagle", head, 2).draft_s(1, 50, "gaudi2") for head in (with_head, borrowed)]
+    assert costs[0] == pytest.approx(costs[1])
+
+
+def test_what_can_not_be_estimated(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    with pytest.raises(ValueError, match="no estimate of what mtp costs"):
+        Pair.of(folder, "mtp", None, 1)
+    with pytest.raises(ValueError, match=r"needs the model's files: .*config.json"):
+        Pair.of(tmp_path)
+    with pytest.raises(ValueError, match="gaudi4"):
+        Pair.of(folder).plain_s(1, 50, "gaudi4")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no safetensors files, and transformers makes no model of its config.json"):
+        Pair.of(folder)
+
+
+def test_predictions_beside_measured_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an H200's cells that were not fitted, and of all of an H100's."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cost_model
+
+    fitted, held_out = cost_model.cells()
+    constants = cost_model.fit(fitted)
+    assert {name: pytest.approx(getattr(cost, name), rel=0.02) for name in constants} == constants
+    ratios = [cell.ratio() for cell in held_out]
+    assert len(ratios) >= 30
+    assert {cell.card for cell in held_out} == {"h100", "h200"}
+    assert all(0.85 <= ratio <= 1.15 for ratio in ratios), [cell for cell in held_out if abs(cell.ratio() - 1) > 0.15]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = cli.main(["estimate", *words])
+    written = capsys.readouterr()
+    return status, written.out, written.err
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, drafter = model(tmp_path / "model"), model(tmp_path / "drafter")
+    spec = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    words = [str(folder), "--cards", "gaudi3", "--batches", "4", "--speculative-config", json.dumps(spec)]
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    assert "nothing was run on this card" in out
+    status, out, _ = run(capsys, *words, "--json")
+    (row,) = json.loads(out)["rows"]
+    pair = Pair.of(folder, "draft_model", drafter, 2)
+    assert row["verify_ms"] == pytest.approx(1e3 * pair.verify_s(4, 1024, "gaudi3"))
+    length = 1 + 0.5 + 0.25
+    assert row["speedup"]["0.5"] == pytest.approx(length * row["plain_ms"] / (row["verify_ms"] + row["draft_ms"]))
+    kv = LAYERS * 2 * KV_HEADS * 8 * 2
+    assert row["memory_bytes"] == 2 * (2 * (1000 + VOCABULARY * HIDDEN) + 4 * 1024 * kv)
+    assert row["fits"]
+    assert tuple(CARDS) == command.CARDS
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model(tmp_path / "model")
+    status, out, _ = run(capsys, str(folder), "--cards", "h100", "--batches", "100000", "--context", "100000")
+    assert status == 0
+    assert out.splitlines()[1].split()[-1] == "no"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"method": "ngram"}, "give a method, and num_speculative_tokens from 1 to"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "not prompt_lookup_max"),
+        ({"method": "draft_model", "model": "some/name", "num_speculative_tokens": 2}, "give its folder"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], words: str) -> None:
+    status, _, err = run(capsys, str(model(tmp_path / "model")), "--speculative-config", json.dumps(spec))
+    assert status == 2
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    "begins", [b"", b"{}", (1 << 40).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"[" * 9]
+)
+def test_a_damaged_file(tmp_path: Path, begins: bytes) -> None:
+    """Nothing is read that is not there, whatever length its header has."""
+    (tmp_path / "model.safetensors").write_bytes(begins)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged .*; copy the model again or name another"):
+        tensor_sizes(tmp_path)

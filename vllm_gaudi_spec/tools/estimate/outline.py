@@ -1,0 +1,160 @@
+"""The amounts that a model's steps read and compute, from its files: headers alone are read.
+
+Weights, KV and logits are taken to be read once, by graphs that fuse the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from vllm_gaudi_spec.emulator.counters import Tally
+
+_KV_BYTES = 2
+_LOGIT_BYTES = 4
+# What our CUDA backend starts one after the other in a dense layer: the products of attention and of the gated MLP, the
+# norms, rotary embedding, writes to the cache, attention in two parts, activation. And once a step.
+_KERNELS_OF_A_LAYER = 11
+_KERNELS_OF_A_STEP = 12
+# As served: what is stored in more bits is loaded as bfloat16.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_BYTES = 2
+# Formats of four bits pack so many weights into one integer.
+_PACKED = {"I32": 8, "U8": 2}
+_BYTES = {"I64": 8, "I32": 4, "I16": 2}
+
+
+class Stored(NamedTuple):
+    """A tensor in a model's files."""
+
+    elements: int
+    dtype: str
+    """As safetensors names it."""
+
+    @property
+    def weights(self) -> int:
+        return self.elements * _PACKED.get(self.dtype, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.elements * (_FLOAT_BYTES if self.dtype in _FLOATS else _BYTES.get(self.dtype, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    weights: int
+    """Those that every step reads: all but an embedding table that is not the output matrix."""
+    weight_bytes: int
+    """Of these, as served."""
+    memory: int
+    """Bytes of all weights."""
+    head_weights: int
+    """Of them the output matrix; 0 if another model lends it."""
+    layers: int
+    heads: int
+    head_size: int
+    kv_values: int
+    """Of one token and layer."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Outline:
+        config = _config(folder)
+        heads = config["num_attention_heads"]
+        head_size = config.get("head_dim") or config["hidden_size"] // heads
+        latent = config.get("kv_lora_rank")
+        kv_values = 2 * (config.get("num_key_value_heads") or heads) * head_size
+        if latent:
+            kv_values = latent + config["qk_rope_head_dim"]
+        stored = dict(_stored(folder, "*.safetensors")) or _described(folder)
+        has_head = any("lm_head" in name for name in stored)
+        read = [one for name, one in stored.items() if not (has_head and "embed_tokens" in name)]
+        has_logits = has_head or any("embed_tokens" in name for name in stored)
+        return cls(
+            weights=sum(one.weights for one in read),
+            weight_bytes=sum(one.num_bytes for one in read),
+            memory=sum(one.num_bytes for one in stored.values()),
+            head_weights=config["vocab_size"] * config["hidden_size"] if has_logits else 0,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            head_size=head_size,
+            kv_values=kv_values,
+            vocabulary=config["vocab_size"],
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in all layers."""
+        return self.layers * self.kv_values * _KV_BYTES
+
+    @property
+    def num_kernels(self) -> int:
+        """Of one forward."""
+        return self.layers * _KERNELS_OF_A_LAYER + _KERNELS_OF_A_STEP
+
+    def tally(self, batch: int, queries: int, context: int, *, borrowed: int = 0) -> Tally:
+        """Of one forward of [batch, queries] tokens and its logits. All experts see all tokens, as on a Gaudi here.
+        `borrowed`: weights of an output matrix that is another model's."""
+        tokens = batch * queries
+        kv = batch * context * self.kv_bytes
+        scores = 4 * tokens * context * self.layers * self.heads * self.head_size
+        # Logits are written, and read by the rule.
+        logits = 2 * tokens * self.vocabulary * _LOGIT_BYTES
+        return Tally(
+            bytes_moved=self.weight_bytes + borrowed * _FLOAT_BYTES + kv + logits,
+            kv_bytes_read=kv,
+            flops=2 * tokens * (self.weights + borrowed) + scores,
+        )
+
+    def tally_of_prompts(self, batch: int, tokens: int) -> Tally:
+        """Of prompts that are computed whole: each token sees half of them on average, and the last one has logits."""
+        tally = self.tally(batch, 1, tokens)
+        body, scores = self.weights - self.head_weights, 2 * batch * tokens**2 * self.layers * self.heads
+        tally.flops = 2 * batch * (tokens * body + self.head_weights) + scores * self.head_size
+        return tally
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise ValueError(f"an estimate needs the model's files: {error}") from error
+    return config | (config.get("text_config") or {})
+
+
+def tensor_sizes(folder: Path, files: str = "*.safetensors") -> dict[str, int]:
+    """Number of elements of each tensor of a model."""
+    return {name: stored.elements for name, stored in _stored(folder, files)}
+
+
+def _stored(folder: Path, files: str) -> Iterator[tuple[str, Stored]]:
+    for path in sorted(folder.glob(files)):
+        try:
+            with safe_open(path, "np") as file:  # which reads no header of more than 100 MB, and none beyond the file
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    yield name, Stored(math.prod(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} is damaged ({error}); copy the model again or name another") from None
+
+
+def _described(folder: Path) -> dict[str, Stored]:
+    """Of a folder without weights, as transformers would make them in bfloat16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} has no safetensors files, and transformers makes no model of its config.json: {error}"
+        ) from error
+    # A tied output matrix is no parameter of its own.
+    return {name: Stored(weight.numel(), "BF16") for name, weight in model.named_parameters()}

@@ -1,0 +1,88 @@
+"""Times of the parts of decoding, with drafts and without, on a named card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
+from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, Method, has_model
+from vllm_gaudi_spec.emulator.cost import step_seconds
+from vllm_gaudi_spec.emulator.counters import Tally
+from vllm_gaudi_spec.tools.estimate.outline import Outline
+
+# Forward, sampling, and a report, which is the step's one wait; drafting is one graph more.
+_LAUNCHES = 3
+# Methods whose drafter has files of its own.
+_ESTIMATED: dict[str, Method] = {
+    DRAFT_MODEL: METHODS[DRAFT_MODEL],
+    UNIVERSAL_DRAFT: METHODS[DRAFT_MODEL],
+    **{name: row for name, row in METHODS.items() if row.has_model and not row.in_target},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target, and how it is drafted for; without drafts, a target alone."""
+
+    target: Outline
+    method: str | None = None
+    drafter: Outline | None = None
+    num_drafts: int = 0
+
+    @classmethod
+    def of(cls, target: Path, method: str | None = None, drafter: Path | None = None, num_drafts: int = 0) -> Pair:
+        model = Outline.of(target)
+        if method is None or not (method == UNIVERSAL_DRAFT or has_model(method)):
+            return cls(target=model, method=method, num_drafts=num_drafts)
+        if method not in _ESTIMATED or drafter is None:
+            raise ValueError(
+                f"there is no estimate of what {method} costs; give one of {', '.join(_ESTIMATED)}, or ngram"
+            )
+        return cls(target=model, method=method, drafter=Outline.of(drafter), num_drafts=num_drafts)
+
+    def plain_s(self, batch: int, context: int, card: str) -> float:
+        """A step without drafts."""
+        return self._step(self.target.tally(batch, 1, context), card)
+
+    def verify_s(self, batch: int, context: int, card: str) -> float:
+        """A step that verifies drafts, without the time to make them."""
+        return self._step(self.target.tally(batch, 1 + self.num_drafts, context), card)
+
+    def prompt_s(self, batch: int, tokens: int, card: str) -> float:
+        """So many prompts at once, and their first tokens."""
+        return self._step(self.target.tally_of_prompts(batch, tokens), card)
+
+    def draft_s(self, batch: int, context: int, card: str) -> float:
+        """A round of drafts. Methods without a model of their own are taken to cost nothing."""
+        drafter = self.drafter
+        if drafter is None:
+            return 0.0
+        assert self.method is not None
+        row, work = _ESTIMATED[self.method], Tally(launches=1)
+        if not row.has_kv:
+            # All heads look at one state, each with a vocabulary of its own.
+            work.add(Tally(bytes_moved=drafter.weight_bytes, flops=2 * batch * drafter.weights))
+            return step_seconds(work, card, drafter.num_kernels)
+        # A draft model first reads two tokens a row; a head what was accepted, up to k + 1, in a graph of its own.
+        work.launches += row.is_head
+        borrowed = 0 if drafter.head_weights else self.target.head_weights
+        first = self.num_drafts + 1 if row.is_head else 2
+        for queries in (first, *[1] * (self.num_drafts - 1)):
+            work.add(drafter.tally(batch, queries, context, borrowed=borrowed))
+        return step_seconds(work, card, self.num_drafts * drafter.num_kernels)
+
+    def speedup(self, batch: int, context: int, card: str, rate: float) -> float:
+        """Over no drafts, where each draft after accepted ones is accepted at this rate."""
+        length = sum(rate**position for position in range(self.num_drafts + 1))
+        drafted = self.verify_s(batch, context, card) + self.draft_s(batch, context, card)
+        return length * self.plain_s(batch, context, card) / drafted
+
+    def memory(self, batch: int, context: int) -> int:
+        """Bytes of weights and KV; what graphs and a step hold beside them is not known."""
+        models = [self.target] if self.drafter is None else [self.target, self.drafter]
+        return sum(model.memory + batch * context * model.kv_bytes for model in models)
+
+    def _step(self, tally: Tally, card: str) -> float:
+        tally.add(Tally(launches=_LAUNCHES, host_reads=1))
+        return step_seconds(tally, card, self.target.num_kernels)
