@@ -47,9 +47,9 @@ def vllm_mistake() -> str | None:
 
 
 def broken_torchvision() -> str | None:
-    """`torchvision_mistake` where its import does fail, tried in a process of its own."""
+    """`torchvision_mistake` where its import does fail, tried in a process of its own unless it is imported here."""
     mistake = torchvision_mistake()
-    if mistake is None:
+    if mistake is None or "torchvision" in sys.modules:
         return None
     tried = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False)
     return mistake if tried.returncode != 0 else None

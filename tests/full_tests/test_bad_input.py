@@ -1,6 +1,8 @@
 """Bad input gets a 4xx in OpenAI's form with a message that names the problem, and the server goes on."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -146,3 +148,21 @@ def test_client_disconnects(stream: bool, server: Server) -> None:
             server.client.post("/v1/completions", json=body, timeout=0.3)
     check_alive(server)
     assert server.metric("vllm:generation_tokens_total") - before < length
+
+
+@pytest.mark.slow
+def test_an_image_where_text_alone_is_served(made: Callable[[str], str], tmp_path: Path) -> None:
+    """The next request is served."""
+    server = Server(made("smolvlm@text"), tmp_path / "log", "--max-model-len", "256", "--language-model-only")
+    try:
+        part = dict(type="image_url", image_url=dict(url=f"data:image/png;base64,{PIXEL}"))
+        image = chat([dict(type="text", text="What is this?"), part])
+        response = server.client.post("/v1/chat/completions", json=dict(model="tiny") | image)
+        check_error(response, ["At most 0 image(s) may be provided in one prompt"])
+        check_alive(server)
+        assert server.post("/v1/chat/completions", chat("hi", max_tokens=2))["usage"]["completion_tokens"] > 0
+    finally:
+        server.stop()
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tests.models.comparison import Row
-from tests.models.probe import RUNS
+from tests.models.probe import DOCTOR, DRAFTS, PLAIN, RUNS
 from tests.models.run import CASES, Run
 
 SERVED = (
@@ -23,12 +23,13 @@ SERVED = (
     "deepseek-v3",
     "glm4-moe",
     "phi3",
+    "smolvlm@text",
 )
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
-    run = Run({case: CASES[case] for case in SERVED}, tmp_path_factory.mktemp("models"))
+    run = Run({case: CASES[case] for case in SERVED}, tmp_path_factory.mktemp("models"), (PLAIN, DRAFTS, DOCTOR))
     return {row.case: row for row in run.rows(os.environ.get("VGS_DEVICE") or "cpu", with_upstream=False)}
 
 
@@ -46,3 +47,26 @@ def test_some_drafts_are_accepted_and_some_are_not(rows: dict[str, Row]) -> None
     counts = [row.drafts.rpartition(", ")[2].split("/") for row in rows.values()]
     accepted, drafted = (sum(int(pair[part]) for pair in counts) for part in (0, 1))
     assert drafted / 10 < accepted < drafted * 9 / 10, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen2.5-vl@text",
+        "qwen2.5-vl@limits",
+        "qwen3-vl@text",
+        "gemma3-mm@text",
+        "mistral3@text",
+        "llava@text",
+        "internvl@text",
+    ],
+)
+def test_the_text_of_multimodal_models(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Positions of Qwen's have three rows, which are alike where there is text alone."""
+    (row,) = Run({case: CASES[case]}, tmp_path_factory.mktemp("models")).rows("cpu", with_upstream=False)
+    assert not row.faults, row
+    assert row.reference.startswith("equal"), row
+    assert row.drafts.startswith("equal"), row
+    assert row.model_drafts.startswith("equal"), row
+    assert row.doctor == "fine", row

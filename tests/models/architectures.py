@@ -919,7 +919,9 @@ MULTIMODAL: dict[str, Recipe] = {
         ),
     ),
 }
-MULTIMODAL = {name: replace(recipe, vision=True) for name, recipe in MULTIMODAL.items()}
+# Classes that import nothing of torchvision.
+_WITHOUT_VISION = ("smolvlm", "qwen2-audio")
+MULTIMODAL = {name: replace(recipe, vision=name not in _WITHOUT_VISION) for name, recipe in MULTIMODAL.items()}
 # The same with every other modality switched off, by either of vLLM's options: what is left is a text model.
 MULTIMODAL |= {
     f"{name}@text": replace(recipe, engine=recipe.engine | TEXT_ONLY) for name, recipe in MULTIMODAL.items()

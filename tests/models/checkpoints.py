@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ NUM_TOKENS = 40
 SEED = 1
 REFERENCE, ROUNDED = "reference.json", "reference_rounded.json"
 """The second where a format rounds activations: as native kernels compute."""
+DRAFTER = "drafter"
+"""A model that drafts for it, in a folder of its own."""
 UNTIED, TIED = 0.7, 0.08
 _NORM_OR_SCALE = re.compile(r"norm|ln_|layernorm|\bln\b")
 _STATE = ("A_log", "dt_bias", ".D")
@@ -80,7 +84,10 @@ def write(recipe: Recipe, folder: Path) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | recipe.published, indent=1))
     if not recipe.pooling:
-        (folder / REFERENCE).write_text(json.dumps(reference(model)))
+        answers = reference(model)
+        (folder / REFERENCE).write_text(json.dumps(answers))
+        drafter(answers).save_pretrained(folder / DRAFTER)
+        tiny_models.byte_tokenizer().save_pretrained(folder / DRAFTER)
         if recipe.format is not None and formats.round_activations(model, recipe.format):
             (folder / ROUNDED).write_text(json.dumps(reference(model)))
 
@@ -146,6 +153,27 @@ def cycles(size: int) -> torch.Tensor:
         following[cycle] = cycle.roll(-1)
         start += length
     return following
+
+
+@torch.no_grad()
+def drafter(answers: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A Llama that knows which token follows another in `answers`, where it mostly is the same one; what it attends to
+    puts in a mistake now and then."""
+    followers: dict[int, Counter[int]] = {}
+    for prompt, text in zip(answers["prompts"], answers["tokens"], strict=True):
+        for token, following in pairwise([prompt[-1], *text]):
+            followers.setdefault(token, Counter())[following] += 1
+    torch.manual_seed(SEED)
+    model = tiny_models.llama(num_hidden_layers=1)
+    embedding_VH, output_VH = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding_VH.normal_()
+    output_VH.normal_(std=0.05)
+    for token, found in followers.items():
+        output_VH[found.most_common(1)[0][0]] += embedding_VH[token]
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and parameter.dim() > 1:
+            parameter.normal_(std=0.6 * parameter.shape[-1] ** -0.5)
+    return model.float().eval()
 
 
 # ---- reference -------------------------------------------------------------------------------------------

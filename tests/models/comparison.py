@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.models.probe import CRASH, FAILS, REFUSED, RUNS, TIMEOUT
+from tests.models.probe import (
+    CRASH,
+    DOCTOR,
+    DRAFTS,
+    FAILS,
+    MODEL_DRAFTS,
+    PLAIN,
+    REFUSED,
+    RUNS,
+    TIMEOUT,
+    WITH_DRAFTS,
+)
 
 Result = dict[str, Any]
 
@@ -32,6 +43,7 @@ class Row:
     ours: str
     reference: str = ""
     drafts: str = ""
+    model_drafts: str = ""
     upstream: str = ""
     doctor: str = ""
     cause: str = ""
@@ -128,8 +140,8 @@ def _plain(result: Result) -> str:
 
 
 def row(case: str, results: dict[str, Result], reference: Result | None, tolerance: float) -> Row:
-    """`results`: plain, drafts, doctor and upstream, as far as they were run."""
-    plain, upstream = results["plain"], results.get("upstream")
+    """`results`: by variant, and upstream's, as far as they were run."""
+    plain, upstream = results[PLAIN], results.get("upstream")
     found = Row(case=case, ours=one_line(plain), upstream=one_line(upstream))
     upstream_runs = upstream is not None and upstream["outcome"] == RUNS
     excuse = None
@@ -146,10 +158,13 @@ def row(case: str, results: dict[str, Result], reference: Result | None, toleran
     else:
         found.cause = "late refusal" if plain.get("late_refusal") else plain["outcome"]
         found.faults.append(found.cause)
-    _drafts(found, results.get("drafts"), plain, reference)
-    _doctor(found, results.get("doctor"), plain, excused=excuse is not None and plain["outcome"] != FAILS)
-    for variant in ("plain", "drafts"):
+    found.drafts, found.model_drafts = (
+        _drafts(found, variant, results.get(variant), plain, reference) for variant in WITH_DRAFTS
+    )
+    _doctor(found, results.get(DOCTOR), plain, excused=excuse is not None and plain["outcome"] != FAILS)
+    for variant in (PLAIN, *WITH_DRAFTS):
         result = results.get(variant, {})
+        found.faults += [f"{fault}, {variant}" for fault in _faults_of_steps(result)]
         if damage := result.get("canary"):
             found.faults.append(f"canary, {variant}: {damage}")
         if result.get("guarded") == 0:
@@ -176,18 +191,27 @@ def _compare(found: Row, plain: Result, upstream: Result | None, reference: Resu
         found.faults.append("wrong answer")
 
 
-def _drafts(found: Row, drafts: Result | None, plain: Result, reference: Result | None) -> None:
+def _faults_of_steps(result: Result) -> Iterator[str]:
+    """What no step may do, on any device: compile, or wait for the device a second time."""
+    if (steps := result.get("steps")) is None:
+        return
+    if (compiled := steps["graphs"]["after_warmup"] + steps["device"].get("compiled_after_warmup", 0)) > 0:
+        yield f"{compiled} shapes compiled after warm-up"
+    if (syncs := steps["host_syncs_per_step"]) > 1:
+        yield f"{syncs:.2f} device-to-host syncs a step"
+
+
+def _drafts(found: Row, variant: str, drafts: Result | None, plain: Result, reference: Result | None) -> str:
     if drafts is None:
-        return
+        return ""
     if drafts["outcome"] != RUNS:
-        found.drafts = one_line(drafts)
         if drafts["outcome"] != REFUSED:
-            found.faults.append(f"with drafts: {drafts['outcome']}")
-        return
+            found.faults.append(f"with {variant}: {drafts['outcome']}")
+        return one_line(drafts)
     same = same_texts(drafts, plain, reference)
-    found.drafts = f"{same.text}, {drafts['accepted']}/{drafts['draft']}"
     if same.kind == DIFFERS:
-        found.faults.append("drafts change the text")
+        found.faults.append(f"{variant} change the text")
+    return f"{same.text}, {drafts['accepted']}/{drafts['draft']}"
 
 
 def _doctor(found: Row, doctor: Result | None, plain: Result, excused: bool) -> None:
@@ -208,11 +232,11 @@ def _cause(case: str, result: Result) -> str:
 
 # ---- tables ----------------------------------------------------------------------------------------------
 
-COLUMNS = ("model", "ours", "reference", "drafts", "upstream", "doctor")
+COLUMNS = ("model", "ours", "reference", DRAFTS, MODEL_DRAFTS, "upstream", "doctor")
 
 
 def cells(one: Row, limit: int | None = None) -> tuple[str, ...]:
-    texts = (one.case, one.ours, one.reference, one.drafts, one.upstream, one.doctor)
+    texts = (one.case, one.ours, one.reference, one.drafts, one.model_drafts, one.upstream, one.doctor)
     if one.faults:
         texts = (f"{one.case} (!)", *texts[1:])
     return tuple(text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…" for text in texts)

@@ -25,6 +25,9 @@ NUM_BLOCKS = 28
 KV_BYTES = 48 << 20
 MAX_LEN, MAX_SEQS = 128, 4
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
+PLAIN, DRAFTS, MODEL_DRAFTS, DOCTOR = "plain", "drafts", "model drafts", "doctor"
+"""What is done with a checkpoint: without drafts, with those of n-grams, with those of a model, looked at by doctor."""
+WITH_DRAFTS = (DRAFTS, MODEL_DRAFTS)
 
 
 # ---- in a fork -------------------------------------------------------------------------------------------
@@ -43,8 +46,10 @@ def engine_arguments(job: dict[str, Any], ours: bool) -> dict[str, Any]:
     )
     if ours:
         arguments["num_gpu_blocks_override"] = NUM_BLOCKS
-    if job["variant"] == "drafts":
+    if job["variant"] == DRAFTS:
         arguments["speculative_config"] = NGRAM
+    if job["variant"] == MODEL_DRAFTS:
+        arguments["speculative_config"] = dict(method="draft_model", model=job["drafter"], num_speculative_tokens=3)
     return arguments | job["engine"]
 
 
@@ -75,7 +80,9 @@ def generate(job: dict[str, Any], ours: bool, result: dict[str, Any]) -> None:
         "canary": canaries.damage(),
         "guarded": len(canaries.buffers),
     }
-    if job["variant"] == "drafts":
+    if ours:
+        result["steps"] = llm.collective_rpc("step_report")[0]
+    if job["variant"] in WITH_DRAFTS:
         counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         for name in ("accepted", "draft"):
             result[name] = int(counts.get(f"vllm:spec_decode_num_{name}_tokens", 0))
@@ -109,7 +116,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any], ours: bool) -> dict[str, Any]:
-    if job["variant"] == "doctor":
+    if job["variant"] == DOCTOR:
         return doctor(job)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -210,9 +217,9 @@ def main() -> int:
     gc.freeze()
     has_text = set()
     for job in jobs:
-        if job["variant"] == "drafts" and job["case"] not in has_text:
+        if job["variant"] in WITH_DRAFTS and job["case"] not in has_text:
             continue  # there is nothing to compare with
-        log = logs / f"{side}-{job['case']}-{job['variant']}.log"
+        log = logs / f"{side}-{job['case']}-{job['variant'].replace(' ', '-')}.log"
         result = forked(partial(run, job, ours), log)
         if "error" in result:
             result["error"] = result["error"].replace(job["folder"], Path(job["folder"]).name)

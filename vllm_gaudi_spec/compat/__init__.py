@@ -9,6 +9,7 @@ from vllm_gaudi_spec.compat.configuration import (
     admit_suffix_without_arctic,
     describe_drafters,
     leave_async_scheduling_to_the_platform,
+    name_a_missing_torchvision,
     raise_refusals_unchanged,
     read_inc_from_quant_config,
     widen_speculative_options,
@@ -65,6 +66,7 @@ def apply() -> None:
     admit_min_p_and_logit_bias()
     admit_suffix_without_arctic()
     leave_async_scheduling_to_the_platform()
+    name_a_missing_torchvision()
     read_inc_from_quant_config()
     carry_metrics()
     list_metrics_of_ours()

@@ -11,6 +11,7 @@ from vllm_gaudi_spec.config import IS_UNIVERSAL, UNIVERSAL_DRAFT, UnsupportedCon
 from vllm_gaudi_spec.drafting.table import DRAFT_MODEL, METHODS, has_model
 from vllm_gaudi_spec.environment import TRUST_DRAFT_CODE, quant_config_path, trusts_draft_code
 from vllm_gaudi_spec.sampling.rules.table import RULES
+from vllm_gaudi_spec.versions import installed
 
 
 def describe_drafters() -> None:
@@ -176,6 +177,45 @@ def admit_suffix_without_arctic() -> None:
     from vllm.config import speculative
 
     wrap(speculative, "has_arctic_inference", lambda original: True)
+
+
+def name_a_missing_torchvision() -> None:
+    """Name what to install where vLLM's class of a model cannot be imported for lack of torchvision.
+
+    Reason: most multimodal classes import it, also to serve text alone. vLLM ends with a reference to the log, where
+    tracebacks of several processes name it.
+    Remove when: upstream names the missing package in its error.
+    """
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    wrap(_ModelRegistry, "_raise_for_unsupported", _raise_for_torchvision)
+
+
+def _raise_for_torchvision(original: Callable[..., Any], registry: Any, architectures: list[str]) -> Any:
+    broken = [name for name in architectures if name in registry.models and _needs_torchvision(registry.models[name])]
+    if not broken:
+        return original(registry, architectures)
+    torch = installed("torch") or ""
+    way = f": pip install torch=={torch} torchvision --index-url https://download.pytorch.org/whl/cpu"
+    raise UnsupportedConfigError(
+        f"vLLM's {broken[0]} imports torchvision, for text alone too, and it is not installed; install its build for "
+        f"torch {torch}{way if torch.endswith('+cpu') else ''}."
+    )
+
+
+def _needs_torchvision(model: Any) -> bool:
+    """Asked of a class that vLLM could not import."""
+    if installed("torchvision") is not None:
+        return False
+    try:
+        model.load_model_cls()
+    except Exception as error:  # whatever its modules raise
+        chain: BaseException | None = error
+        while chain is not None:
+            if "torchvision" in str(chain):
+                return True
+            chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def leave_async_scheduling_to_the_platform() -> None:

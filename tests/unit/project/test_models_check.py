@@ -97,8 +97,24 @@ def test_upstream_is_the_reference_where_there_is_no_other() -> None:
     assert row(RUNS, reference=None, upstream=changed(RUNS, 0, 0)).faults == ["differs from upstream"]
 
 
+@pytest.mark.parametrize(
+    ("graphs", "device", "syncs", "faults"),
+    [
+        (0, {}, 1.0, []),
+        (0, {"compiled_after_warmup": 0}, 0.9, []),
+        (2, {}, 1.0, ["2 shapes compiled after warm-up, model drafts"]),
+        (0, {"compiled_after_warmup": 1}, 1.0, ["1 shapes compiled after warm-up, model drafts"]),
+        (0, {}, 1.25, ["1.25 device-to-host syncs a step, model drafts"]),
+    ],
+)
+def test_what_no_step_may_do_is_a_fault(graphs: int, device: dict[str, int], syncs: float, faults: list[str]) -> None:
+    steps = {"graphs": {"after_warmup": graphs}, "device": device, "host_syncs_per_step": syncs}
+    assert row(RUNS, **{"model drafts": RUNS | {"steps": steps}}).faults == faults
+
+
 def test_drafts_that_change_the_text_are_a_fault() -> None:
     assert row(RUNS, drafts=changed(RUNS, 0, 1)).faults == ["drafts change the text"]
+    assert row(RUNS, **{"model drafts": changed(RUNS, 0, 1)}).faults == ["model drafts change the text"]
     assert not row(RUNS, drafts=changed(RUNS, 0, 2)).faults, "a tie of the reference"
     assert row(RUNS, reference=None, drafts=changed(RUNS, 0, 2)).faults == ["drafts change the text"]
     assert row(RUNS, drafts=CRASH).faults == ["with drafts: crash"]
