@@ -167,9 +167,10 @@ class _Headers(Checkpoint):
             self._fit.add(kind)
 
 
-def misfit(model: str, format: CheckpointFormat, files: Iterable[Path]) -> EncodingError | None:
-    """Why a checkpoint cannot be read, as far as the headers of its files show."""
-    return _misfit(model, format, _headers(files))
+def misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
+    """Why a checkpoint cannot be read, as far as the headers of its files show. `damage_alone`: not if others might."""
+    error = _misfit(model, format, _headers(files))
+    return None if error is None or (damage_alone and not error.is_damage) else str(error)
 
 
 def checked(

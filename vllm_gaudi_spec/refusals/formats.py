@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
-    from vllm_gaudi_spec.quantization.encodings import EncodingError
     from vllm_gaudi_spec.quantization.formats import CheckpointFormat
 
 
@@ -34,9 +33,7 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             yield from _without_kernel(vllm_config, model, backend, reason)
         # vLLM's own kernels need the same tensors, and vLLM does not look.
         elif (format := format_left_to_vllm(model)) is not None:
-            error = _misfit(model, format, load_format)
-            if error is not None and error.is_damage:
-                yield str(error)
+            yield from _misfits(model, format, load_format, damage_alone=True)
 
 
 def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend, reason: str) -> Iterator[str]:
@@ -67,19 +64,21 @@ def _unreadable(model: ModelConfig, load_format: str) -> Iterator[str]:
         yield (
             f"{model.model} has quantized weights, which are not read with --load-format {load_format}; leave that out."
         )
-    elif (error := _misfit(model, format, load_format)) is not None:
-        yield str(error)
+    yield from _misfits(model, format, load_format)
 
 
-def _misfit(model: ModelConfig, format: CheckpointFormat, load_format: str) -> EncodingError | None:
+def _misfits(
+    model: ModelConfig, format: CheckpointFormat, load_format: str, damage_alone: bool = False
+) -> Iterator[str]:
     """Of tensors in a local folder."""
     folder = Path(model.model)
     if load_format == "dummy" or (files := weight_files(folder, load_format)) is None or not folder.is_dir():
-        return None
+        return
     from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
 
     found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
-    return misfit(model.model, format, map(Path, found))
+    if (reason := misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:
+        yield reason
 
 
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
