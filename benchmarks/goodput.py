@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {**shared.SUFFIX, "suffix_decoding_max_cached_requests": 0},
     "draft_model": shared.SAME_VOCAB,
     "universal": shared.OTHER_VOCAB,
-    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+    "eagle": shared.EAGLE,
 }
 SKIPPED_STEPS = "gaudi_spec:skipped_steps"
 RULE = {"additional_config": {"gaudi_spec": {"goodput": True}}}

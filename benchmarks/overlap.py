@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram_gpu": {**shared.NGRAM, "method": "ngram_gpu"},
     "draft_model": shared.SAME_VOCAB,
     "universal": shared.OTHER_VOCAB,
-    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+    "eagle": shared.EAGLE,
 }
 ENVIRONMENT = {**common.QUIET, **common.PLATFORMS["ours"]}
 

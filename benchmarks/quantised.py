@@ -3,9 +3,9 @@
 python benchmarks/quantised.py --json .bench/quantised.json
 
 The package compressed-tensors makes the checkpoints: rounding to nearest, no calibration. For each format these live
-side by side, each in processes of its own, and take turns: the demo model, the checkpoint with reference kernels, with
-native ones, and on upstream's CPU platform. What does not start is shown with its reason. A turn is one batch of fixed
-prompts, greedy, past any end token. Then each runs with a drafter.
+side by side, each in processes of its own, and take turns: the demo model in --dtype and in bfloat16, the checkpoint
+with reference kernels, with native ones, and on upstream's CPU platform. What does not start is shown with its reason.
+A turn is one batch of fixed prompts, greedy, past any end token. Then each runs with each of the demo's drafters.
 """
 
 import argparse
@@ -27,11 +27,20 @@ from turns import Engine, interval, parser_of, ratio, side_by_side, take
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, NATIVE, REFERENCE
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
-PLAIN, UPSTREAM = "not quantised", "upstream"
+PLAIN, HALF, UPSTREAM = "not quantised", "not quantised, bfloat16", "upstream"
 FORMATS = ("FP8_DYNAMIC", "W8A8", "W4A16")
 """Presets of compressed-tensors."""
 GROUP = 64  # divides all sizes of the demo model, which the preset's 128 does not
 SIZES: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+DRAFTERS = {
+    "same vocabulary": shared.SAME_VOCAB,
+    # As upstream spells it too.
+    "other vocabulary": shared.OTHER_VOCAB | {"method": "draft_model", "use_heterogeneous_vocab": True},
+    "EAGLE head": shared.EAGLE,
+}
+Side = tuple[str, str, dict[str, Any]]
+"""Whose platform, the model, and further options of its engine."""
+Steps = dict[str, dict[str, float | str]]
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
@@ -81,10 +90,12 @@ def write(model: str, name: str, folder: Path) -> None:
 # ---- measuring -----------------------------------------------------------------------------------------
 
 
-def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, model: str, options: argparse.Namespace, steps: Steps) -> dict[str, Any]:
+    """`steps`: tokens of a step, kept by side: those of the model that is not quantised serve all formats."""
     folder = str(checkpoint(model, name))
-    sides = {
+    sides: dict[str, Side] = {
         PLAIN: ("ours", model, {}),
+        HALF: ("ours", model, {"dtype": "bfloat16"}),
         REFERENCE: ("ours", folder, kernels(REFERENCE)),
         NATIVE: ("ours", folder, kernels(NATIVE)),
         UPSTREAM: ("upstream", folder, {}),
@@ -94,7 +105,7 @@ def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any
         for side, (platform, of, more) in sides.items():
             common.log(f"{name}: starting {side} ...")
             try:
-                engines[side] = started(f"quantised-{name}-{side}", platform, of, options, **more)
+                engines[side] = started(log_name(name, side), platform, of, options, **more)
                 engines[side].turn(1, 2)  # vLLM looks for some kernels when it needs them
             except RuntimeError as error:
                 refused[side] = str(error)
@@ -107,14 +118,22 @@ def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any
             texts = {side: engine.texts for side, engine in engines.items()}
             batches.append({"batch": batch, "turns": turns, "same": {side: same(texts, side) for side in texts}})
         resident = {side: engine.resident_bytes() for side, engine in engines.items()}
+    for side in resident:
+        if (log := log_name(name, side)) not in steps:
+            common.log(f"{name}: drafts for {side} ...")
+            steps[log] = {drafter: drafted(log, sides[side], drafter, options) for drafter in DRAFTERS}
     return {
         "format": name,
         "bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
         "refused": refused,
         "batches": batches,
         "resident": resident,
-        "tokens_a_step": {side: drafted(name, side, sides[side], options) for side in sides if side in resident},
+        "tokens_a_step": {side: steps[log_name(name, side)] for side in resident},
     }
+
+
+def log_name(name: str, side: str) -> str:
+    return f"quantised-{side}" if side in (PLAIN, HALF) else f"quantised-{name}-{side}"
 
 
 def kernels(which: str) -> dict[str, Any]:
@@ -136,14 +155,17 @@ def same(texts: dict[str, list[list[int]]], side: str) -> float:
     return sum(equal) / sum(map(len, texts[side]))
 
 
-def drafted(name: str, side: str, what: tuple[str, str, dict[str, Any]], options: argparse.Namespace) -> float:
-    """Tokens of a step that verified something, with the demo's drafter of the same vocabulary."""
+def drafted(log: str, what: Side, drafter: str, options: argparse.Namespace) -> float | str:
+    """Tokens of a step that verified something, or why there are none."""
     platform, model, more = what
+    config = {**DRAFTERS[drafter], "num_speculative_tokens": options.drafts}
     with side_by_side() as engines:
-        config = {**shared.SAME_VOCAB, "num_speculative_tokens": options.drafts}
-        log = f"quantised-{name}-{side}-drafts"
-        engine = engines[side] = started(log, platform, model, options, speculative_config=config, **more)
-        engine.turn(max(options.batches), options.tokens)
+        try:
+            engine = started(f"{log}-{drafter}", platform, model, options, speculative_config=config, **more)
+            engines[drafter] = engine
+            engine.turn(max(options.batches), options.tokens)
+        except RuntimeError as error:
+            return str(error)
         return 1 + engine.counter(ACCEPTED) / engine.counter(DRAFTS)
 
 
@@ -151,9 +173,11 @@ def drafted(name: str, side: str, what: tuple[str, str, dict[str, Any]], options
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    lines = []
+    lines, drafts = [], []
     for row in rows:
         for side in row["resident"]:
+            steps = row["tokens_a_step"][side].values()
+            drafts.append([row["format"], side, *(one if isinstance(one, str) else f"{one:.2f}" for one in steps)])
             for cell in row["batches"]:
                 rate = cell["batch"] * options.tokens / median(turn[side] for turn in cell["turns"])
                 lines.append(
@@ -165,13 +189,14 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                         interval(ratio(cell["turns"], side, PLAIN)) if side != PLAIN else "",
                         f"{cell['same'][side]:.2f}",
                         f"{row['resident'][side] >> 20}",
-                        f"{row['tokens_a_step'][side]:.2f}",
                     ]
                 )
-        lines += [[row["format"], side, reason, *[""] * 5] for side, reason in row["refused"].items()]
-    header = ["format", "kernels", "batch", "tokens/s", f"to {PLAIN}", "same text", "resident MiB", "tokens a step"]
+        lines += [[row["format"], side, reason, *[""] * 4] for side, reason in row["refused"].items()]
+    header = ["format", "kernels", "batch", "tokens/s", f"to {PLAIN}", "same text", "resident MiB"]
     common.log(f"\n{options.dtype}, {options.tokens} tokens a prompt, k = {options.drafts}\n")
     common.log(shared.markdown(header, lines))
+    common.log("\nTokens of a step that verified something:\n")
+    common.log(shared.markdown(["format", "kernels", *DRAFTERS], drafts))
     common.log(f"\n{common.NOISE_NOTE}")
 
 
@@ -179,10 +204,11 @@ def main() -> int:
     options = parse_options()
     common.warn_if_busy()
     rows: list[dict[str, Any]] = []
+    steps: Steps = {}
 
     def whole() -> None:
         model = options.model or demo_model_path()
-        rows.extend(measure(name, model, options) for name in options.formats)
+        rows.extend(measure(name, model, options, steps) for name in options.formats)
         show(rows, options)
         common.write_rows(options, ("batches", "tokens", "turns", "texts", "dtype", "drafts"), rows)
 

@@ -22,7 +22,7 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 METHODS = {
     "draft_model": shared.SAME_VOCAB,
     "universal_draft": shared.OTHER_VOCAB,
-    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+    "eagle": shared.EAGLE,
 }
 MAX_LEN = 512
 

@@ -22,6 +22,7 @@ TESTS = common.ROOT / "tests" / "full_tests"
 DEMO = common.ROOT / "demo"
 SAME_VOCAB = {"method": "draft_model", "model": str(DEMO / "draft-same-vocab")}
 OTHER_VOCAB = {"method": "universal_draft", "model": str(DEMO / "draft-other-vocab")}
+EAGLE = {"method": "eagle", "model": str(DEMO / "eagle-head")}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 SUFFIX = {"method": "suffix"}
 

@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": shared.NGRAM,
     "draft_model": shared.SAME_VOCAB,
     "heterogeneous": {**shared.OTHER_VOCAB, "method": "draft_model", "use_heterogeneous_vocab": True},
-    "eagle": {"method": "eagle", "model": str(shared.DEMO / "eagle-head")},
+    "eagle": shared.EAGLE,
 }
 WANTED = 1.2
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"

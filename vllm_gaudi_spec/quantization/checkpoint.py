@@ -91,7 +91,7 @@ class Checkpoint:
         is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if is_byte or _QUANTISED.search(part):
             reason = f"is quantised in a way that config.json ({self.format.name}) does not describe"
-            raise EncodingError(f"{self.model}: {name} {reason}; {OTHER_MODEL}.")
+            raise EncodingError(f"{self.model}: {name} {reason}; {OTHER_MODEL}.", remedy=OTHER_MODEL)
 
     def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
         stored = parts.get("weight")
@@ -105,7 +105,8 @@ class Checkpoint:
             else:
                 found = {"weight": self._cast(encoding.weight(parts))}
         except EncodingError as error:
-            raise EncodingError(f"{self.model}: layer {layer} {error}; {error.remedy}.") from error
+            reason = f"{self.model}: layer {layer} {error}; {error.remedy}."
+            raise EncodingError(reason, remedy=error.remedy) from error
         kept_as = "e4m3 with a scale for each row" if keeps else dtype_name(self.dtype)
         counts = self._counts.setdefault((encoding.name, kept_as), _Counts())
         counts.read += sum(part.nbytes for part in parts.values())
@@ -166,14 +167,35 @@ class _Headers(Checkpoint):
             self._fit.add(kind)
 
 
-def misfit(model: str, format: CheckpointFormat, files: Iterable[Path]) -> str | None:
-    """Why a checkpoint cannot be read, as far as the headers of its files show: what is done with tensors while they
-    are read is done here with tensors without data."""
+def misfit(model: str, format: CheckpointFormat, files: Iterable[Path], damage_alone: bool = False) -> str | None:
+    """Why a checkpoint cannot be read, as far as the headers of its files show. `damage_alone`: not if others might."""
+    error = _misfit(model, format, _headers(files))
+    return None if error is None or (damage_alone and not error.is_damage) else str(error)
+
+
+def checked(
+    model: str, format: CheckpointFormat, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as they are, for kernels of vLLM's. It takes scales that are not finite, and where a scale is missing it
+    leaves what the memory held."""
+    headers: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        if "scale" in name.rpartition(".")[2] and not _is_finite(tensor.float()):
+            raise EncodingError(f"{model}: {name} has values that are not finite; take another copy of the model.")
+        headers.append((name, torch.empty_like(tensor, device="meta")))
+        yield name, tensor
+    error = _misfit(model, format, headers)
+    if error is not None and error.is_damage:
+        raise error
+
+
+def _misfit(model: str, format: CheckpointFormat, headers: Iterable[tuple[str, torch.Tensor]]) -> EncodingError | None:
+    """What is done with tensors while they are read is done here with tensors without data."""
     try:
-        for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(_headers(files)):
+        for _ in _Headers(model=model, format=format, dtype=torch.float32).weights(headers):
             pass
     except EncodingError as error:
-        return str(error)
+        return error
     return None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import NATIVE, REFERENCE, Options, UnsupportedConfigError, in_one_line
-from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, dtype_name
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, dtype_name
 from vllm_gaudi_spec.quantization.formats import CheckpointFormat, UnknownFormatError, method_of, read_format
 
 if TYPE_CHECKING:
@@ -129,6 +129,15 @@ def format_of(model: ModelConfig) -> CheckpointFormat:
     return read_format(described(model))
 
 
+def format_left_to_vllm(model: ModelConfig) -> CheckpointFormat | None:
+    """Of a quantised checkpoint with kernels of vLLM's, if it could be dequantised too."""
+    try:
+        return format_of(model) if described(model) else None
+    except UnknownFormatError:
+        logger.debug("The format of %s is vLLM's to check.", model.model, exc_info=True)
+        return None
+
+
 def described(model: ModelConfig) -> dict[str, Any]:
     """A checkpoint's `quantization_config`."""
     found: dict[str, Any] | None = model.model_arch_config.quantization_config
@@ -140,7 +149,8 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of `loaded`, of what its files hold."""
     if model.quantization != DEQUANTIZED:
-        return iter(tensors)
+        format = format_left_to_vllm(model)
+        return iter(tensors) if format is None else checked(model.model, format, tensors)
     from vllm.config import get_current_vllm_config
 
     format, requested = format_of(model), Options.from_vllm(get_current_vllm_config()).weight_kernels

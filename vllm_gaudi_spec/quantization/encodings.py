@@ -27,12 +27,20 @@ E4M3 = torch.finfo(torch.float8_e4m3fn).max
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+_OTHER_COPY = "take another copy of the model"
+
+
 class EncodingError(ValueError):
     """Tensors do not fit their format; the reason in one line."""
 
-    def __init__(self, reason: str, *, remedy: str = "take another copy of the model") -> None:
+    def __init__(self, reason: str, *, remedy: str = _OTHER_COPY) -> None:
         super().__init__(reason)
         self.remedy = remedy
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether nobody could read them; else it is that they are not read here."""
+        return self.remedy == _OTHER_COPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT16, FP8_KV, NATIV
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.checkpoint import misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
-from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, FP8_INPUTS, described, format_of
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, FP8_INPUTS, described, format_left_to_vllm, format_of
 from vllm_gaudi_spec.quantization.formats import UnknownFormatError
 from vllm_gaudi_spec.refusals.files import weight_files
 from vllm_gaudi_spec.refusals.models import models_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.formats import CheckpointFormat
 
 
 def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
@@ -30,6 +31,9 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
             yield from _unreadable(model, load_format)
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
             yield from _without_kernel(vllm_config, model, backend, reason)
+        # vLLM's own kernels need the same tensors, and vLLM does not look.
+        elif (format := format_left_to_vllm(model)) is not None:
+            yield from _misfits(model, format, load_format, damage_alone=True)
 
 
 def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend, reason: str) -> Iterator[str]:
@@ -56,19 +60,25 @@ def _unreadable(model: ModelConfig, load_format: str) -> Iterator[str]:
     except UnknownFormatError as error:
         yield f"{model.model} has quantized weights, which {error}; {OTHER_MODEL}."
         return
-    folder = Path(model.model)
-    if load_format == "dummy":
-        return
-    if (files := weight_files(folder, load_format)) is None:
+    if load_format != "dummy" and weight_files(Path(model.model), load_format) is None:
         yield (
             f"{model.model} has quantized weights, which are not read with --load-format {load_format}; leave that out."
         )
-    elif folder.is_dir():
-        from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+    yield from _misfits(model, format, load_format)
 
-        found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
-        if (reason := misfit(model.model, format, map(Path, found))) is not None:
-            yield reason
+
+def _misfits(
+    model: ModelConfig, format: CheckpointFormat, load_format: str, damage_alone: bool = False
+) -> Iterator[str]:
+    """Of tensors in a local folder."""
+    folder = Path(model.model)
+    if load_format == "dummy" or (files := weight_files(folder, load_format)) is None or not folder.is_dir():
+        return
+    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+    found = filter_duplicate_safetensors_files(sorted(map(str, folder.glob(files[0]))), str(folder), files[1])
+    if (reason := misfit(model.model, format, map(Path, found), damage_alone=damage_alone)) is not None:
+        yield reason
 
 
 def weight_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from vllm import _custom_ops  # noqa: F401  (brings the build's operations)
 from vllm.platforms import current_platform
 
+from tests.models.formats import CT_FP8, compressed
 from tests.unit.quantization.test_kv_scheme import COMPRESSED, checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
@@ -68,3 +69,19 @@ def test_native_kernels_that_are_asked_for_and_missing_are_refused(
     ) as refused:
         configured(model, **options)
     assert len(str(refused.value).splitlines()) == 1
+
+
+DYNAMIC_FP8 = compressed("float-quantized", *CT_FP8)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_slow_kernels_are_for_those_who_ask_for_them(
+    is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 by torch, on a CPU without instructions for it."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: is_fast)
+    model = checkpoint(tmp_path, dict(DYNAMIC_FP8))
+    by_default = configured(model, dtype="bfloat16").model_config.quantization
+    assert by_default == ("compressed-tensors" if is_fast else DEQUANTIZED)
+    native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
+    assert configured(model, dtype="bfloat16", **native).model_config.quantization == "compressed-tensors"

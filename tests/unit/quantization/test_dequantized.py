@@ -21,7 +21,7 @@ from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
 from vllm_gaudi_spec.quantization import checkpoint as checkpoint_module
 from vllm_gaudi_spec.quantization import dequantized
-from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, misfit
+from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, misfit
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
 from vllm_gaudi_spec.quantization.encodings import EncodingError
 from vllm_gaudi_spec.quantization.formats import read_format
@@ -115,6 +115,18 @@ def test_tensors_that_do_not_fit_are_refused_at_configuration(
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path) -> None:
+    """Which every CPU has for int8."""
+    model = checkpoint(tmp_path, dict(FORMATS["ct-int8"].config))
+    parts, _ = FORMATS["ct-int8"].weights(torch.ones(GROUP, GROUP))
+    for scale, reason in (({}, "no weight_scale"), ({"weight_scale": torch.ones(7, 1)}, "scales or zero points of s")):
+        save_file(tensors_of({"weight": parts["weight"]} | scale), tmp_path / "model.safetensors")
+        with pytest.raises(UnsupportedConfigError, match=f"layer {NAME} has {reason}"):
+            configured(model)
+    save_file(tensors_of(parts), tmp_path / "model.safetensors")
+    assert configured(model).model_config.quantization == "compressed-tensors"
+
+
 def test_those_that_fit_are_let_in(tmp_path: Path) -> None:
     configured(write(tmp_path), **reference())
 
@@ -204,34 +216,103 @@ def test_tensors_come_in_any_order() -> None:
     torch.testing.assert_close(found[f"{NAME}.weight"], meant)
 
 
-KEEPING = pytest.mark.parametrize("keeps", [False, True], ids=["decoded", "kept"])
+READ = [name for name, format in FORMATS.items() if format.weights is not None]
+SCALES = [
+    pytest.param(name, part, keeps, id=f"{name}-{part}{'-kept' * keeps}")
+    for name in READ
+    for part, tensor in FORMATS[name].weights(torch.ones(GROUP, GROUP))[0].items()
+    if "scale" in part and part != "input_scale"
+    for keeps in ([False, True] if read_format(FORMATS[name].config).has_fp8 else [False])
+]
+"""Every scale of every format; the weights decoded, and kept in FP8 where a device may keep them."""
 
 
-@KEEPING
-@pytest.mark.parametrize("name", ["ct-fp8-dynamic", "fp8-block"])
-def test_a_scale_of_zero_is_contained(name: str, keeps: bool) -> None:
-    """Of the second row, or of the second block of rows."""
-    parts, _ = FORMATS[name].weights(torch.ones(2 * GROUP, GROUP))
-    parts[next(part for part in parts if part != "weight")][1] = 0
-    found = read(tensors_of(parts), dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
-    weight = found[f"{NAME}.weight"].float() * found.get(f"{NAME}.weight_scale", 1)
+def changed(name: str, part: str, change: Callable[[torch.Tensor], Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors of a layer of ones with one changed, or without it; and what they stood for."""
+    parts, meant = FORMATS[name].weights(torch.ones(2 * GROUP, 2 * GROUP))
+    parts[part] = change(parts[part].clone())
+    return tensors_of({key: tensor for key, tensor in parts.items() if tensor is not None}), meant
+
+
+def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Puts a number into the first scale."""
+
+    def put(scale: torch.Tensor) -> torch.Tensor:
+        stored = value
+        if scale.dtype == torch.uint8:  # an exponent of two: 0 is the smallest number, and 255 is none
+            stored = 0 if value == 0 else 255
+        elif scale.dtype == torch.float8_e4m3fn and value != 0:  # which has no infinity
+            stored = float("nan")
+        scale.view(-1)[0] = stored
+        return scale
+
+    return put
+
+
+@pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
+def test_a_scale_of_zero_is_contained(name: str, part: str, keeps: bool) -> None:
+    """It makes zeros of the weights that share it, and changes no other."""
+    tensors, meant = changed(name, part, first(0.0))
+    if part == "weight_global_scale":  # which divides
+        with pytest.raises(EncodingError, match="scales or values that are not finite"):
+            read(tensors, dict(FORMATS[name].config))
+        return
+    found = read(tensors, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
     assert (f"{NAME}.weight_scale" in found) == keeps
-    zeros = slice(1, 2) if name == "ct-fp8-dynamic" else slice(GROUP, None)
-    assert not weight[zeros].any()
-    weight[zeros] = 1
-    torch.testing.assert_close(weight, torch.ones_like(weight))
+    weight = found[f"{NAME}.weight"].float() * found.get(f"{NAME}.weight_scale", 1)
+    is_zero = weight.abs() < 1e-30
+    torch.testing.assert_close(weight[~is_zero], meant[~is_zero], rtol=1e-6, atol=1e-6)
+    whole = tensors[f"{NAME}.{part}"].numel()
+    assert int(is_zero.sum()) == is_zero.numel() // whole
 
 
-@KEEPING
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["ct-fp8-dynamic", "fp8-block"])
-def test_scales_that_are_not_finite_are_refused(name: str, value: float, keeps: bool) -> None:
-    parts, _ = FORMATS[name].weights(torch.ones(2 * GROUP, GROUP))
-    parts[next(part for part in parts if part != "weight")][1] = value
-    with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take an"):
-        read(tensors_of(parts), dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+@pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
+def test_scales_that_are_not_finite_are_refused(name: str, part: str, keeps: bool) -> None:
+    for value in (float("nan"), float("inf")):
+        tensors, _ = changed(name, part, first(value))
+        if part == "weight_global_scale" and value == float("inf"):  # which divides: the weights are zeros
+            assert not read(tensors, dict(FORMATS[name].config))[f"{NAME}.weight"].any()
+            continue
+        with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take"):
+            read(tensors, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
+def test_scales_that_are_missing_or_too_many_are_refused(name: str, part: str, keeps: bool, device: str) -> None:
+    """By the headers of the files alone, too."""
+    for change, reason in (
+        (lambda scale: None, f"has no {part}"),
+        (lambda scale: torch.cat((scale.reshape(-1, *scale.shape[1:]),) * 2), "has "),
+    ):
+        tensors, _ = changed(name, part, change)
+        there = {key: tensor.to(device) for key, tensor in tensors.items()}
+        with pytest.raises(EncodingError, match=f"model: layer {NAME} {reason}.*; take another copy"):
+            read(there, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+
+
+@pytest.mark.parametrize("name", ["ct-int8", "ct-w4a16", "awq", "gptq", "fp8-block"])
+def test_what_vllms_own_kernels_get_is_checked(name: str) -> None:
+    """And not changed."""
+    format = read_format(FORMATS[name].config)
+    parts, _ = FORMATS[name].weights(torch.ones(GROUP, GROUP))
+    tensors = tensors_of(parts)
+    assert dict(checked("model", format, tensors.items())) == tensors
+    (scale,) = (key for key in tensors if "scale" in key)
+    without = {key: tensor for key, tensor in tensors.items() if key != scale}
+    with pytest.raises(EncodingError, match=f"model: layer {NAME} has no {scale.removeprefix(NAME)[1:]}; take another"):
+        list(checked("model", format, without.items()))
+    broken = tensors | {scale: tensors[scale] * float("nan")}
+    with pytest.raises(EncodingError, match=f"model: {scale} has values that are not finite; take another copy"):
+        list(checked("model", format, broken.items()))
+
+
+def test_what_is_only_not_read_here_is_left_to_vllm() -> None:
+    stacked = {"layers.0.experts.weight": torch.ones(2, 4, 4, dtype=torch.int8), "layers.0.experts.weight_scale": ONE}
+    assert dict(checked("model", read_format(CT), stacked.items())) == stacked
+
+
+ONE = torch.ones(1)
 E4M3 = torch.ones(4, 4).to(torch.float8_e4m3fn)
 NAMED = compressed("float-quantized", *CT_FP8)
 NAMED["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
@@ -332,6 +413,5 @@ def test_headers_of_files_are_enough(tmp_path: Path) -> None:
     save_file({f"{NAME}.weight": parts["weight"]}, files[0])
     save_file({f"{NAME}.weight_scale": parts["weight_scale"]}, files[1])
     assert misfit("model", read_format(CT), files) is None
-    assert misfit("model", read_format(CT), files[:1]) == (
-        f"model: layer {NAME} has no weight_scale; take another copy of the model."
-    )
+    missing = f"model: layer {NAME} has no weight_scale; take another copy of the model."
+    assert misfit("model", read_format(CT), files[:1]) == missing
