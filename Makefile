@@ -175,7 +175,8 @@ $(TORCH_NPU)/.stamp: $(VENV)/.stamp requirements/torch-npu.txt
 verify-torch-npu: export VGS_DEVICE := ascend-emulated
 verify-torch-npu: export VGS_TORCH_NPU := $(CURDIR)/$(TORCH_NPU)
 verify-torch-npu: $(VENV)/.stamp-dev $(TORCH_NPU)/.stamp  ## test the emulated NPU with Huawei's own torch_npu on top (needs g++; ARGS=)
-	@$(BIN)/pytest tests/emulated_cann tests/conformance
+	@$(BIN)/pytest tests/emulated_cann
+	@$(BIN)/pytest tests/conformance
 	@$(BIN)/pytest -n 2 --dist loadfile tests/full_tests -m "not slow and (every_card or ascend)" --durations=5 -v $(ARGS)
 
 .PHONY: verify-vendor

@@ -36,6 +36,8 @@ def front_end() -> FrontEnd:
     # The device's software, or what stands in for it, comes with the module.
     importlib.import_module(devices.DEVICES[devices.choose_device() or "cpu"].backend)
     device, called = getattr(torch, current_platform.device_type), []
+    opened = hasattr(device, "is_initialized") and device.is_initialized()
+    assert current_platform.device_type == "cpu" or not opened, "tests before these opened the card: run these alone"
     with pytest.MonkeyPatch.context() as patch:
         for name in OPENING:
             if hasattr(device, name):

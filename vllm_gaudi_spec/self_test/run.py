@@ -53,6 +53,7 @@ NOISE = "noise"
 KV_WRITES = "KV writes"
 ATTENTION = "attention"
 VERIFY_ATTENTION = "verify attention"
+REPLAYED_ATTENTION = "replayed attention"
 FP8_KV = "KV in FP8"
 CAPTURED_STEP = "captured step"
 SECOND_CALL = "second call"
@@ -67,6 +68,7 @@ CHECKS = (
     Check(KV_WRITES, attention.check_writes, _NOTHING_TO_SWITCH_OFF),
     Check(ATTENTION, attention.check_decode, _NOTHING_TO_SWITCH_OFF),
     Check(VERIFY_ATTENTION, attention.check_verify, "leave out --speculative-config", SPECULATION),
+    Check(REPLAYED_ATTENTION, attention.check_replays, _NOTHING_TO_SWITCH_OFF),
     Check(FP8_KV, attention.check_fp8_kv, "leave out --kv-cache-dtype", KV_IN_FP8),
     Check(CAPTURED_STEP, graphs.check_captured, _NOTHING_TO_SWITCH_OFF),
     Check(

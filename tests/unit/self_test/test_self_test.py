@@ -42,7 +42,7 @@ def test_a_card_that_is_right_passes(dtype: torch.dtype) -> None:
     assert not result.failed, result.failed
     assert statuses(result, NOT_CHECKED) == NEEDS_RANKS | HAS_NOT
     result.refuse(EVERY_FEATURE)
-    assert result.summary().startswith("10 checks passed in ")
+    assert result.summary().startswith("11 checks passed in ")
     assert result.summary().endswith("; collectives not checked: there is one rank")
     assert all(result.passed(check.name) == (check.name not in NEEDS_RANKS | HAS_NOT) for check in CHECKS)
 
@@ -252,6 +252,89 @@ def verify_steps_see_padding() -> DeviceBackend:
     return seeing_too_much(4)
 
 
+class Sees(CardAttention):
+    """Attention that is changed for some calls."""
+
+    def __init__(self, change: Callable[[AttentionCall, Any], tuple[AttentionCall, Any]]) -> None:
+        super().__init__()
+        self._change = change
+
+    def attend(self, query_THD: Any, kv_cache: Any, call: Any, spec: Any, *rest: Any) -> torch.Tensor:
+        return super().attend(query_THD, kv_cache, *self._change(call, spec))
+
+
+def nothing_after_512_keys(num_queries: int) -> DeviceBackend:
+    """As on an NPU (lesson A01)."""
+
+    def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
+        if call.num_queries == num_queries:
+            starts_B = call.starts_B.clamp(max=512 - num_queries)
+            call = replace(call, starts_B=starts_B, _plans={})
+        return call, spec
+
+    return make_card(attention=Sees(change))
+
+
+def long_decodes_end_after_512_keys() -> DeviceBackend:
+    return nothing_after_512_keys(1)
+
+
+def long_verify_steps_end_after_512_keys() -> DeviceBackend:
+    return nothing_after_512_keys(4)
+
+
+def windows(num_queries: int, size: int | None) -> DeviceBackend:
+    def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
+        if call.num_queries == num_queries and spec.sliding_window is not None:
+            spec = replace(spec, sliding_window=size)
+        return call, spec
+
+    return make_card(attention=Sees(change))
+
+
+def decodes_see_one_key_before_their_window() -> DeviceBackend:
+    return windows(1, 301)
+
+
+def verify_steps_have_no_window() -> DeviceBackend:
+    return windows(4, None)
+
+
+def verify_steps_lose_a_shared_prefix() -> DeviceBackend:
+    """A block is of one row only."""
+
+    def change(call: AttentionCall, spec: Any) -> tuple[AttentionCall, Any]:
+        if call.num_queries != 4:
+            return call, spec
+        table_BW, flat = call.block_table_BW.clone(), call.flat
+        owner = {int(block): row for row, blocks in enumerate(table_BW) for block in blocks}
+        for row, blocks in enumerate(table_BW):
+            blocks[torch.tensor([owner[int(block)] != row for block in blocks])] = 0
+        if flat is not None:
+            pairs = zip(flat.ids_N.tolist(), flat.rows_N.tolist(), strict=True)
+            lost = torch.tensor([owner[block] != row for block, row in pairs])
+            flat = replace(flat, rows_N=flat.rows_N.masked_fill(lost, call.num_rows))
+        return replace(call, block_table_BW=table_BW, flat=flat, _plans={}), spec
+
+    return make_card(attention=Sees(change))
+
+
+def a_replay_has_the_lengths_of_the_first_run() -> DeviceBackend:
+    class Graphs(CardGraphs):
+        def graph(self, function: Any) -> Any:
+            run, first = super().graph(function), []
+
+            def call(*args: Any) -> Any:
+                if function.__name__ != "self_test_attend":
+                    return run(*args)
+                first.append(args[0].clone())
+                return run(first[0], *args[1:])
+
+            return call
+
+    return make_card(graphs=Graphs())
+
+
 def a_replay_leaves_a_second_result_as_it_was() -> DeviceBackend:
     class Graphs(CardGraphs):
         def graph(self, function: Any) -> Any:
@@ -309,6 +392,28 @@ FAULTS: dict[Callable[[], DeviceBackend], tuple[str, str, str]] = {
     ),
     decodes_see_padding: (run.ATTENTION, "decodes are up to", "VGS_DEVICE=cpu"),
     verify_steps_see_padding: (run.VERIFY_ATTENTION, "verify steps of 4 positions are up to", "--speculative-config"),
+    long_decodes_end_after_512_keys: (run.ATTENTION, "long decodes with a shared prefix are up to", "VGS_DEVICE=cpu"),
+    long_verify_steps_end_after_512_keys: (
+        run.VERIFY_ATTENTION,
+        "long verify steps of 4 positions with a shared prefix are up to",
+        "--speculative-config",
+    ),
+    decodes_see_one_key_before_their_window: (
+        run.ATTENTION,
+        "long decodes under a window of 300 are up to",
+        "VGS_DEVICE=cpu",
+    ),
+    verify_steps_have_no_window: (run.VERIFY_ATTENTION, "under a window of 300 are up to", "--speculative-config"),
+    verify_steps_lose_a_shared_prefix: (
+        run.VERIFY_ATTENTION,
+        "with a shared prefix are up to",
+        "--speculative-config",
+    ),
+    a_replay_has_the_lengths_of_the_first_run: (
+        run.REPLAYED_ATTENTION,
+        "run 2 of a graph of 1 queries a row is up to",
+        "VGS_DEVICE=cpu",
+    ),
     a_replay_leaves_a_second_result_as_it_was: (
         run.CAPTURED_STEP,
         "run 2 of a captured verify step gave",

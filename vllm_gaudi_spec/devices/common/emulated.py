@@ -27,7 +27,7 @@ class EmulatedGraphs(Graphs):
 
     @contextmanager
     def warming_up_later(self) -> Iterator[None]:
-        device = emulator.device()
+        device = emulator.counted()
         device.sealed = False
         with super().warming_up_later():
             yield
