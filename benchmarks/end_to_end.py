@@ -23,9 +23,9 @@ import common
 import device_trace
 import dummy
 import speculation_common as shared
-from phases import Phases
 from serving import Counted, Served, Tape
 
+from vllm_gaudi_spec.tools.compare.phases import Phases
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}

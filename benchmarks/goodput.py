@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # Without past answers: every turn asks the same.
     "suffix": {**shared.SUFFIX, "suffix_decoding_max_cached_requests": 0},
     "draft_model": shared.SAME_VOCAB,
-    "universal": shared.OTHER_VOCAB,
+    "universal_draft": shared.OTHER_VOCAB,
     "eagle": shared.EAGLE,
 }
 SKIPPED_STEPS = "gaudi_spec:skipped_steps"

@@ -17,11 +17,11 @@ from typing import Any
 import common
 import dummy
 import torch
-from phases import PHASES, Phases
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
 from vllm_gaudi_spec.scheduling.outputs import SpecSchedulerOutput
+from vllm_gaudi_spec.tools.compare.phases import PHASES, Phases
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
 NUM_DRAFTS = 4

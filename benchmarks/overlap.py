@@ -19,7 +19,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "no speculation": None,
     "ngram_gpu": {**shared.NGRAM, "method": "ngram_gpu"},
     "draft_model": shared.SAME_VOCAB,
-    "universal": shared.OTHER_VOCAB,
+    "universal_draft": shared.OTHER_VOCAB,
     "eagle": shared.EAGLE,
 }
 ENVIRONMENT = {**common.QUIET, **common.PLATFORMS["ours"]}

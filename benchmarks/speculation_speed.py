@@ -26,7 +26,7 @@ import speculation_common as shared
 
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
-METHODS = {"draft_model": shared.SAME_VOCAB, "universal": shared.OTHER_VOCAB}
+METHODS = {"draft_model": shared.SAME_VOCAB, "universal_draft": shared.OTHER_VOCAB}
 WARMUP_TOKENS = 16
 SETTINGS = ("tokens", "texts", "prompts", "temperature", "cpu_weights")
 

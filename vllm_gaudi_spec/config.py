@@ -28,6 +28,10 @@ class UnsupportedConfigError(ValueError):
     """
 
 
+class UnusableInstallationError(UnsupportedConfigError):
+    """vLLM cannot run here, whatever is asked of it; the message has the remedy, and a traceback would add nothing."""
+
+
 def in_one_line(error: BaseException) -> str:
     """An error as one line, for the last line that a user reads."""
     details = getattr(error, "errors", None)  # pydantic's own list of what failed

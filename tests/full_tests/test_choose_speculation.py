@@ -58,7 +58,7 @@ def test_choice_from_beginning_to_end(looping_llama: str, tmp_path: Path) -> Non
     check(report, ["draft_model", "ngram"], [2], [2])
     # Not all of it: near its end an answer has no room for two.
     assert report["candidates"][0]["accepted_at"][1] > 0.8
-    assert "Batch 2" in (tmp_path / "choice.svg").read_text()
+    assert "Speedup at batch size 2" in (tmp_path / "choice.html").read_text()
     drafter = {"method": "draft_model", "model": looping_llama, "num_speculative_tokens": 2}
     serves(looping_llama, drafter, [[1, 1, 2], [2, 2, 0]], 2)
 

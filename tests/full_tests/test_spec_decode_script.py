@@ -112,9 +112,9 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
     )
     assert status == 0, said
     assert said.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
-    assert "universal</h3>" in (tmp_path / "report.html").read_text().replace(' <span class="k">k = 3</span>', "")
+    assert "universal_draft</h3>" in (tmp_path / "report.html").read_text().replace(' <span class="k">k = 3</span>', "")
     reports = tasks_in(file)
-    assert list(reports) == ["baseline", "ngram", "draft_model", "universal"]
+    assert list(reports) == ["baseline", "ngram", "draft_model", "universal_draft"]
     base = reports.pop("baseline")
     assert (base["k"], base["tokens_per_step"], base["matches_baseline"]) == (0, 1.0, None)
     table = table_in(said)
@@ -135,7 +135,7 @@ def test_compare(demo_model: str, tmp_path: Path) -> None:
             f"{report['acc_rate']:.3f}",
             verifications,
         ]
-    assert all(reports[name]["tokens_per_step"] > 1.5 for name in ("draft_model", "universal"))
+    assert all(reports[name]["tokens_per_step"] > 1.5 for name in ("draft_model", "universal_draft"))
 
 
 def table_in(said: str) -> dict[str, list[str]]:
@@ -222,7 +222,7 @@ def test_repetitive_prompts(demo_model: str, tmp_path: Path) -> None:
     ("options", "status", "words"),
     [
         (["--task", "ngram", "--draft_model", "some/model"], 2, "needs no draft model"),
-        (["--task", "universal", "--model", "some/model"], 2, "needs --draft"),
+        (["--task", "universal_draft", "--model", "some/model"], 2, "needs --draft"),
         pytest.param(["--task", "eagle", "mtp"], 2, "no target for", marks=pytest.mark.slow),
         pytest.param(["--task", "compare", "--accuracy_rate", "0.5"], 2, "one task", marks=pytest.mark.slow),
         pytest.param(["--task", "draft_model", "--draft_model", "./no"], 1, "./no", marks=pytest.mark.slow),

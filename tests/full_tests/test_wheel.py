@@ -81,7 +81,7 @@ def test_the_demo(binaries: Path, tmp_path: Path) -> None:
     done = output([str(binaries / "gaudi-spec"), "demo", *short], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     tasks = json.loads((tmp_path / ".demo" / "run.json").read_text())["tasks"]
-    assert set(tasks) == {"baseline", "ngram", "draft_model", "universal"}
+    assert set(tasks) == {"baseline", "ngram", "draft_model", "universal_draft"}
     assert (tmp_path / ".demo" / "report.html").stat().st_size > 10_000
 
 

@@ -17,6 +17,57 @@ PLAIN = answer("Once upon a time", ("there", 0), ("was", 0), ("a", 0), ("boat", 
 DRAFTED = answer("Once upon a time", ("there", 0), ("was a boat", 2))
 
 
+# Of 10 ms, half of it the forward's; a gap of 1 ms is in the engine.
+STEP = {
+    "requests": 1,
+    "tokens": 3,
+    "seconds": 0.010,
+    "parts": [
+        {"part": "prepare", "start": 0.0, "end": 0.001},
+        {"part": "forward", "start": 0.001, "end": 0.006},
+        {"part": "prepare", "start": 0.006, "end": 0.0065},
+        {"part": "verify", "start": 0.0065, "end": 0.0075},
+        {"part": "draft", "start": 0.0075, "end": 0.0085},
+        {"part": "report", "start": 0.0085, "end": 0.009},
+        {"part": "engine", "start": 0.009, "end": 0.010},
+    ],
+}
+
+
+def choice(**more: Any) -> dict[str, Any]:
+    """What `gaudi-spec tune` chose: ngram with k = 2 at batch size 1, no drafts at 4."""
+
+    def candidate(method: str, k: int, *speedups: float) -> dict[str, Any]:
+        accepted = [0.5 / position for position in range(1, k + 1)]
+        length = 1 + sum(accepted)
+        return {
+            "method": method,
+            "num_speculative_tokens": k,
+            "tokens_per_step": length,
+            "tokens_per_step_95": [length - 0.1, length + 0.1],
+            "accepted_at": accepted,
+            "by_batch": [{"batch": batch, "gain": speedup} for batch, speedup in zip((1, 4), speedups, strict=True)],
+        }
+
+    return {
+        "format": record.CHOICE,
+        "version": record.VERSION,
+        "model": "/models/target",
+        "costs": "costs: measured",
+        "serve_arguments": ["vllm", "serve", "/models/target", "--speculative-config", '{"method": "ngram"}'],
+        "by_batch": [
+            {"batch": 1, "method": "ngram", "num_speculative_tokens": 2, "gain": 1.5, "plain_tokens_per_s": 40.0},
+            {"batch": 4, "method": None, "num_speculative_tokens": 0, "gain": 1.0, "plain_tokens_per_s": 90.0},
+        ],
+        "candidates": [
+            candidate("ngram", 1, 1.2, 0.9),
+            candidate("ngram", 2, 1.5, 0.8),
+            candidate("a<b", 1, 1.1, 0.95),
+        ],
+        **more,
+    }
+
+
 def task(
     name: str, speed: float, *, k: int = 2, answers: list[dict[str, Any]] | None = None, **more: Any
 ) -> dict[str, Any]:
@@ -50,6 +101,8 @@ def task(
         "tokens_per_s": speed,
         "latency_s": 4.0,
         "seconds": [[4.0], [5.0]],
+        "latencies": [[{"ttft": 0.1, "tpot": 0.02, "itl": 0.04}], [{"ttft": 0.2, "tpot": 0.04, "itl": 0.04}]],
+        "step": STEP,
         "speedup": None,
         "graphs": {"warmup": 7, "listed": 9, "after_warmup": 0, "unexpected": []},
         "compiled_after_warmup": None,

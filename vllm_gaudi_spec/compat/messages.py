@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from vllm_gaudi_spec.compat.patching import wrap
-from vllm_gaudi_spec.config import in_one_line
+from vllm_gaudi_spec.config import UnusableInstallationError, in_one_line
 
 
 def share_vllm_logging() -> None:
@@ -48,7 +48,8 @@ _ADVICE = {
 
 
 def end_errors_with_their_message() -> None:
-    """Print a line after an uncaught error's traceback: what was wrong and what to do.
+    """Print a line after an uncaught error's traceback: what was wrong and what to do. It is the only one where
+    vLLM cannot run in this installation.
 
     Reason: pydantic ends its reports with a link, and some of vLLM's messages name no way out.
     Remove when: upstream's command line reports user mistakes without a traceback.
@@ -59,7 +60,8 @@ def end_errors_with_their_message() -> None:
 def _report_error(
     original: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    original(kind, error, trace)
+    if not issubclass(kind, UnusableInstallationError):
+        original(kind, error, trace)
     if not issubclass(kind, KeyboardInterrupt):
         print(f"vllm: error: {_message(error, trace)}", file=sys.stderr)
 

@@ -4,8 +4,8 @@ vLLM ignores exceptions of a plugin and would run on a platform of its own. No r
 module: the platform's module is imported where the platform is needed.
 """
 
-from vllm_gaudi_spec.config import UnsupportedConfigError
+from vllm_gaudi_spec.config import UnusableInstallationError
 from vllm_gaudi_spec.versions import vllm_mistake
 
 if (reason := vllm_mistake()) is not None:
-    raise UnsupportedConfigError(f"{reason}.")
+    raise UnusableInstallationError(f"{reason}.")

@@ -36,6 +36,16 @@ def test_errors_end_with_their_message(failure: str, expected: str) -> None:
     assert expected in last
 
 
+def test_an_unusable_installation_is_one_line() -> None:
+    code = (
+        "from vllm_gaudi_spec import compat, config; compat.end_errors_with_their_message()\n"
+        "raise config.UnusableInstallationError('torchvision is wrong; pip uninstall torchvision.')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "vllm: error: torchvision is wrong; pip uninstall torchvision.\n"
+
+
 def test_our_log_lines_reach_vllms_handlers() -> None:
     compat.share_vllm_logging()
     assert logging.getLogger("vllm_gaudi_spec").handlers == logging.getLogger("vllm").handlers

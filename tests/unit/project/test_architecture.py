@@ -98,13 +98,14 @@ MAY_IMPORT = {
     "tools.demo_model": {"environment", "versions"},
     "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters"},
     "tools.tune": {
-        *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "quantization", "devices", "config"),
-        *("drafting.table", "environment", "records", "runner.model_runner"),
+        *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "tools.report", "quantization", "devices"),
+        *("config", "drafting.table", "environment", "records", "runner.model_runner"),
     },
-    "tools.report": {"tools.report", "tools.io", "drafting.table", "environment", "versions"},
+    "tools.report": {"tools.report", "tools.io", "config", "drafting.table", "environment", "versions"},
     "tools.compare": {
         *("tools.compare", "tools.demo_model", "tools.io", "tools.report"),
-        *("devices", "config", "drafting.table", "environment", "platforms", "sampling.rules.table"),
+        *("devices", "config", "drafting.table", "environment", "platforms", "records", "sampling.rules.table"),
+        *("runner.model_runner", "runner.report"),
     },
     # A server is asked over HTTP; of the engine it knows the names of the metrics.
     "tools.live": {"tools.live", "scheduling.metrics"},

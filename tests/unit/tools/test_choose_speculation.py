@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from vllm import SamplingParams
@@ -18,7 +17,7 @@ from tests.support.fakes import step
 from tests.support.small_engine import ROOMY, SmallEngine, Variant
 from vllm_gaudi_spec.records import DECODE, PREFILL, Planned, Shape
 from vllm_gaudi_spec.tools import cli
-from vllm_gaudi_spec.tools.tune import chart, choice
+from vllm_gaudi_spec.tools.tune import choice
 from vllm_gaudi_spec.tools.tune import choose as choose_command
 from vllm_gaudi_spec.tools.tune.acceptance import Acceptance, Counts
 from vllm_gaudi_spec.tools.tune.cases import Cases
@@ -247,21 +246,6 @@ def test_tables_have_a_line_for_each() -> None:
     lines = [line.strip("| ").split(" | ") for line in choice.tables(found).splitlines() if line]
     gains = {line[1]: line[-1] for line in lines[-3:]}
     assert gains == {"none": "1.00", "ngram": "1.25", "eagle": "1.67 best"}
-
-
-# ---- the picture -----------------------------------------------------------------------------------------
-
-
-def test_picture() -> None:
-    found = choose([candidate("a<b", 2, 1.5, b1=1.2, b4=2.0), candidate("eagle", 3, 2.0, b1=1.2, b4=3.0)], [1, 4])
-    drawn = ElementTree.fromstring(chart.draw(found, "Heading & more", "a note"))
-    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Heading & more", "a note", "a<b", "eagle"} <= set(texts)
-    assert "Batch 1: best eagle, k = 3" in texts
-    assert "Batch 4: drafting does not pay" in texts
-    # Two methods on each of four panels, and one point that is pointed out.
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))) == 8
-    assert len([point for point in drawn.iter("{http://www.w3.org/2000/svg}circle") if point.get("r") == "7"]) == 1
 
 
 # ---- cases -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.records import run, task
-from vllm_gaudi_spec.tools.compare import measure, tasks, turns
+from vllm_gaudi_spec.tools.compare import measure, options, tasks, turns
 from vllm_gaudi_spec.tools.compare import run as comparison
 from vllm_gaudi_spec.tools.compare.answers import Answer
 from vllm_gaudi_spec.tools.compare.console import show, show_several
@@ -27,7 +28,7 @@ def arriving(*steps: list[int], histogram: list[int] | None = None) -> Answer:
         last = header == len(steps) - 1 and histogram is not None
         metrics = SimpleNamespace(histogram=histogram, num_draft_tokens=2 * sum(histogram)) if last else None
         step: Any = SimpleNamespace(token_ids=tokens, spec_decode_metrics=metrics)
-        assert answer.take(step) == len(tokens)
+        assert answer.take(step, 0.5 * (header + 1)) == len(tokens)
     return answer
 
 
@@ -35,6 +36,19 @@ def test_a_steps_last_token_is_the_targets() -> None:
     answer = arriving([5], [6, 7, 8], [], [9], [10, 11], histogram=[1, 1, 1])
     assert answer.token_ids == [5, 6, 7, 8, 9, 10, 11]
     assert answer.steps() == [(1, 0), (3, 2), (1, 0), (2, 1)]
+
+
+def test_latency_of_an_answer() -> None:
+    """Its outputs come every half second, and one of them without a token."""
+    assert arriving([5], [6, 7, 8], [], [9]).latency() == {"ttft": 0.5, "tpot": 1.5 / 4, "itl": 0.75}
+    assert arriving([5, 6]).latency() == {"ttft": 0.5, "tpot": None, "itl": None}
+
+
+def test_the_task_has_the_name_of_the_method() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_to(parser)
+    for name in ("universal_draft", "universal"):
+        assert parser.parse_args(["--task", name]).task == ["universal_draft"]
 
 
 def test_without_speculation_nothing_is_a_draft() -> None:
@@ -265,7 +279,7 @@ def test_another_platform_is_one_line_on_stderr(
     ("task", "lacking"),
     [
         ("draft_model", "draft-same-vocab"),
-        ("universal", "draft-other-vocab"),
+        ("universal_draft", "draft-other-vocab"),
         ("eagle3", "tiny/target"),
         ("mtp", "tiny/mtp"),
         ("draft_model", "training_prompts.py"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import DRAFTED, answer, run, task
+from tests.support.records import DRAFTED, answer, choice, run, task
 from vllm_gaudi_spec.tools import cli
 from vllm_gaudi_spec.tools.compare.tasks import TASKS
 from vllm_gaudi_spec.tools.report import page, record
@@ -47,8 +47,10 @@ def broken(**changes: Any) -> dict[str, Any]:
         ("[" * 100_000, "is not JSON"),
         ("[]", "is no record of a run"),
         ('{"tasks": {}}', "is no record of a run"),
-        (broken(version=1), "is a record of version 1, and this release reads 2"),
+        (broken(version=2), "is a record of version 2, and this release reads 3"),
         (broken(tasks={}), "tasks has none"),
+        (choice(candidates=[]), "candidates has none"),
+        (choice(by_batch=[]), "candidates[0] has other numbers of figures"),
         (broken(tasks=[]), "tasks is []"),
         (broken(device={"device": "cpu"}), "device.mode is missing"),
         (broken(command=["a", 3]), "command[1] is 3"),
@@ -122,7 +124,7 @@ def test_the_page_shows_the_speedup() -> None:
     assert "65 % 13 of 20" in text
     assert "Device cpu, mode eager. 1 prompt of 4 tokens, concurrency 1, temperature 0." in text
     assert "gaudi-spec demo --task compare" in text
-    assert "2.30 2.30 over all steps" in text
+    assert "2.30 2.30 all steps" in text
     # The rate of each position in ten steps with drafts, and the steps by number of accepted drafts.
     assert "1 80 % 2 50 %" in text
     assert "0 2 1 3 2 5" in text
@@ -265,3 +267,44 @@ def test_a_pipe_to_write_into_is_not_read_first(tmp_path: Path, monkeypatch: pyt
     os.mkfifo(pipe)
     monkeypatch.setattr(Path, "read_text", lambda path: pytest.fail("this would wait for ever"))
     assert not record.is_record(pipe)
+
+
+# ---- latency and a step ----------------------------------------------------------------------------------
+
+
+def test_latencies_have_their_spread_over_turns() -> None:
+    text = rendered().text
+    assert "TTFT, ms (bars: 0 to 175)" in text, "the largest upper quartile"
+    assert "150.0 ms TTFT 125.0 to 175.0" in text
+    assert "30.0 ms TPOT 25.0 to 35.0" in text
+    assert "40.0 ms ITL 40.0 to 40.0" in text
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    alone = [[{"ttft": 0.1, "tpot": None, "itl": None}]]
+    text = rendered(run(task("baseline", 40.0, k=0, latencies=alone))).text
+    assert "100.0 ms TTFT" in text
+    assert "ms TPOT" not in text
+
+
+def test_a_step_is_drawn_part_after_part() -> None:
+    html = page.render([page.Run("run.json", run(task("ngram", 60.0)))])
+    assert "One decode step, 1 request of 3 tokens: 10.0 ms<" in html
+    rows = re.findall(r'class="part">(\w+)</th>.*?</svg><span class="figure">([\d.]+)<', html)
+    assert rows == [
+        *(("prepare", "1.5"), ("forward", "5.0"), ("verify", "1.0"), ("draft", "1.0"), ("report", "0.5")),
+        ("engine", "1.0"),
+    ]
+    assert '<rect class="fill" x="10.00" width="50.00" height="8"/>' in html, "the forward begins after 1 ms"
+
+
+def test_a_run_without_a_decode_step() -> None:
+    assert "One decode step, " not in page.render([page.Run("run.json", run(task("ngram", 60.0, step=None)))])
+
+
+def test_a_choice_beside_runs(tmp_path: Path) -> None:
+    files = [saved(tmp_path, run()), saved(tmp_path, choice(), "choice.json")]
+    assert cli.main(["report", *map(str, files), "-o", str(tmp_path / "report.html")]) == 0
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "Drafting on target" in text
+    assert "Method and number of drafts for target" in text

@@ -1,4 +1,4 @@
-"""Speedup against concurrency on the page of several runs: what is drawn, and where."""
+"""Lines on the page: speedup against concurrency, and what `tune` measured; what is drawn, and where."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.records import run, task
+from tests.support.records import choice, run, task
 from vllm_gaudi_spec.tools.report import curves, page
 
 
@@ -16,17 +16,24 @@ def at(concurrency: int, model: str = "/models/target", **speeds: float) -> dict
     return made
 
 
+def drawing(*records: dict[str, Any]) -> dict[str, Any]:
+    panel = curves.of_runs(list(records))
+    assert panel is not None
+    return curves.drawing(panel)
+
+
 def test_a_line_for_each_way_and_k() -> None:
     three = task("ngram", 50.0, k=3, acc_counts=[3, 2, 1], accepted_lengths=[1, 1, 1, 1])
     other = run(task("baseline", 40.0, k=0), three)
     other["settings"]["batch_size"] = 2
-    found = curves.lines_of([at(8, ngram=0.75, draft_model=1.0), at(1, ngram=1.5), other])
-    assert {name: [point[:2] for point in line] for name, line in found.items()} == {
+    panel = curves.of_runs([at(8, ngram=0.75, draft_model=1.0), at(1, ngram=1.5), other])
+    assert panel is not None
+    assert {name: [point[:2] for point in line] for name, line in panel.lines.items()} == {
         "ngram, k = 2": [(1, 1.5), (8, 0.75)],
         "draft_model, k = 2": [(8, 1.0)],
         "ngram, k = 3": [(2, 1.25)],
     }
-    assert found["ngram, k = 2"][0][2:] == (1.25, 2.0), "the quartiles"
+    assert panel.lines["ngram, k = 2"][0][2:] == (1.25, 2.0), "the quartiles"
 
 
 @pytest.mark.parametrize(
@@ -35,29 +42,45 @@ def test_a_line_for_each_way_and_k() -> None:
     ids=["one run", "one concurrency", "two models"],
 )
 def test_nothing_to_draw(records: list[dict[str, Any]]) -> None:
-    assert curves.drawing(records) is None
+    assert curves.of_runs(records) is None
     assert 'svg class="curves' not in page.render([page.Run(str(i), one) for i, one in enumerate(records)])
 
 
 def test_lines_that_are_not_drawn_are_counted() -> None:
     speeds = {f"way{i}": 1.5 for i in range(curves.LINES + 2)}
     made = [at(1, **speeds), at(8, **speeds)]
-    drawn = curves.drawing(made)
-    assert drawn is not None
+    drawn = drawing(*made)
     assert (len(drawn["lines"]), drawn["left_out"]) == (curves.LINES, 2)
-    assert "2 more are in the table alone" in page.render([page.Run(str(i), one) for i, one in enumerate(made)])
+    assert "2 more are not drawn" in page.render([page.Run(str(i), one) for i, one in enumerate(made)])
 
 
 def test_heights_and_words() -> None:
-    drawn = curves.drawing([at(1, ngram=1.5, draft_model=1.5), at(8, ngram=0.75, draft_model=0.8)])
-    assert drawn is not None
+    drawn = drawing(at(1, ngram=1.5, draft_model=1.5), at(8, ngram=0.75, draft_model=0.8))
     values = {float(text): y for y, text in drawn["ticks"]}
     assert min(values) == 0
     assert max(values) >= 2.0, "the upper quartile of 1.5 is shown"
     assert drawn["even"] == pytest.approx(values[1.0])
-    (_, y, low, high), (_, later, _, _) = drawn["lines"][0]["points"]
+    (_, y, low, high, _), (_, later, _, _, _) = drawn["lines"][0]["points"]
     assert low > y > high == pytest.approx(values[2.0])
     assert (drawn["bottom"] - later) / (drawn["bottom"] - y) == pytest.approx(0.5)
-    labels = [line["label"] for line in drawn["lines"]]
-    assert abs(labels[0] - labels[1]) >= 16, "labels cover each other"
     assert "ngram, k = 2: 1.50 at concurrency 1, 0.75 at concurrency 8" in drawn["words"]
+
+
+def test_a_choice() -> None:
+    accepted, lengths, one, four = curves.of_choice(choice())
+    assert [(point.x, point.y) for point in accepted.lines["ngram"]] == [(1, 0.5), (2, 0.25)], "of the largest k"
+    assert [tuple(point) for point in lengths.lines["a<b"]] == [(1, 1.5, 1.4, 1.6)]
+    assert [(point.x, point.y) for point in one.lines["ngram"]] == [(1, 1.2), (2, 1.5)]
+    assert (one.title, four.title) == ("Speedup at batch size 1", "Speedup at batch size 4")
+    assert (one.even, accepted.even, one.best, four.best) == (1.0, None, ("ngram", 2), None)
+
+
+def test_the_page_of_a_choice() -> None:
+    html = page.render([page.Run("choice.json", choice())])
+    assert "<title>Which drafter for target</title>" in html
+    assert html.count("<polyline") == 16, "two methods on four panels, and in the key of each"
+    assert html.count('class="best"') == 1
+    assert "a&lt;b" in html
+    assert "a<b" not in html
+    assert "vllm serve /models/target --speculative-config" in html
+    assert "no drafts" in html

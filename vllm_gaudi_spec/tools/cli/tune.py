@@ -24,7 +24,7 @@ For each drafter and k an engine answers the prompts, which measures acceptance,
 without in turns, at each batch size. With --device gaudi2 or gaudi3 no step is timed: costs are estimates of
 the emulator's cost model, and one engine per drafter measures acceptance. Nothing here was run on a Gaudi.
 
-Written to --out: choice.json with the arguments for `vllm serve`, choice.svg, and each engine's answers, which are
+Written to --out: choice.json with the arguments for `vllm serve`, choice.html, and each engine's answers, which are
 kept: an interrupted command goes on where it was, and only what changed is measured again. ngram is always tried.
 
 Exit status: 0 when there is an answer (also that speculation does not pay), 1 when something failed, 2 for wrong

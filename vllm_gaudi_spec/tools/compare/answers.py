@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +24,30 @@ class Answer:
     histogram: list[int] = field(default_factory=list)
     """How many steps with drafts accepted 0, 1, ... k of them; empty without speculation."""
     num_draft_tokens: int = 0
+    at: list[float] = field(default_factory=list)
+    """When each step's output was there: seconds after the request."""
 
-    def take(self, completion: CompletionOutput) -> int:
-        """Add the output of a step; returns its number of tokens."""
+    def take(self, completion: CompletionOutput, seconds: float) -> int:
+        """Add the output of a step, `seconds` after the request; returns its number of tokens."""
         new = list(completion.token_ids)
         if new:
             self.token_ids += new
             self.sizes.append(len(new))
+            self.at.append(seconds)
         if completion.spec_decode_metrics is not None:
             self.histogram = list(completion.spec_decode_metrics.histogram)
             self.num_draft_tokens = completion.spec_decode_metrics.num_draft_tokens
         return len(new)
+
+    def latency(self) -> dict[str, float | None]:
+        """In seconds, as vLLM's benchmark names them: to the first token, per token after it, between outputs."""
+        first, last, later = self.at[0], self.at[-1], len(self.token_ids) - self.sizes[0]
+        gaps = [after - before for before, after in zip(self.at, self.at[1:], strict=False)]
+        return {
+            "ttft": first,
+            "tpot": (last - first) / later if later else None,
+            "itl": median(gaps) if gaps else None,
+        }
 
     def steps(self) -> list[tuple[int, int]]:
         """Of each step, its tokens and how many of these were drafts. A step's last token is the target's own, save
@@ -69,13 +84,15 @@ def ask(
     from vllm.sampling_params import RequestOutputKind
 
     engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
-    answers = {}
+    answers, started = {}, time.perf_counter()
     for number, (text, sampling) in enumerate(zip(prompts, params, strict=True)):
         answer = answers[str(number)] = Answer(text, tokenizer.encode(text), sampling)
         sampling.output_kind = RequestOutputKind.DELTA
         engine.add_request(str(number), tokens_input(answer.prompt_ids, prompt=text), sampling)
     while engine.has_unfinished_requests():
-        brought = sum(answers[output.request_id].take(output.outputs[0]) for output in engine.step())
+        outputs = engine.step()
+        seconds = time.perf_counter() - started
+        brought = sum(answers[output.request_id].take(output.outputs[0], seconds) for output in outputs)
         if more is not None:
             more(brought)
     return list(answers.values())

@@ -17,6 +17,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.transformers_utils.config import get_config
 
 from vllm_gaudi_spec.tools.compare.answers import Answer, ask
+from vllm_gaudi_spec.tools.compare.phases import StepTimes
 from vllm_gaudi_spec.tools.compare.turns import Seconds, batches, in_order, speedup, typical_seconds
 from vllm_gaudi_spec.tools.io.terminal import counting
 
@@ -25,6 +26,7 @@ Log = Callable[[str], None]
 LONGEST_FIXED_PROMPT = 32  # tokens, in any vocabulary that splits words into a few pieces
 WARMUP_TOKENS = 16
 OTHER_TOKENS = 128
+WATCHED_TOKENS = 32
 # Two candidates closer than this count as a tie: kernels for one and for several rows round differently.
 TIE = 1e-4
 # A drafter has a cache of its own, and blocks are not filled to the end.
@@ -68,6 +70,7 @@ class Setup:
             enforce_eager=self.enforce_eager,
             speculative_config=config,
             enable_prefix_caching=False,  # each turn computes the prompts again
+            worker_extension_cls=f"{StepTimes.__module__}.{StepTimes.__qualname__}",
             **({"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}),
             **({"per_request_spec_decode_metrics": "summary"} if config else {}),
         )
@@ -111,6 +114,8 @@ class Run:
         self.answers: list[Answer] = []
         """Of the first turn."""
         self.seconds: Seconds = []
+        self.latencies: list[list[dict[str, float | None]]] = []
+        """By turn and answer."""
         self.report: dict[str, Any] = {}
         log(f"[{task}] loading")
         self.llm: LLM | None = LLM(**setup.engine_options(config))
@@ -126,7 +131,9 @@ class Run:
         answers = self.setup.generate(self.llm, prompts, self.setup.osl, more, batch.start)
         if turn == len(self.seconds):
             self.seconds.append([])
+            self.latencies.append([])
         self.seconds[turn].append(time.perf_counter() - started)
+        self.latencies[turn] += [answer.latency() for answer in answers]
         if turn == 0:
             self.answers += answers
 
@@ -147,6 +154,8 @@ class Run:
             "latency_s": latency,
             "tokens_per_s": num_tokens / latency,
             "seconds": self.seconds,
+            "latencies": self.latencies,
+            "step": self._typical_step(llm),
             "speedup": None,
             **(drafted := acceptance(self.answers, k)),
             "tokens_per_step": tokens_per_step(num_tokens - len(self.answers), drafted["num_accepted_tokens"]),
@@ -162,6 +171,13 @@ class Run:
                 for answer in self.answers
             ],
         }
+
+    def _typical_step(self, llm: LLM) -> dict[str, Any] | None:
+        """Of a few steps more, after the measured ones, which are not watched. Of the first rank."""
+        llm.collective_rpc("watch_steps")
+        setup = self.setup
+        setup.generate(llm, setup.prompts[: setup.batch_size], min(WATCHED_TOKENS, setup.osl))
+        return llm.collective_rpc("watched_step")[0]
 
     def against(self, base: Run) -> None:
         """Put into the report how it compares with the baseline, whose engine is asked about ties."""

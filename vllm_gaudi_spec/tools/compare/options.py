@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from vllm_gaudi_spec.tools.compare.tasks import COMPARE, COMPARED, DRAFTING, RULES, TASKS, demo_targets, draft_model
+from vllm_gaudi_spec.tools.compare.tasks import (
+    COMPARE,
+    COMPARED,
+    DRAFTING,
+    OLD_NAMES,
+    RULES,
+    TASKS,
+    demo_targets,
+    draft_model,
+)
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.argument_types import positive
 from vllm_gaudi_spec.tools.io.command_line import add_shared
 
 DESCRIPTION = """\
 Several tasks are compared in one table with the baseline (no speculation); `compare` stands for baseline, ngram,
-draft_model and universal, which is vLLM's draft_model with another vocabulary: `universal_draft` in a configuration.
+draft_model and universal_draft, which is a draft model with another vocabulary.
 On the CPU their engines live side by side and take turns, prompt by prompt, so that a slow minute of the machine slows
 all of them. They run one after the other on a card, which one process owns, where memory is too small, and with
 --do-profile; the table notes it.
@@ -35,6 +44,7 @@ def add_to(parser: argparse.ArgumentParser, num_prompts: str = "default: as --ba
     add(
         "--task",
         nargs="+",
+        type=lambda name: OLD_NAMES.get(name, name),
         default=["baseline"],
         choices=[*TASKS, COMPARE],
         metavar="TASK",

@@ -72,10 +72,12 @@ TASKS = {
     BASELINE: Task(None),
     # A class of the user's is not drafted with here.
     **{name: _task(name, row) for name, row in METHODS.items() if "model" not in row.options},
-    "universal": _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
+    UNIVERSAL_DRAFT: _task(UNIVERSAL_DRAFT, METHODS[DRAFT_MODEL]),
 }
 COMPARE = "compare"
-COMPARED = (BASELINE, "ngram", "draft_model", "universal")
+COMPARED = (BASELINE, "ngram", DRAFT_MODEL, UNIVERSAL_DRAFT)
+OLD_NAMES = {"universal": UNIVERSAL_DRAFT}
+"""Of tasks; accepted in 0.32.0.post1."""
 DEMO = Path(__file__).parents[2] / "demo"
 """Drafters of the demo model: in a checkout links to the folders of its demo/, in a wheel those folders."""
 

@@ -1,4 +1,4 @@
-"""The page that a person reads: figures and texts of one run or several, as one file that needs nothing else.
+"""The page that a person reads: figures and texts of runs, and choices of `tune`, as one file that needs nothing else.
 
 It has no script and loads nothing; its own policy forbids both. Texts come from models and are escaped by the template.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePath
+from statistics import quantiles
 from typing import Any
 
+from vllm_gaudi_spec.config import UNIVERSAL_DRAFT
 from vllm_gaudi_spec.drafting.table import METHODS
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.report import curves
-from vllm_gaudi_spec.tools.report.record import how_measured, mean_acceptance_length
+from vllm_gaudi_spec.tools.report.record import CHOICE, how_measured, mean_acceptance_length
 
 BASELINE = "baseline"
 # Two measurements of one thing differ by as much.
@@ -25,13 +27,20 @@ _MIN_SPEEDUP = 1.02
 # A task in a few words, for readers who meet it for the first time.
 _DESCRIPTIONS = {
     BASELINE: "without drafts",
-    "universal": "a smaller model with another vocabulary drafts",
+    UNIVERSAL_DRAFT: "a smaller model with another vocabulary drafts",
     **{name: method.about for name, method in METHODS.items()},
 }
 
 
+# As vLLM's benchmark names them.
+_LATENCIES = ("ttft", "tpot", "itl")
+_PARTS = ("prepare", "forward", "verify", "draft", "report", "engine")
+
+
 @dataclass(frozen=True)
 class Run:
+    """A run's record, or a choice."""
+
     name: str
     record: dict[str, Any]
 
@@ -57,22 +66,44 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def summary(runs: Sequence[Run]) -> dict[str, Any]:
+def summary(files: Sequence[Run]) -> dict[str, Any]:
     """All figures and texts of the page."""
-    fastest = max(task["tokens_per_s"] for run in runs for task in run.record["tasks"].values())
+    runs = [run for run in files if run.record["format"] != CHOICE]
+    choices = [_choice(run) for run in files if run.record["format"] == CHOICE]
+    fastest = max((task["tokens_per_s"] for run in runs for task in run.record["tasks"].values()), default=0.0)
     shown = [_run(run, fastest) for run in runs]
-    several = len(shown) > 1
+    panel = curves.of_runs([run.record for run in runs])
+    if len(shown) > 1:
+        title = f"{len(shown)} runs"
+    elif shown:
+        title = f"Drafting on {shown[0]['model']}"
+    else:
+        title = f"Which drafter for {choices[0]['model']}"
     return {
-        "title": f"{len(shown)} runs" if several else f"Drafting on {shown[0]['model']}",
-        "headline": "" if several else shown[0]["headline"],
+        "title": title,
+        "headline": shown[0]["headline"] if len(shown) == 1 else "",
         "runs": shown,
-        "curves": curves.drawing([run.record for run in runs]),
+        "choices": choices,
+        "curves": curves.drawing(panel) if panel else None,
+    }
+
+
+def _choice(run: Run) -> dict[str, Any]:
+    choice = run.record
+    return {
+        "name": run.name,
+        "model": PurePath(choice["model"]).name,
+        "costs": choice["costs"],
+        "panels": [curves.drawing(panel) for panel in curves.of_choice(choice)],
+        "batches": choice["by_batch"],
+        "command": shlex.join(choice["serve_arguments"]),
     }
 
 
 def _run(run: Run, fastest: float) -> dict[str, Any]:
     record = run.record
-    tasks = [_task(name, task, record["tasks"], fastest) for name, task in record["tasks"].items()]
+    scales = _scales(record["tasks"].values())
+    tasks = [_task(name, task, record["tasks"], fastest, scales) for name, task in record["tasks"].items()]
     settings, device = record["settings"], record["device"]
     answers = next(iter(record["tasks"].values()))["answers"]
     return {
@@ -86,6 +117,7 @@ def _run(run: Run, fastest: float) -> dict[str, Any]:
         "workload": f"{_number(len(answers), 'prompt')} of {_number(settings['osl'], 'token')}, "
         f"concurrency {settings['batch_size']}, temperature {settings['temperature']:g}",
         "tasks": tasks,
+        "latency_scales": [(name.upper(), 1000 * scales[name]) for name in _LATENCIES],
         "prompts": [_prompt(number, record["tasks"]) for number in range(len(answers))],
         "command": _command(record),
         "facts": {**{name: str(value) for name, value in settings.items()}, **record["versions"]},
@@ -110,7 +142,47 @@ def _headline(tasks: list[dict[str, Any]]) -> str:
     )
 
 
-def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float) -> dict[str, Any]:
+def _scales(tasks: Collection[dict[str, Any]]) -> dict[str, float]:
+    """Seconds at the end of the bars: the longest of all tasks."""
+    return {
+        name: max((spread["high"] for task in tasks if (spread := _spread(task, name))), default=0.0)
+        for name in _LATENCIES
+    }
+
+
+def _spread(task: dict[str, Any], name: str) -> dict[str, float] | None:
+    """Median and quartiles over all answers of all turns."""
+    values = [one[name] for turn in task["latencies"] for one in turn if one[name] is not None]
+    if not values:
+        return None
+    low, middle, high = quantiles(values * 2 if len(values) == 1 else values, n=4, method="inclusive")
+    return {"low": low, "median": middle, "high": high}
+
+
+def _latency(task: dict[str, Any], name: str, longest: float) -> dict[str, Any] | None:
+    """In milliseconds; and in percent of the longest, for its bar."""
+    if (spread := _spread(task, name)) is None:
+        return None
+    low, middle, high = (spread[of] for of in ("low", "median", "high"))
+    bar = [_percent(value, longest) for value in (low, middle, high)]
+    return {"name": name.upper(), "ms": [1000 * value for value in (middle, low, high)], "bar": bar}
+
+
+def _step(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    rows, whole = [], step["seconds"]
+    for name in _PARTS:
+        times = [(one["start"], one["end"]) for one in step["parts"] if one["part"] == name]
+        if times:
+            bars = [(_percent(start, whole), _percent(end - start, whole)) for start, end in times]
+            rows.append((name, 1000 * sum(end - start for start, end in times), bars))
+    return {"requests": step["requests"], "tokens": step["tokens"], "ms": 1000 * whole, "parts": rows}
+
+
+def _task(
+    name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float, scales: dict[str, float]
+) -> dict[str, Any]:
     speedup, drafted_steps = task["speedup"], sum(task["accepted_lengths"])
     speed = task["tokens_per_s"]
     conclusions, graphs = task["matches_baseline"], task["graphs"]
@@ -141,6 +213,8 @@ def _task(name: str, task: dict[str, Any], tasks: dict[str, Any], fastest: float
         "late_programs": task["compiled_after_warmup"],
         "steps": task["steps"],
         "reads": task["host_syncs_per_step"],
+        "latencies": [_latency(task, latency, scales[latency]) for latency in _LATENCIES],
+        "step": _step(task["step"]),
     }
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY
 from vllm_gaudi_spec.devices import choose_device
 from vllm_gaudi_spec.environment import quant_config_path
-from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.tools.io import output_files
 from vllm_gaudi_spec.tools.io.terminal import counting
-from vllm_gaudi_spec.tools.tune import chart, choice
+from vllm_gaudi_spec.tools.report import page, record
+from vllm_gaudi_spec.tools.tune import choice
 from vllm_gaudi_spec.tools.tune.cases import Cases
 from vllm_gaudi_spec.tools.tune.choice import Candidate
 from vllm_gaudi_spec.tools.tune.costs import StepCost
@@ -164,15 +164,15 @@ def report(found: choice.Choice, options: argparse.Namespace) -> None:
         if options.device
         else f"costs: medians of steps timed on device {choose_device()}, {options.turns} turns with drafts and without"
     )
-    answer = {"model": options.model, "costs": costs, **found.as_json(options.model)}
-    drawn = chart.draw(found, f"Method and number of drafts: {options.model}", costs)
+    head = {"format": record.CHOICE, "version": record.VERSION, "model": options.model, "costs": costs}
+    answer = {**head, **found.as_json(options.model)}
     write_json(options.out / "choice.json", answer)
-    files.replace(options.out / "choice.svg", drawn.encode())
+    page.write([page.Run("choice.json", answer)], options.out / "choice.html")
     output_files.write_json(answer, options.json)
     if options.json == output_files.STDOUT:
         return
     print(f"\n{choice.tables(found)}\n\n{costs}\n\n{choice.conclusion(found, options.model)}")
-    print(f"\nwritten to {options.out}: choice.json, choice.svg", flush=True)
+    print(f"\nwritten to {options.out}: choice.json, choice.html", flush=True)
 
 
 def words(numbers: list[int]) -> str:
