@@ -117,6 +117,11 @@ def texts_named(name: str, limit: int | None = None) -> list[str]:
     return general_prompts(limit) if name == "general" else prompt_sets(limit)["openings"]
 
 
+def random_prompts(length: int, count: int) -> list[list[int]]:
+    """Of ids that every vocabulary has."""
+    return np.random.default_rng(0).integers(3, 512, (count, length)).tolist()
+
+
 def encode(tokenizer: Any, texts: list[str], bos: bool) -> list[list[int]]:
     """Some models are lost without their beginning of text, others were trained without one."""
     before = [tokenizer.bos_token_id] if bos else []

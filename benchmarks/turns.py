@@ -54,8 +54,8 @@ def parser_of(doc: str | None, turns: int, drafts_help: str = "drafts per step")
 class Engine:
     """`LLM(model, **options)` in a process of its own, with `environment`; it answers batches of fixed prompts."""
 
-    def __init__(self, name: str, model: str, environment: dict[str, str], texts: str, **options: Any) -> None:
-        """`texts`: which prompts, by the name that `speculation_common` gives them."""
+    def __init__(self, name: str, model: str, environment: dict[str, str], texts: str | int, **options: Any) -> None:
+        """`texts`: which prompts, by the name that `speculation_common` gives them; or the length of random ones."""
         common.LOGS.mkdir(exist_ok=True)
         self._log = common.LOGS / f"{name.replace('/', '-')}.log"
         self._pipe, theirs = multiprocessing.Pipe()
@@ -70,9 +70,9 @@ class Engine:
         self.texts: list[list[int]] = []
         """Tokens of the last turn, by request."""
 
-    def turn(self, batch: int, tokens: int) -> float:
+    def turn(self, batch: int, tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> float:
         """Seconds for so many requests of so many tokens, past any end token."""
-        self._pipe.send((batch, tokens))
+        self._pipe.send((batch, tokens, temperature, top_p))
         seconds, self.texts = self._answer()
         return float(seconds)
 
@@ -105,7 +105,7 @@ class Engine:
 
 
 def _serve(
-    pipe: Connection, model: str, environment: dict[str, str], texts: str, options: dict[str, Any], log: Path
+    pipe: Connection, model: str, environment: dict[str, str], texts: str | int, options: dict[str, Any], log: Path
 ) -> None:
     os.setsid()
     with log.open("w") as file:
@@ -116,17 +116,22 @@ def _serve(
     from vllm.platforms import current_platform
     from vllm.tokenizers import get_tokenizer
 
-    prompts = shared.encode(get_tokenizer(model), shared.texts_named(texts), bos=False)
+    if isinstance(texts, int):
+        prompts = shared.random_prompts(texts, options["max_num_seqs"])
+    else:
+        prompts = shared.encode(get_tokenizer(model), shared.texts_named(texts), bos=False)
     with shared.engine(model, **options) as llm:
         pipe.send(type(current_platform).__module__)
         while (asked := pipe.recv()) is not None:
             if isinstance(asked, str):
                 pipe.send(sum(int(metric.value) for metric in llm.get_metrics() if metric.name == asked))
                 continue
-            batch, tokens = asked
+            batch, tokens, temperature, top_p = asked
+            params = shared.sampling(temperature, tokens, 0)
+            params.top_p = top_p
             requests = [{"prompt_token_ids": prompts[i % len(prompts)]} for i in range(batch)]
             started = time.perf_counter()
-            outputs = llm.generate(requests, shared.sampling(0.0, tokens, 0), use_tqdm=False)
+            outputs = llm.generate(requests, params, use_tqdm=False)
             seconds = time.perf_counter() - started
             pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
 

@@ -6,6 +6,7 @@ Each step makes its batches, which have no state.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,7 +138,9 @@ def plan_batches(
             # It was just admitted, so its other scheduled tokens are padding.
             batches.append(_decode_batch([request for request, _ in group], shapes, {}))
         else:
-            batches.append(_prefill_batch(group, shapes))
+            chunks = iter(group)
+            for num_rows in shapes.split_rows(len(group), max(count for _, count in group)):
+                batches.append(_prefill_batch(list(islice(chunks, num_rows)), shapes))
     return batches
 
 
@@ -146,11 +149,11 @@ def _is_last_token(request: Request) -> bool:
 
 
 def _fits(group: list[tuple[Request, int]], request: Request, num_tokens: int, shapes: Shapes) -> bool:
-    """Whether a request may share the rectangle of the ones before it: of its kind, and small enough."""
+    """Whether a request may share the rectangle of the ones before it: of its kind, and of a length like theirs."""
     if _is_last_token(group[0][0]) or _is_last_token(request):
         return _is_last_token(group[0][0]) and _is_last_token(request)
     longest = max(num_tokens, *(count for _, count in group))
-    return len(group) < shapes.prefill_rows_at(longest)
+    return len(group) < shapes.prefill_rows_at(longest) and shapes.share_chunk(longest, num_tokens)
 
 
 def _prefill_batch(group: list[tuple[Request, int]], shapes: Shapes) -> Planned:

@@ -48,6 +48,8 @@ class Shapes:
     """How the lists were made."""
     cold: ColdSizes = field(default_factory=ColdSizes, compare=False, repr=False)
     """Those that are not made yet."""
+    computes_padding: bool = False
+    """Whether a token of padding costs as much as any other."""
 
     @classmethod
     def from_config(
@@ -105,6 +107,7 @@ class Shapes:
             most_rows=most_rows,
             longest_chunk=longest_chunk,
             buckets=buckets,
+            computes_padding=backend.traits.captures,
         )
 
     def of_length(self, max_len: int, backend: DeviceBackend) -> Shapes:
@@ -198,6 +201,23 @@ class Shapes:
         bucket = self.fit_queries(queries)
         return max(rows for rows in self.prefill_rows if rows == 1 or rows * bucket <= self.prefill_queries[-1])
 
+    def share_chunk(self, longest: int, num_tokens: int) -> bool:
+        """Whether chunks of these lengths may be rows of one rectangle."""
+        return not self.computes_padding or self.fit_queries(longest) == self.fit_queries(num_tokens)
+
+    def split_rows(self, num_rows: int, longest: int) -> list[int]:
+        """How many of so many chunks each rectangle has, so that none is padding for a large part."""
+        if not self.computes_padding:
+            return [num_rows]
+        parts, queries = [], self.fit_queries(longest)
+        while num_rows:
+            padded = fit(self.prefill_rows, num_rows)
+            if (padded - num_rows) * queries > _TOKENS_OF_A_FORWARD:
+                padded = max(rows for rows in self.prefill_rows if rows <= num_rows)
+            parts.append(min(padded, num_rows))
+            num_rows -= parts[-1]
+        return parts
+
     def prefills(self) -> list[Shape]:
         """Every shape of prompt chunks that can be reached."""
         return [
@@ -236,6 +256,9 @@ def _contexts(buckets: Buckets, max_len: int, widest: int, backend: DeviceBacken
     reach = round_up(max_len + widest, 128)
     return (reach,) if backend.traits.exact_context_width else buckets.growing(512, reach, 2.0)
 
+
+_TOKENS_OF_A_FORWARD = 256
+"""So much padding costs about as much as another forward, which reads all weights again."""
 
 BLOCK_SHARING = 3
 """How often sequences that share a prefix may list one KV block. Without a bound the largest bucket would be

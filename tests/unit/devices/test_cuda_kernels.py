@@ -54,7 +54,8 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     from vllm_gaudi_spec.devices.cuda import attention as cuda_attention
 
     if request.param == "whole":
-        monkeypatch.setattr(cuda_attention, "_BUSY", 1)
+        for name in ("_BUSY", "_ONE_EACH"):
+            monkeypatch.setattr(cuda_attention, name, 1)
 
 
 @pytest.mark.parametrize("head_size", [32, 80, 256])
@@ -114,10 +115,10 @@ def test_the_number_of_splits_does_not_follow_lengths() -> None:
         dtype=torch.bfloat16,
         block_size=64,
     )
-    assert [cuda_attention._num_splits(8 * rows, 64, spec, 64) for rows in (1, 4, 8, 64)] == [32, 16, 8, 1]
+    assert [cuda_attention._num_splits(528, 8 * rows, 64, spec, 64) for rows in (1, 4, 8, 64)] == [32, 16, 8, 1]
     # A short table has nothing to split, and a window no more than it reaches.
-    assert cuda_attention._num_splits(8, 2, spec, 64) == 2
-    assert cuda_attention._num_splits(8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
+    assert cuda_attention._num_splits(528, 8, 2, spec, 64) == 2
+    assert cuda_attention._num_splits(528, 8, 64, dataclasses.replace(spec, sliding_window=256), 64) == 4
 
 
 def test_keys_and_values_are_written_where_they_belong() -> None:
@@ -188,3 +189,20 @@ def test_gated_activation(shape: tuple[int, ...]) -> None:
 
     x = torch.randn(shape, device=DEVICE)
     torch.testing.assert_close(cuda_kernels.silu_and_mul(x), SiluAndMul.forward_native(x), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    """Weights and inputs may be parts of longer rows."""
+    from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
+
+    x = torch.randn(rows, inputs + 8, device=DEVICE).to(dtype)[:, :inputs]
+    weight = torch.randn(outputs, inputs + 16, device=DEVICE).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if has_bias else None
+    expected = torch.nn.functional.linear(*(None if one is None else one.double() for one in (x, weight, bias)))
+    found = cuda_linear.few_rows(x, weight, bias)
+    assert found.dtype == dtype
+    close: dict[str, Any] = dict(atol=1e-4, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(found.double(), expected, **close)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -93,6 +95,14 @@ def test_neighbouring_chunks_share_a_rectangle_when_allowed(requests: Requests) 
         new=[new_request(name, list(range(size)), [1]) for name, size in (("a", 9), ("b", 12), ("c", 5))],
     )
     assert [names for _, names, _, _ in plan(requests, wide, scheduled)] == [["a", "b"], ["c"]]
+
+
+def test_chunks_are_cut_where_padding_is_computed(requests: Requests) -> None:
+    lists: dict[str, Any] = dict(prefill_buckets=(16, 192), prefill_rows=(1, 2, 4), max_tokens=2048, max_len=256)
+    counts = {"a": 9, "b": 12, "c": 180, "d": 5}
+    scheduled = step(counts, new=[new_request(name, list(range(size)), [1]) for name, size in counts.items()])
+    padded = shapes(max_num_seqs=4, captures=True, **lists)
+    assert [names for _, names, _, _ in plan(requests, padded, scheduled)] == [["a", "b"], ["c"], ["d"]]
 
 
 def test_a_chunk_may_leave_a_single_token(requests: Requests, small: Shapes) -> None:

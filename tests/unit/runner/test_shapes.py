@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise, product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ def shapes(
     flat: bool = False,
     num_ranks: int = 1,
     num_blocks: int | None = None,
+    captures: bool = False,
     **options: object,
 ) -> Shapes:
     config = SimpleNamespace(
@@ -37,6 +39,7 @@ def shapes(
         mode="eager",
         torch_device=torch.device("cpu"),
         exact_context_width=exact,
+        captures=captures,
         smallest_prefill=16,
         prefill_growth=1.25,
         max_drafts=8,
@@ -63,6 +66,20 @@ def test_every_reachable_shape_is_listed(exact: bool, drafts: int, rows: tuple[i
     for num in range(1, 18):
         for queries in chosen.decode_queries:
             assert chosen.decode(queries, [200] * num) in listed
+
+
+def test_chunks_share_a_rectangle_with_little_padding() -> None:
+    lists: dict[str, Any] = dict(prefill_buckets=(64, 512, 4096), prefill_rows=(1, 2, 4, 8), max_tokens=4096)
+    padded, packed = shapes(**lists, max_len=4096, captures=True), shapes(**lists, max_len=4096)
+    # Three empty rows of 64 cost less than another forward, one of 512 more.
+    assert padded.split_rows(5, 60) == [5]
+    assert padded.split_rows(7, 500) == [4, 2, 1]
+    assert padded.split_rows(8, 500) == [8]
+    assert padded.share_chunk(500, 400)
+    assert not padded.share_chunk(500, 60)
+    # Where padding is left out of models, as on a CPU, nothing is won.
+    assert packed.split_rows(7, 500) == [7]
+    assert packed.share_chunk(500, 60)
 
 
 def test_the_strategy_reaches_contexts() -> None:

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_gaudi_spec.devices.cuda import launch
+
 if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec
     from vllm_gaudi_spec.devices.common.kv_pair import KVPair
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 # Kernel instances that keep a large GPU busy: four for each of an H200's multiprocessors. More parts than these cost
 # more to put together than they gain.
 _BUSY = 528
+# As many have a multiprocessor each. A tile of many lanes leaves much to put together, which takes longer than what it
+# gains beyond them.
+_ONE_EACH = 128
 _MOST_SPLITS = 32
 _KEY_TILE_BYTES = 16 << 10
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -36,7 +41,8 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
     tile_m = min(max(triton.next_power_of_2(lanes), 16), 128 if tile_d <= 128 else 64)
     tile_n = _key_tile(spec.block_size, tile_d * keys.element_size())
     tiles = triton.cdiv(lanes, tile_m)
-    splits = _num_splits(tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
+    busy = _BUSY if tiles == 1 else _ONE_EACH
+    splits = _num_splits(busy, tiles * spec.num_kv_heads * call.num_rows, call.block_table_BW.shape[1], spec, tile_n)
     parts, maxima, sums = out_THD, out_THD, out_THD
     if splits > 1:
         shape = (*out_THD.shape[:2], splits)
@@ -72,6 +78,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
         TILE_D=tile_d,
         num_warps=8 if tile_m * tile_d > 64 * 128 else 4,
         num_stages=2,
+        **launch.options(),
     )
     if splits > 1:
         _combine[(spec.num_heads, out_THD.shape[0])](
@@ -85,6 +92,7 @@ def attend(query_THD: torch.Tensor, kv: KVPair, call: AttentionCall, spec: Atten
             HEAD_SIZE=spec.head_size,
             TILE_S=triton.next_power_of_2(splits),
             TILE_D=tile_d,
+            **launch.options(),
         )
     return out_THD
 
@@ -102,6 +110,7 @@ def write_kv(key_TKD: torch.Tensor, value_TKD: torch.Tensor, kv: KVPair, slots_T
         value_TKD.stride(0),
         SIZE=size,
         TILE=triton.next_power_of_2(size),
+        **launch.options(),
     )
 
 
@@ -113,11 +122,11 @@ def _key_tile(block_size: int, key_bytes: int) -> int:
     return tile
 
 
-def _num_splits(num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
+def _num_splits(busy: int, num_instances: int, width: int, spec: AttentionLayerSpec, tile_n: int) -> int:
     reach = width * spec.block_size
     if spec.sliding_window is not None:
         reach = min(reach, spec.sliding_window)
-    return max(1, min(_BUSY // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
+    return max(1, min(busy // num_instances, triton.cdiv(reach, tile_n), _MOST_SPLITS))
 
 
 # What differs from instance to instance is no constant: one compilation serves all batch sizes and chunk lengths.
@@ -149,7 +158,9 @@ def _attend_tile(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
@@ -235,7 +246,9 @@ def _combine(
     HEAD_SIZE: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     split_S = tl.arange(0, TILE_S)
@@ -263,7 +276,9 @@ def _write(
     value_stride,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     inside = tl.arange(0, TILE)

@@ -38,6 +38,7 @@ def make_backend() -> DeviceBackend:
         block_size=64,
         exact_context_width=True,
         smallest_prefill=32,
+        prefill_rows=(1, 2, 4, 8, 16),
     )
     graphs = StreamGraphs(torch.cuda, Captures(torch.cuda, torch.cuda.CUDAGraph, device))
     memory = StreamMemory(torch.cuda, device, graphs)
@@ -56,6 +57,7 @@ class CudaWeights(StreamWeights):
         """Weights were loaded where they stay. float32 is to be what it is everywhere else."""
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
+        _linear().use_in(model)
 
 
 class CudaAttention(PairAttention):
@@ -94,6 +96,13 @@ def _rules() -> Rules:
     from vllm_gaudi_spec.devices.cuda.rules import RULES
 
     return RULES
+
+
+def _linear() -> Any:
+    """Imported late, as Triton is missing elsewhere."""
+    from vllm_gaudi_spec.devices.cuda import linear
+
+    return linear
 
 
 def _kernels() -> Any:

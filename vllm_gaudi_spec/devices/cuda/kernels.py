@@ -6,12 +6,24 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_gaudi_spec.devices.cuda import launch
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     _norm[(rows.shape[0],)](
-        rows, rows, weight, out, out, rows.stride(0), 0, epsilon, **_sizes(rows.shape[-1]), ADDS=False
+        rows,
+        rows,
+        weight,
+        out,
+        out,
+        rows.stride(0),
+        0,
+        epsilon,
+        **_sizes(rows.shape[-1]),
+        ADDS=False,
+        **launch.options(),
     )
     return out.view(x.shape)
 
@@ -33,6 +45,7 @@ def add_rms_norm(
         epsilon,
         **_sizes(rows.shape[-1]),
         ADDS=True,
+        **launch.options(),
     )
     return out.view(x.shape), added.view(x.shape)
 
@@ -55,7 +68,9 @@ def _norm(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, TILE)
     used = offset < SIZE
@@ -94,6 +109,7 @@ def rotate(
         HALF=half,
         TILE_H=triton.next_power_of_2(heads),
         TILE_R=triton.next_power_of_2(half),
+        **launch.options(),
     )
 
 
@@ -112,7 +128,9 @@ def _rotate(
     HALF: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         heads_ptr = query_ptr + token * query_stride
@@ -143,12 +161,14 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     size, tile = x.shape[-1] // 2, 1024
     out = rows.new_empty((rows.shape[0], size))
-    _silu_and_mul[(rows.shape[0], triton.cdiv(size, tile))](rows, out, rows.stride(0), SIZE=size, TILE=tile)
+    grid = (rows.shape[0], triton.cdiv(size, tile))
+    _silu_and_mul[grid](rows, out, rows.stride(0), SIZE=size, TILE=tile, **launch.options())
     return out.view(*x.shape[:-1], size)
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _silu_and_mul(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
+    launch.begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
     used = offset < SIZE
