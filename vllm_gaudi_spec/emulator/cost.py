@@ -2,8 +2,8 @@
 
 A step is bounded by memory or by arithmetic, and near the crossing by both; a kernel, a launch and a wait take a fixed
 time each. The shares of a card's peaks and the time of a kernel were fitted on half of the cells measured on an H200
-(docs/performance.md). They predict the other half of those cells, and all of an H100's, to within 10 %. On a Gaudi
-nothing was measured: its figures are predictions, good for comparing two programs on one card.
+(docs/performance.md). They predict the other half of those cells to within 9 %, and all of an H100's to within 13 %.
+On a Gaudi nothing was measured: its figures are predictions, good for comparing two programs on one card.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def card_named(name: str) -> Card:
     return CARDS[name]
 
 
-def step_basis(card_name: str) -> str:
+def basis_of(card_name: str) -> str:
     """What an estimate for this card rests on."""
     if card_named(card_name).is_measured:
         return "the cost model was held against measured steps of this card"

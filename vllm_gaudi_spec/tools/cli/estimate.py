@@ -96,14 +96,14 @@ def _contradiction_in(spec: dict[str, Any]) -> str | None:
 
 
 def _rows(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from vllm_gaudi_spec.emulator.cost import CARDS, step_basis
+    from vllm_gaudi_spec.emulator.cost import CARDS, basis_of
 
     for card in options.cards:
         for batch in options.batches:
             where = (batch, options.context, card)
             row = {
                 "card": card,
-                "basis": step_basis(card),
+                "basis": basis_of(card),
                 "batch": batch,
                 "context": options.context,
                 "prompt_len": options.prompt_len,
