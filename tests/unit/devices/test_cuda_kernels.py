@@ -192,10 +192,10 @@ def test_gated_activation(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 96), (2, 130, 1100), (1, 16, 2048), (2, 6, 5000)])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
-    """Weights and inputs may be parts of longer rows."""
+    """Weights and inputs may be parts of longer rows; what a tile does not hold is read in several parts."""
     from vllm_gaudi_spec.devices.cuda import linear as cuda_linear
 
     x = torch.randn(rows, inputs + 8, device=DEVICE).to(dtype)[:, :inputs]
