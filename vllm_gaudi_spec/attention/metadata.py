@@ -98,11 +98,11 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, num_real_B: torch.Tensor, num_queries: int) -> Packed | None:
         """None where all tokens are real, or, as in warm-up, none is."""
-        offsets_Q = torch.arange(num_queries, dtype=torch.int32)
-        index_T = (offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten()
-        if len(index_T) in (0, len(num_real_B) * num_queries):
+        # The host has these tensors, and a sum of a list is a tenth of what the index costs.
+        if sum(num_real_B.tolist()) in (0, len(num_real_B) * num_queries):
             return None
-        return cls(index_T, num_real_B)
+        offsets_Q = torch.arange(num_queries, dtype=torch.int32)
+        return cls((offsets_Q < num_real_B[:, None]).flatten().nonzero().flatten(), num_real_B)
 
     def spread(self, states: torch.Tensor, num_positions: int) -> torch.Tensor:
         """States of real tokens at their positions in the rectangle; zero where there is padding."""
@@ -237,16 +237,17 @@ def rectangle(
     nothing for a call that writes a slot twice.
     """
     rows, queries = tokens_BQ.shape
-    offsets_Q = torch.arange(queries, dtype=torch.int32, device=tokens_BQ.device)
-    everywhere_BQ = starts_B[:, None] + offsets_Q
-    real_BQ = offsets_Q < num_real_B[:, None]
+    indices_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
+    offsets_Q = indices_BQ[0]
+    everywhere_BQ = starts_B.unsqueeze(1) + offsets_Q
+    real_BQ = offsets_Q < num_real_B.unsqueeze(1)
     # Padding may extend past the end of the block table.
     positions_BQ = torch.where(real_BQ, everywhere_BQ, 0)
-    pads_BQ = torch.arange(rows * queries, dtype=torch.int32, device=tokens_BQ.device).view(rows, queries)
     slots, calls = [], []
     for group, (table, size) in enumerate(zip(blocks.tables, blocks.sizes, strict=True)):
         block_BQ = table.gather(1, (positions_BQ // size).long())
-        slots_BQ = torch.where(real_BQ, block_BQ * size + everywhere_BQ % size, pads_BQ % size)
+        pads_BQ = indices_BQ if rows * queries <= size else indices_BQ % size
+        slots_BQ = torch.where(real_BQ, block_BQ * size + everywhere_BQ % size, pads_BQ)
         slots.append(slots_BQ.flatten().long())
         calls.append(
             AttentionCall(

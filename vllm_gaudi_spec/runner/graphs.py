@@ -77,7 +77,7 @@ class ColdSizes:
         self._left[job.size] -= 1
 
     def __contains__(self, size: Hashable) -> bool:
-        return self._left[size] > 0
+        return self._left.get(size, 0) > 0
 
 
 class StepRecorder:

@@ -55,8 +55,10 @@ class Downloads:
         return lambda: host
 
 
-def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
-    """The same record with `move` applied to every tensor, always in the same order."""
+def _moved(
+    step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Verification | None, Drafts | None]:
+    """The parts of a step that are on the device, with `move` applied to every tensor, always in the same order."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
         return record and LogprobsTensors(*(move(tensor) for tensor in record[:3]))
@@ -70,9 +72,7 @@ def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> St
             scores=scores(verified.scores),
             num_drafts_B=None if verified.num_drafts_B is None else move(verified.num_drafts_B),
         )
-    return replace(
-        step, verification=verified, drafts=drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B))
-    )
+    return verified, drafts and Drafts(move(drafts.tokens_BK), move(drafts.num_drafts_B))
 
 
 def leave_out_scores(step: StepResult, shape: SampleShape) -> None:
@@ -111,8 +111,7 @@ class Report(AsyncModelRunnerOutput):
 
     def __init__(self, sent: StepResult, wait: Wait | None) -> None:
         """`wait`: returns all tensors of `sent` in one, on the host; None if there are none."""
-        self.sent = sent
-        """The step on the device. The host may add to it until `get_output` is called."""
+        self._sent = sent  # on the device; the host may add to it until `get_output` is called
         self._wait = wait
         self.step: StepResult | None = None
         """The step on the host; None until `get_output` was called."""
@@ -122,7 +121,7 @@ class Report(AsyncModelRunnerOutput):
     def to_host(self) -> StepResult:
         """Wait for the device."""
         if self._wait is None:
-            return self.sent
+            return self._sent
         packed, begin = self._wait(), 0
         self._wait = None  # it holds the device's copy
 
@@ -132,7 +131,8 @@ class Report(AsyncModelRunnerOutput):
             begin += like.numel()
             return piece.view(like.dtype).view(like.shape)
 
-        return _moved(self.sent, cut)
+        verified, drafts = _moved(self._sent, cut)
+        return replace(self._sent, verification=verified, drafts=drafts)
 
     def get_output(self) -> ModelRunnerOutput:
         """Called once."""
