@@ -1,9 +1,10 @@
-# Two images, and the same paths, user, health check and entry point in both (docs/docker.md says how to run them):
+# Three images, and the same paths, user, health check and entry point in both (docs/docker.md says how to run them):
 #
 #   docker build --target cpu .      every machine; the default, because it needs no device and no vendor's registry
 #   docker build --target gaudi .    Intel Gaudi, lazy mode
 #   docker build --target gaudi --build-arg GAUDI_INSTALLER=pytorch-upstream-installer --build-arg GAUDI_LAZY_MODE=0 .
 #                                    Intel Gaudi on stock torch, compiled mode
+#   docker build --target ascend .   Ascend NPU
 #
 # Each image has a stage that installs and one that runs, so that build tools and caches stay behind.
 
@@ -20,6 +21,12 @@ ARG PT_VERSION=2.11.0
 ARG GAUDI_INSTALLER=pytorch-installer
 ARG GAUDI_LAZY_MODE=1
 ARG GAUDI_IMAGE=vault.habana.ai/gaudi-docker/${GAUDI_VERSION}/${GAUDI_OS}/habanalabs/${GAUDI_INSTALLER}-${PT_VERSION}:${GAUDI_VERSION}-${GAUDI_BUILD}
+
+ARG CANN_VERSION=9.1.0
+# 910b: Atlas A2; a3: Atlas A3
+ARG CANN_CHIP=910b
+ARG CANN_OS=ubuntu22.04-py3.12
+ARG ASCEND_IMAGE=quay.io/ascend/cann:${CANN_VERSION}-${CANN_CHIP}-${CANN_OS}
 
 # ---- Gaudi: install -----------------------------------------------------------------------------
 
@@ -83,6 +90,49 @@ ENV HOME=/home/vllm PATH=/opt/venv/bin:${PATH} HEALTH_URL=http://127.0.0.1:8000/
 USER 2000:0
 EXPOSE 8000
 # The warm-up compiles every shape before the server answers; a failed check counts only after the start period.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60m --retries=3 \
+    CMD ["python", "/opt/vllm-gaudi-spec/docker/healthcheck.py"]
+ENTRYPOINT ["vllm", "serve"]
+
+# ---- Ascend: install ----------------------------------------------------------------------------
+
+FROM ${ASCEND_IMAGE} AS ascend-build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# torch loads torch_npu by itself, and that the driver's libraries, which are the host's and not here yet.
+ENV TORCH_DEVICE_BACKEND_AUTOLOAD=0
+WORKDIR /opt/vllm-gaudi-spec
+
+# The base image has CANN and a Python, and no torch: torch and torch_npu come first. It sees the image's Python packages.
+RUN python3 -m venv --system-site-packages /opt/venv
+ENV PATH=/opt/venv/bin:${PATH}
+COPY requirements/torch.txt requirements/torch-npu.txt requirements/
+COPY requirements/card.txt requirements/card-build.txt requirements/card-source.txt requirements/install.py requirements/
+COPY requirements/*.in requirements/
+COPY pyproject.toml README.md LICENSE ./
+COPY vllm_gaudi_spec/__init__.py vllm_gaudi_spec/
+RUN python requirements/install.py ascend
+
+# ---- Ascend: run --------------------------------------------------------------------------------
+
+FROM ${ASCEND_IMAGE} AS ascend
+
+# The same user as in the Gaudi image. CANN keeps logs and compiled operators in its home.
+RUN useradd --create-home --uid 2000 --gid 0 vllm \
+    && mkdir -p /home/vllm/.cache \
+    && chown vllm:0 /home/vllm/.cache \
+    && chmod -R g+rwX /home/vllm
+
+WORKDIR /opt/vllm-gaudi-spec
+COPY --from=ascend-build /opt/venv /opt/venv
+COPY . .
+
+# The base image names CANN's libraries in its environment: no set_env.sh is needed in front of the entry point.
+ENV VGS_DEVICE=ascend VLLM_WORKER_MULTIPROC_METHOD=spawn
+ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+ENV HOME=/home/vllm PATH=/opt/venv/bin:${PATH} HEALTH_URL=http://127.0.0.1:8000/health
+
+USER 2000:0
+EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60m --retries=3 \
     CMD ["python", "/opt/vllm-gaudi-spec/docker/healthcheck.py"]
 ENTRYPOINT ["vllm", "serve"]

@@ -2,6 +2,7 @@
 
 python docker/replay.py cpu      build, run the demo's script, start the server, ask /health and /v1/completions
 python docker/replay.py gaudi    build only: the same lines, on Debian with a CPU build of torch; not a Gaudi image
+python docker/replay.py ascend   build only, on Debian without CANN; not an image for an NPU
 
 buildah executes the Dockerfile as it stands (chroot isolation). Only the base image is another: debootstrap makes a
 bare Debian 12 with its Python 3.11. Needs Debian or Ubuntu, root, buildah, debootstrap, curl and some 12 GB of disk.
@@ -24,7 +25,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-BASE_ARGUMENT = {"cpu": "CPU_IMAGE", "gaudi": "GAUDI_IMAGE"}
+BASE_ARGUMENT = {"cpu": "CPU_IMAGE", "gaudi": "GAUDI_IMAGE", "ascend": "ASCEND_IMAGE"}
 STAND_IN_TORCH = "2.13.0+cpu"
 BUILD_SECONDS = 1800
 READY_SECONDS = 300
@@ -62,7 +63,7 @@ class Replay:
             container = self.read("from", "--pull-never", debian)
             if self.target == "cpu":  # where the image of Docker's library has its interpreter
                 self.buildah("run", "--isolation", "chroot", container, "--", "ln", "-s", "python3", "/usr/bin/python")
-            else:
+            elif self.target == "gaudi":
                 say(f"torch {STAND_IN_TORCH} for that Debian")
                 command = ["pip", "install", "--no-deps", "--break-system-packages", f"torch=={STAND_IN_TORCH}"]
                 self.in_container(container, *command)
@@ -148,10 +149,11 @@ class Replay:
             stop(server)
 
     def check_vllm(self, container: str) -> None:
-        """What can be said of the Gaudi image without a Gaudi: its torch, and that the command starts."""
+        """What can be said of a card's image without the card: its torch, and that the command starts."""
         show = "import torch, vllm; print('torch', torch.__version__, torch.__file__, 'vllm', vllm.__version__)"
-        self.in_container(container, "python", "-c", show)
-        self.in_container(container, *self.configuration()["Entrypoint"], "--help", VGS_DEVICE="cpu")
+        alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch would load torch_npu, which needs CANN
+        self.in_container(container, "python", "-c", show, **alone)
+        self.in_container(container, *self.configuration()["Entrypoint"], "--help", VGS_DEVICE="cpu", **alone)
 
     def check_clean(self, container: str) -> None:
         """Nothing of this machine's pip configuration may have stayed in the image."""

@@ -3,6 +3,7 @@
 python requirements/install.py cpu    torch, the CPU stack, the name vllm for it, and this project
 python requirements/install.py dev    what the tests and the linters need on top
 python requirements/install.py card   what vLLM needs beside a card's torch, vLLM without kernels, and this project
+python requirements/install.py ascend    torch and torch_npu before that, for an image with CANN alone
 python requirements/install.py clients    clients of other people's, and the schemas of Kubernetes
 python requirements/install.py docs   what makes the site of docs/
 python requirements/install.py vllm-gaudi     the vLLM of the vllm-gaudi that `make verify-vendor` is given
@@ -146,18 +147,26 @@ def install_cpu() -> None:
 CARD_BUILD = {"VLLM_TARGET_DEVICE": "empty", "VLLM_SKIP_VERSION_SUFFIX": "1"}
 
 
-def install_card() -> None:
+def install_card(done: int = 0) -> None:
     """On top of a vendor's image, whose torch no lock names. vLLM's setup reads the version of that torch, so its build
-    has to see it."""
-    install_lock("[1/4] requirements/card.txt: what vLLM needs", "card")
+    has to see it. `done`: steps before this."""
+    steps = [f"[{done + step}/{done + 4}]" for step in range(1, 5)]
+    install_lock(f"{steps[0]} requirements/card.txt: what vLLM needs", "card")
     with tempfile.TemporaryDirectory() as tools:
-        install_lock("[2/4] requirements/card-build.txt: what builds vLLM", "card-build", "--target", tools)
-        progress = Progress("[3/4] requirements/card-source.txt: vLLM without kernels", expected=1)
+        install_lock(f"{steps[1]} requirements/card-build.txt: what builds vLLM", "card-build", "--target", tools)
+        progress = Progress(f"{steps[2]} requirements/card-source.txt: vLLM without kernels", expected=1)
         source = HERE / "card-source.txt"
         options = ("--no-build-isolation", "--no-binary", "vllm", "-r", str(source))
         pip(progress, "--require-hashes", *options, PYTHONPATH=tools, **CARD_BUILD)
         progress.done()
-    install_project("[4/4] this project")
+    install_project(f"{steps[3]} this project")
+
+
+def install_ascend() -> None:
+    """Into an image with CANN alone."""
+    install_torch("[1/6]")
+    install_lock("[2/6] requirements/torch-npu.txt: Huawei's torch_npu", "torch-npu")
+    install_card(done=2)
 
 
 # What its build asks for: which card, and not to compile for it.
@@ -188,7 +197,8 @@ def install_dev(interrupted: bool) -> None:
 
 
 def install_clients() -> None:
-    install_lock("[1/1] requirements/clients.txt: clients of a server, and the schemas of Kubernetes", "clients")
+    install_torch("[1/2]")  # guidellm reads its prompts with it
+    install_lock("[2/2] requirements/clients.txt: clients of a server, and the schemas of Kubernetes", "clients")
 
 
 def install_docs() -> None:
@@ -197,7 +207,8 @@ def install_docs() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["cpu", "card", "dev", "clients", "docs", "vllm-ascend", *BESIDE_THE_CARD])
+    environments = ["cpu", "card", "ascend", "dev", "clients", "docs", "vllm-ascend", *BESIDE_THE_CARD]
+    parser.add_argument("what", choices=environments)
     what = parser.parse_args().what
     if sys.prefix == sys.base_prefix:
         print("error: run this with the Python of a virtual environment (`make setup` does)")
@@ -210,6 +221,8 @@ def main() -> int:
             install_cpu()
         elif what == "card":
             install_card()
+        elif what == "ascend":
+            install_ascend()
         elif what == "dev":
             install_dev(interrupted)
         elif what == "clients":

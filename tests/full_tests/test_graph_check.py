@@ -38,10 +38,11 @@ class ReadingDrafter:
         return [[guess, guess] for _ in sampled_token_ids]
 
 
-def test_an_engine_that_stays_on_its_graphs(tmp_path: Path) -> None:
+def test_an_engine_that_stays_on_its_graphs(tiny_llama: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    drafter = {"method": "draft_model", "model": str(ROOT / "demo" / "draft-same-vocab"), "num_speculative_tokens": 2}
-    status, said = run(*SMALL, "--max-model-len", "256", "--requests", "4", "--json", str(file), speculation=drafter)
+    drafter = {"method": "draft_model", "model": tiny_llama, "num_speculative_tokens": 2}
+    options = (*SMALL, "--max-model-len", "256", "--requests", "4", "--json", str(file))
+    status, said = run(tiny_llama, *options, speculation=drafter)
     assert status == 0, said
     assert said.strip().splitlines()[-1].startswith("clean: "), said
     result = json.loads(file.read_text())

@@ -4,6 +4,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.first_steps import README
 from tests.full_tests.server import Running, free_port, serve_environment
 from tests.pages import commands_for
@@ -11,6 +13,7 @@ from tests.pages import commands_for
 TAKEN_BY = "tests/full_tests/test_upstream_platform.py::test_the_command_of_the_readme"
 
 
+@pytest.mark.slow  # test_parity has upstream's platform as its reference
 def test_the_command_of_the_readme(tiny_llama: str, tmp_path: Path) -> None:
     """In a shell, in every process of the server, without an address or a dtype of ours."""
     (command,) = commands_for(TAKEN_BY, README)

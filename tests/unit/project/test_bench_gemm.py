@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_gaudi_spec.devices.cpu.linear import has_int8_kernel
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "gemm.py"
 
 
+@pytest.mark.slow
 def test_candidates_and_their_errors(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ["--size", "tiny", "--rows", "1", "5", "--repeats", "1", "--json", str(report)]

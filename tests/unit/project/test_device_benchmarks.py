@@ -34,6 +34,7 @@ for name, words in json.loads(sys.argv[1]).items():
 """
 
 
+@pytest.mark.slow
 def test_tiny_models_run_everywhere(tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"{name}.json") for name in RUNS}
     words = {name: [*options, "--json", files[name]] for name, options in RUNS.items()}

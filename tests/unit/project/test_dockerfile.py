@@ -9,7 +9,7 @@ from vllm_gaudi_spec import versions
 
 ROOT = Path(__file__).parents[3]
 REQUIREMENTS = ROOT / "requirements"
-TARGETS = ("gaudi", "cpu")
+TARGETS = ("gaudi", "ascend", "cpu")
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -80,6 +80,7 @@ def test_the_release_is_named_once():
     given = global_arguments()
     for name in ("GAUDI_VERSION", "GAUDI_BUILD", "PT_VERSION"):
         assert given[name] in base_image("gaudi")
+    assert given["CANN_VERSION"] in base_image("ascend")
     assert "\nARG PT_VERSION\n" in (ROOT / "Dockerfile").read_text()  # not given a second default
 
 
@@ -105,7 +106,7 @@ def test_only_what_is_locked_is_installed():
     assert not [
         rest for name, rest in instructions() if name == "RUN" and re.search(r"\bpip (install|wheel|download)\b", rest)
     ]
-    for stage, what in (("gaudi-build", "card"), ("cpu-build", "cpu")):
+    for stage, what in (("gaudi-build", "card"), ("ascend-build", "ascend"), ("cpu-build", "cpu")):
         assert any(f"requirements/install.py {what}" in rest for rest in values(stage, "RUN")), stage
 
 

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 

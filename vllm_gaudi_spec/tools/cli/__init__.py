@@ -35,15 +35,17 @@ _COMMANDS = {
     "completion": completion,
 }
 _STATUSES = (
+    "To begin with: gaudi-spec doctor checks this machine, gaudi-spec demo shows what drafts do.\n"
     "COMMAND --help lists the options of a command.\n"
-    "Exit status of all commands: 0 success, 1 a problem was found or the work failed, 2 wrong options."
+    "Exit status of all commands: 0 success, 1 a problem was found or the work failed, 2 wrong options,"
+    " 130 interrupted."
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gaudi-spec",
-        description="Tools for vllm-gaudi-spec: vLLM with speculative decoding on Intel Gaudi and the CPU.",
+        description="Tools for vllm-gaudi-spec: vLLM with speculative decoding on Gaudi, Ascend NPUs and CPUs.",
         epilog=_STATUSES,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

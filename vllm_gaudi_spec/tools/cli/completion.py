@@ -13,6 +13,8 @@ Print a script that completes commands, options and their values. Load it in you
   bash   source <(gaudi-spec completion bash)
   zsh    source <(gaudi-spec completion zsh)
   fish   gaudi-spec completion fish | source
+
+Exit status: 0 when it was printed, 2 for another shell.
 """
 _PROGRAM = "gaudi-spec"
 

@@ -22,7 +22,7 @@ Estimate how long decode steps, prompts and rounds of drafts take on a card that
 gaudi-spec estimate MODEL
 gaudi-spec estimate MODEL --speculative-config '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}'
 
-Read are the headers of the models' safetensors files; a folder with a config.json alone is taken as bfloat16. No engine
+It reads the headers of the models' safetensors files; a folder with a config.json alone is taken as bfloat16. No engine
 is started. The cost model was fitted on an H200 and held against an H100; of a Gaudi nothing was measured, so its
 figures are predictions. One card; compiles, and what a server adds between two steps, are left out.
 
