@@ -35,7 +35,7 @@ FORMATS = ("FP8_DYNAMIC", "W8A8", "W4A16")
 """Presets of compressed-tensors."""
 GROUP = 64  # divides all sizes of the demo model, which the preset's 128 does not
 SIZES: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "same vocabulary": shared.SAME_VOCAB,
     # As upstream spells it too.
     "other vocabulary": shared.OTHER_VOCAB | {"method": "draft_model", "use_heterogeneous_vocab": True},
@@ -53,6 +53,9 @@ def parse_options() -> argparse.Namespace:
     parser = parser_of(__doc__, turns=4)
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="formats to measure"
+    )
+    parser.add_argument(
+        "--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME", help="drafters to run with"
     )
     parser.add_argument("--dtype", default="float32", help="of activations, and of the model beside them")
     parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
@@ -134,9 +137,10 @@ def measure(name: str, model: str, options: argparse.Namespace, kept: shared.Kep
             refused = start(name, sides, engines, options)
             for batch in batches:
                 common.log(f"{name}: {batch} at once ...")
-                kept.add(cell_name(name, batch), turns_of(engines, batch, texts, options) | {"refused": refused})
+                cell = turns_of(engines, batch, options)
+                kept.add(cell_name(name, batch), cell | {"dequantised": texts[:batch], "refused": refused})
     for side in kept.cases[cell_name(name, options.batches[0])]["resident"]:
-        for drafter in DRAFTERS:
+        for drafter in options.drafters:
             if (case := drafts_name(name, side, drafter)) not in kept.cases:
                 common.log(f"{case} ...")
                 kept.add(case, drafted(case, sides[side], drafter, options))
@@ -157,11 +161,11 @@ def start(name: str, sides: dict[str, Side], engines: dict[str, Engine], options
     return refused
 
 
-def turns_of(engines: dict[str, Engine], batch: int, expected: Texts, options: argparse.Namespace) -> dict[str, Any]:
+def turns_of(engines: dict[str, Engine], batch: int, options: argparse.Namespace) -> dict[str, Any]:
     take(engines, 1, lambda engine: engine.turn(batch, WARM_UP))
     return {
         "turns": take(engines, options.turns, lambda engine: engine.turn(batch, options.tokens)),
-        "same": {side: same(engine.texts, expected) for side, engine in engines.items()},
+        "texts": {side: engine.texts for side, engine in engines.items()},
         "resident": {side: engine.resident_bytes() for side, engine in engines.items()},
     }
 
@@ -192,7 +196,7 @@ def started(log: str, platform: str, model: str, options: argparse.Namespace, **
 
 def same(texts: Texts, expected: Texts) -> float:
     """Of the expected tokens, those up to the first that differs."""
-    pairs = list(zip(texts, expected, strict=False))  # of a smaller batch, the first
+    pairs = zip(texts, expected, strict=True)
     equal = [next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]
     return sum(equal) / sum(len(text) for text in texts)
 
@@ -225,7 +229,7 @@ def show(cases: dict[str, Any], options: argparse.Namespace) -> None:
     for name in options.formats:
         cells = {batch: cases[cell_name(name, batch)] for batch in options.batches}
         for side in next(iter(cells.values()))["resident"]:
-            found = [cases[drafts_name(name, side, drafter)] for drafter in DRAFTERS]
+            found = [cases[drafts_name(name, side, drafter)] for drafter in options.drafters]
             drafts.append([name, side, *(one if isinstance(one, str) else f"{one:.2f}" for one in found)])
             for batch, cell in cells.items():
                 seconds = [turn[side] for turn in cell["turns"]]
@@ -237,17 +241,30 @@ def show(cases: dict[str, Any], options: argparse.Namespace) -> None:
                         f"{batch * options.tokens / median(seconds):.1f}",
                         f"{batch * options.tokens / min(seconds):.1f}",
                         *(against(cell["turns"], side, other) for other in (PLAIN, UPSTREAM)),
-                        f"{cell['same'][side]:.2f}",
+                        *(
+                            f"{same(cell['texts'][side], other):.2f}" if other is not None else ""
+                            for other in (cell["dequantised"], cell["texts"].get(UPSTREAM))
+                        ),
                         f"{cell['resident'][side] >> 20}",
                     ]
                 )
         refused += [f"{name}, {side}: {reason}" for side, reason in cell["refused"].items()]
     to = (f"to {PLAIN}", f"to {UPSTREAM}")
-    header = ["format", "kernels", "batch", "tokens/s", "at best", *to, "same text", "resident MiB"]
+    header = [
+        "format",
+        "kernels",
+        "batch",
+        "tokens/s",
+        "at best",
+        *to,
+        "text of it dequantised",
+        f"text of {UPSTREAM}",
+        "resident MiB",
+    ]
     common.log(f"\n{options.dtype}, {options.tokens} tokens a prompt, k = {options.drafts}\n")
     common.log(shared.markdown(header, lines))
     common.log("\nTokens of a step that verified something:\n")
-    common.log(shared.markdown(["format", "kernels", *DRAFTERS], drafts))
+    common.log(shared.markdown(["format", "kernels", *options.drafters], drafts))
     common.log("\n".join(["", *refused, "", common.NOISE_NOTE]))
 
 
