@@ -1,14 +1,17 @@
 """What a quantised checkpoint gives and takes: the demo model in formats of compressed-tensors, on a CPU.
 
-python benchmarks/quantised.py --json .bench/quantised.json
+python benchmarks/quantised.py
 
 The package compressed-tensors makes the checkpoints: rounding to nearest, no calibration. For each format these live
 side by side, each in processes of its own, and take turns: the demo model in --dtype and in bfloat16, the checkpoint
 with reference kernels, with native ones, and on upstream's CPU platform. What does not start is shown with its reason.
-A turn is one batch of fixed prompts, greedy, past any end token. Then each runs with each of the demo's drafters.
+A turn is one batch of fixed prompts, greedy, past any end token. Texts are compared with those that transformers
+generates in float32 with the weights that compressed-tensors makes of the checkpoint. Then each runs with each of the
+demo's drafters. The report is written after each batch and each drafter, and what it has is not measured again.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -21,8 +24,8 @@ from common import PLATFORMS, QUIET
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from turns import Engine, interval, parser_of, ratio, side_by_side, take
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from turns import Engine, Turn, interval, parser_of, ratio, side_by_side, take
 
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, NATIVE, REFERENCE
 from vllm_gaudi_spec.tools.demo_model import demo_model_path
@@ -32,7 +35,7 @@ FORMATS = ("FP8_DYNAMIC", "W8A8", "W4A16")
 """Presets of compressed-tensors."""
 GROUP = 64  # divides all sizes of the demo model, which the preset's 128 does not
 SIZES: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "same vocabulary": shared.SAME_VOCAB,
     # As upstream spells it too.
     "other vocabulary": shared.OTHER_VOCAB | {"method": "draft_model", "use_heterogeneous_vocab": True},
@@ -40,7 +43,9 @@ DRAFTERS = {
 }
 Side = tuple[str, str, dict[str, Any]]
 """Whose platform, the model, and further options of its engine."""
-Steps = dict[str, dict[str, float | str]]
+Texts = list[list[int]]
+WARM_UP = 8
+"""Tokens."""
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
@@ -49,7 +54,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="formats to measure"
     )
+    parser.add_argument(
+        "--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME", help="drafters to run with"
+    )
     parser.add_argument("--dtype", default="float32", help="of activations, and of the model beside them")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the report has already")
+    parser.set_defaults(json=common.LOGS / "quantised.json", batches=[1, 4])
     return parser.parse_args()
 
 
@@ -87,49 +97,85 @@ def write(model: str, name: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
+@torch.no_grad()
+def dequantised_texts(folder: Path, options: argparse.Namespace) -> Texts:
+    """Of the largest batch, by transformers: rounding of activations is left out."""
+    quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ModelCompressor.from_pretrained_model(quantised).decompress_model(quantised)
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    weights = quantised.state_dict()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    prompts = shared.encode(AutoTokenizer.from_pretrained(folder), shared.texts_named(options.texts), bos=False)
+    length: dict[str, Any] = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens}
+    texts = []
+    for at in range(max(options.batches)):
+        prompt = torch.tensor([prompts[at % len(prompts)]])
+        made = plain.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
+        texts.append(made[0, prompt.shape[1] :].tolist())
+    return texts
+
+
 # ---- measuring -----------------------------------------------------------------------------------------
 
 
-def measure(name: str, model: str, options: argparse.Namespace, steps: Steps) -> dict[str, Any]:
-    """`steps`: tokens of a step, kept by side: those of the model that is not quantised serve all formats."""
-    folder = str(checkpoint(model, name))
+def measure(name: str, model: str, options: argparse.Namespace, kept: shared.Kept) -> None:
+    """What of a format the report lacks. Drafts for the model that is not quantised serve all formats."""
+    folder = checkpoint(model, name)
     sides: dict[str, Side] = {
         PLAIN: ("ours", model, {}),
         HALF: ("ours", model, {"dtype": "bfloat16"}),
-        REFERENCE: ("ours", folder, kernels(REFERENCE)),
-        NATIVE: ("ours", folder, kernels(NATIVE)),
-        UPSTREAM: ("upstream", folder, {}),
+        REFERENCE: ("ours", str(folder), kernels(REFERENCE)),
+        NATIVE: ("ours", str(folder), kernels(NATIVE)),
+        UPSTREAM: ("upstream", str(folder), {}),
     }
+    if batches := [batch for batch in options.batches if cell_name(name, batch) not in kept.cases]:
+        common.log(f"{name}: texts of transformers ...")
+        texts = dequantised_texts(folder, options)
+        with side_by_side() as engines:
+            refused = start(name, sides, engines, options)
+            for batch in batches:
+                common.log(f"{name}: {batch} at once ...")
+                cell = turns_of(engines, batch, options)
+                kept.add(cell_name(name, batch), cell | {"dequantised": texts[:batch], "refused": refused})
+    for side in kept.cases[cell_name(name, options.batches[0])]["resident"]:
+        for drafter in options.drafters:
+            if (case := drafts_name(name, side, drafter)) not in kept.cases:
+                common.log(f"{case} ...")
+                kept.add(case, drafted(case, sides[side], drafter, options))
+
+
+def start(name: str, sides: dict[str, Side], engines: dict[str, Engine], options: argparse.Namespace) -> dict[str, str]:
+    """Fills `engines`; returns why some of the sides cannot run."""
     refused: dict[str, str] = {}
-    with side_by_side() as engines:
-        for side, (platform, of, more) in sides.items():
-            common.log(f"{name}: starting {side} ...")
-            try:
-                engines[side] = started(log_name(name, side), platform, of, options, **more)
-                engines[side].turn(1, 2)  # vLLM looks for some kernels when it needs them
-            except RuntimeError as error:
-                refused[side] = str(error)
-                if side in engines:
-                    engines.pop(side).close()
-        batches = []
-        for batch in options.batches:
-            take(engines, 1, lambda engine, batch=batch: engine.turn(batch, 16))
-            turns = take(engines, options.turns, lambda engine, batch=batch: engine.turn(batch, options.tokens))
-            texts = {side: engine.texts for side, engine in engines.items()}
-            batches.append({"batch": batch, "turns": turns, "same": {side: same(texts, side) for side in texts}})
-        resident = {side: engine.resident_bytes() for side, engine in engines.items()}
-    for side in resident:
-        if (log := log_name(name, side)) not in steps:
-            common.log(f"{name}: drafts for {side} ...")
-            steps[log] = {drafter: drafted(log, sides[side], drafter, options) for drafter in DRAFTERS}
+    for side, (platform, of, more) in sides.items():
+        common.log(f"{name}: starting {side} ...")
+        try:
+            engines[side] = started(log_name(name, side), platform, of, options, **more)
+            engines[side].turn(1, 2)  # vLLM looks for some kernels when it needs them
+        except RuntimeError as error:
+            refused[side] = f"{error}: {last_error(common.LOGS / f'{log_name(name, side)}.log')}"
+            if side in engines:
+                engines.pop(side).close()
+    return refused
+
+
+def turns_of(engines: dict[str, Engine], batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    take(engines, 1, lambda engine: engine.turn(batch, WARM_UP))
     return {
-        "format": name,
-        "bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")),
-        "refused": refused,
-        "batches": batches,
-        "resident": resident,
-        "tokens_a_step": {side: steps[log_name(name, side)] for side in resident},
+        "turns": take(engines, options.turns, lambda engine: engine.turn(batch, options.tokens)),
+        "texts": {side: engine.texts for side, engine in engines.items()},
+        "resident": {side: engine.resident_bytes() for side, engine in engines.items()},
     }
+
+
+def cell_name(name: str, batch: int) -> str:
+    return f"{name}, {batch} at once"
+
+
+def drafts_name(name: str, side: str, drafter: str) -> str:
+    return f"{log_name(name, side)}-{drafter}"
 
 
 def log_name(name: str, side: str) -> str:
@@ -148,20 +194,26 @@ def started(log: str, platform: str, model: str, options: argparse.Namespace, **
     return engine
 
 
-def same(texts: dict[str, list[list[int]]], side: str) -> float:
-    """Of the tokens of the reference kernels' texts, up to the first that differs."""
-    pairs = zip(texts[side], texts[REFERENCE], strict=True)
+def same(texts: Texts, expected: Texts) -> float:
+    """Of the expected tokens, those up to the first that differs."""
+    pairs = zip(texts, expected, strict=True)
     equal = [next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs]
-    return sum(equal) / sum(map(len, texts[side]))
+    return sum(equal) / sum(len(text) for text in texts)
 
 
-def drafted(log: str, what: Side, drafter: str, options: argparse.Namespace) -> float | str:
+def last_error(log: Path) -> str:
+    """The last line of a log that names an exception."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
+    return re.sub(r"^.*?(?=\w+Error: )", "", lines[-1]) if lines else "nothing in its log"
+
+
+def drafted(case: str, what: Side, drafter: str, options: argparse.Namespace) -> float | str:
     """Tokens of a step that verified something, or why there are none."""
     platform, model, more = what
     config = {**DRAFTERS[drafter], "num_speculative_tokens": options.drafts}
     with side_by_side() as engines:
         try:
-            engine = started(f"{log}-{drafter}", platform, model, options, speculative_config=config, **more)
+            engine = started(case, platform, model, options, speculative_config=config, **more)
             engines[drafter] = engine
             engine.turn(max(options.batches), options.tokens)
         except RuntimeError as error:
@@ -172,45 +224,66 @@ def drafted(log: str, what: Side, drafter: str, options: argparse.Namespace) -> 
 # ---- showing -------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    lines, drafts = [], []
-    for row in rows:
-        for side in row["resident"]:
-            steps = row["tokens_a_step"][side].values()
-            drafts.append([row["format"], side, *(one if isinstance(one, str) else f"{one:.2f}" for one in steps)])
-            for cell in row["batches"]:
-                rate = cell["batch"] * options.tokens / median(turn[side] for turn in cell["turns"])
+def show(cases: dict[str, Any], options: argparse.Namespace) -> None:
+    lines, drafts, refused = [], [], []
+    for name in options.formats:
+        cells = {batch: cases[cell_name(name, batch)] for batch in options.batches}
+        for side in next(iter(cells.values()))["resident"]:
+            found = [cases[drafts_name(name, side, drafter)] for drafter in options.drafters]
+            drafts.append([name, side, *(one if isinstance(one, str) else f"{one:.2f}" for one in found)])
+            for batch, cell in cells.items():
+                seconds = [turn[side] for turn in cell["turns"]]
                 lines.append(
                     [
-                        row["format"],
+                        name,
                         side,
-                        str(cell["batch"]),
-                        f"{rate:.1f}",
-                        interval(ratio(cell["turns"], side, PLAIN)) if side != PLAIN else "",
-                        f"{cell['same'][side]:.2f}",
-                        f"{row['resident'][side] >> 20}",
+                        str(batch),
+                        f"{batch * options.tokens / median(seconds):.1f}",
+                        f"{batch * options.tokens / min(seconds):.1f}",
+                        *(against(cell["turns"], side, other) for other in (PLAIN, UPSTREAM)),
+                        *(
+                            f"{same(cell['texts'][side], other):.2f}" if other is not None else ""
+                            for other in (cell["dequantised"], cell["texts"].get(UPSTREAM))
+                        ),
+                        f"{cell['resident'][side] >> 20}",
                     ]
                 )
-        lines += [[row["format"], side, reason, *[""] * 4] for side, reason in row["refused"].items()]
-    header = ["format", "kernels", "batch", "tokens/s", f"to {PLAIN}", "same text", "resident MiB"]
+        refused += [f"{name}, {side}: {reason}" for side, reason in cell["refused"].items()]
+    to = (f"to {PLAIN}", f"to {UPSTREAM}")
+    header = [
+        "format",
+        "kernels",
+        "batch",
+        "tokens/s",
+        "at best",
+        *to,
+        "text of it dequantised",
+        f"text of {UPSTREAM}",
+        "resident MiB",
+    ]
     common.log(f"\n{options.dtype}, {options.tokens} tokens a prompt, k = {options.drafts}\n")
     common.log(shared.markdown(header, lines))
     common.log("\nTokens of a step that verified something:\n")
-    common.log(shared.markdown(["format", "kernels", *DRAFTERS], drafts))
-    common.log(f"\n{common.NOISE_NOTE}")
+    common.log(shared.markdown(["format", "kernels", *options.drafters], drafts))
+    common.log("\n".join(["", *refused, "", common.NOISE_NOTE]))
+
+
+def against(turns: list[Turn], side: str, other: str) -> str:
+    return interval(ratio(turns, side, other)) if side != other and other in turns[0] else ""
 
 
 def main() -> int:
     options = parse_options()
     common.warn_if_busy()
-    rows: list[dict[str, Any]] = []
-    steps: Steps = {}
 
     def whole() -> None:
         model = options.model or demo_model_path()
-        rows.extend(measure(name, model, options, steps) for name in options.formats)
-        show(rows, options)
-        common.write_rows(options, ("batches", "tokens", "turns", "texts", "dtype", "drafts"), rows)
+        settings = {name: getattr(options, name) for name in ("tokens", "turns", "texts", "dtype", "drafts")}
+        settings |= {"model": model, "largest batch": max(options.batches), "machine": common.describe_machine()}
+        kept = shared.Kept.open(options.json, settings, options.fresh)
+        for name in options.formats:
+            measure(name, model, options, kept)
+        show(kept.cases, options)
 
     return shared.run_whole(whole)
 

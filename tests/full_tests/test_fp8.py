@@ -12,7 +12,9 @@ from tests.full_tests.engines import counter, engine
 from tests.full_tests.quantized import METHODS, Calibrated, ask, calibrate, drafter, quantizing
 from tests.full_tests.speculation import accepted, ngram
 from tests.full_tests.test_refusals import refusal
+from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.quantization import files
+from vllm_gaudi_spec.quantization.layers import Fp8Linear
 
 STRICT = dict(rejection_sample_method="strict")
 SIZES: dict[str, Any] = dict(max_num_seqs=8, max_num_batched_tokens=128)
@@ -118,6 +120,44 @@ def test_heads(method: str, tmp_path: Path) -> None:
             assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 20
 
 
+@pytest.mark.parametrize("family", ["deepseek", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_experts_and_latent_attention_stay(family: str, tiny: Callable[[str], str], tmp_path: Path) -> None:
+    """What is around them is measured, and runs in FP8."""
+    model = tiny(family)
+    found = calibrate(tmp_path, model, None, **SIZES)
+    (record,) = files.read_world(found.prefix("target"))
+    layer = {name.rpartition("layers.1.")[2] for name in record.nodes if ".layers.1." in name}
+    assert layer == AROUND[family]
+    config, drafts = found.serving("target", "maxabs_pow2"), ngram(3, **STRICT)
+    with quantizing(config), engine(model, speculative_config=drafts, **SIZES) as llm:
+        (changed,) = llm.collective_rpc(_layers_in_fp8)
+        assert {name.rpartition("layers.1.")[2] for name in changed if ".layers.1." in name} == {
+            name for name in layer if name.endswith("proj")
+        }
+        assert ask(llm, 8, extra_args={REQUEST_OPTION: 0}) == ask(llm, 8)
+        assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 5
+
+
+AROUND = {
+    "deepseek": {
+        "self_attn.q_b_proj",
+        "self_attn.o_proj",
+        "mlp.shared_experts.gate_up_proj",
+        "mlp.shared_experts.down_proj",
+    },
+    "mixtral": {
+        "self_attn.qkv_proj",
+        "self_attn.o_proj",
+        *(f"self_attn.attn.impl.{part}" for part in ("k_cache", "v_cache", "matmul_qk", "matmul_av", "softmax")),
+    },
+}
+
+
+def _layers_in_fp8(worker: Any) -> list[str]:
+    modules = worker.model_runner.target.model.named_modules()
+    return [name for name, module in modules if isinstance(getattr(module, "quant_method", None), Fp8Linear)]
+
+
 # --- refusals ---
 
 
@@ -143,9 +183,3 @@ def test_files_that_do_not_fit(looping_llama: str, tiny_llama: str, calibrated: 
     path.with_name(path.name + ".json").write_text(whole[: len(whole) // 2])
     with quantizing(serving):
         assert "is truncated" in refusal(looping_llama)
-
-
-@pytest.mark.parametrize("family", ["deepseek", "mixtral"])
-def test_models_that_are_not_served(family: str, tiny: Callable[[str], str], calibrated: Calibrated) -> None:
-    with quantizing(calibrated.measuring("target")):
-        assert "does not serve yet" in refusal(tiny(family))

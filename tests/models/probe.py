@@ -19,7 +19,7 @@ from typing import Any
 from tests.models import vision
 
 RUNS, REFUSED, FAILS, CRASH, TIMEOUT = "runs", "refused", "fails", "crash", "timeout"
-SECONDS = 240
+SECONDS = 900
 # The prompts take 9, in each group of layers: enough that one written at four times its place is outside of the cache.
 NUM_BLOCKS = 28
 KV_BYTES = 48 << 20

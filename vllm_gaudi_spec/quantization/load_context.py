@@ -24,7 +24,7 @@ class LoadContext:
     fp8_range: str | None
     """The card whose e4m3 range is simulated; None for that of the scales."""
     apart: Collection[nn.Module] = ()
-    """Modules shared with another model, which stay as they are."""
+    """Modules that stay as they are: those shared with another model, and latent attention's."""
 
 
 class Measuring(Protocol):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vllm_gaudi_spec.attention.backend import RectangleAttentionImpl
 from vllm_gaudi_spec.attention.operations import OWN
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import DeviceBackend
     from vllm_gaudi_spec.quantization.config import QuantConfig
     from vllm_gaudi_spec.quantization.load_context import Measuring
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +57,36 @@ class Quantization:
         return cls(quant_config, speculative.draft_model_config.model, options.fp8_range, target)
 
     def apply(self, model: nn.Module, backend: DeviceBackend) -> Measuring | None:
+        shared = set() if self.shared_with is None else set(self.shared_with.modules())
+        latent = set(_latent(model))
+        has_experts = any(isinstance(module, MoERunner) for module in model.modules())
+        if left := [what for what, found in (("experts", has_experts), ("latent attention", bool(latent))) if found]:
+            logger.info(
+                "%s: %s of %s stay in the model's dtype.", self.quant_config.option, " and ".join(left), self.model
+            )
         for name, module in model.named_modules():
-            if isinstance(module, RectangleAttentionImpl) and self._takes_any(name):
+            if isinstance(module, RectangleAttentionImpl) and module not in latent and self._takes_any(name):
                 module.make_layer_operations()
-        apart: Collection[nn.Module] = () if self.shared_with is None else set(self.shared_with.modules())
         load_context = LoadContext(
             model=self.model,
             rank=get_tensor_model_parallel_rank(),
             world=get_tensor_model_parallel_world_size(),
             fp8_range=range_on(backend, self.fp8_range),
-            apart=apart,
+            apart=shared | latent,
         )
         return backend.weights.quantize(model, self.quant_config, load_context)
 
     def _takes_any(self, name: str) -> bool:
         return any(self.quant_config.takes(f"{name}.{part}", kind) for part, kind in OWN.items())
+
+
+def _latent(model: nn.Module) -> Iterator[nn.Module]:
+    """Of latent attention, what is neither measured nor quantised, in any file: it keeps one row as key and value, and
+    has absorbed `kv_b_proj`."""
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            yield module.impl
+            yield module.kv_b_proj
 
 
 def range_on(backend: DeviceBackend, requested: str | None) -> str | None:

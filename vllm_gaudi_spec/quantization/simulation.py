@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def modules_of(model: nn.Module, quant_config: QuantConfig, apart: Collection[nn.Module] = ()) -> Iterator[Found]:
-    """The modules of a model that INC would take. `apart`: modules shared with another model."""
+    """The modules of a model that INC would take. `apart`: as `LoadContext`'s."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind in (*_LINEARS, MATMUL, SOFTMAX, CACHE) and quant_config.takes(name, kind) and module not in apart:

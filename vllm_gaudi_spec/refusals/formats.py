@@ -135,11 +135,7 @@ def _quantized_model_refusals(config: QuantConfig, model: ModelConfig, backend: 
         yield f"{config.option} is for a Gaudi, the emulated one, and the CPU, and this is {name}; unset it."
     elif backend.traits.simulates_quantization:
         yield from config.not_simulated()
-    if model.use_mla:
-        yield f"{model.model} has latent attention (MLA), which {config.option} does not serve yet; unset it."
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
         yield f"{model.model} has layers that share KV, which {config.option} does not serve yet; unset it."
-    if model.is_moe:
-        yield f"{model.model} has experts, which {config.option} does not serve yet; unset it."
     if model.quantization is not None:
         yield f"{model.model} has quantized weights ({model.quantization}); unset {config.option}."

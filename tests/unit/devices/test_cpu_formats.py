@@ -27,10 +27,6 @@ def bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float32, torch.bfloat16])
 
 
-def test_int8_has_kernels(tmp_path: Path) -> None:
-    assert configured(checkpoint(tmp_path, dict(COMPRESSED))).model_config.quantization == "compressed-tensors"
-
-
 # Operations that a format needs, and whether this build has them: the one for AVX2 has others than that for AVX-512.
 HAS_4_BITS = hasattr(torch.ops._C, "cpu_gemm_wna16")
 HAS_STATIC_FP8 = bool(torch.ops._C.static_scaled_fp8_quant.default._schema.arguments)
@@ -75,12 +71,18 @@ DYNAMIC_FP8 = compressed("float-quantized", *CT_FP8)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize(
+    ("quantization", "instructions"),
+    [
+        pytest.param(DYNAMIC_FP8, "_is_amx_fp16_supported", id="fp8"),
+        pytest.param(COMPRESSED, "_is_avx512_supported", id="int8"),
+    ],
+)
 def test_slow_kernels_are_for_those_who_ask_for_them(
-    is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: dict[str, Any], instructions: str, is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 by torch, on a CPU without instructions for it."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: is_fast)
-    model = checkpoint(tmp_path, dict(DYNAMIC_FP8))
+    monkeypatch.setattr(torch.cpu, instructions, lambda: is_fast)
+    model = checkpoint(tmp_path, dict(quantization))
     by_default = configured(model, dtype="bfloat16").model_config.quantization
     assert by_default == ("compressed-tensors" if is_fast else DEQUANTIZED)
     native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))

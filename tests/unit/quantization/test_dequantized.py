@@ -32,7 +32,11 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def reference(**options: Any) -> dict[str, Any]:
-    return dict(additional_config=dict(gaudi_spec=dict(weight_kernels="reference"))) | options
+    return kernels("reference") | options
+
+
+def kernels(which: str) -> dict[str, Any]:
+    return dict(additional_config=dict(gaudi_spec=dict(weight_kernels=which)))
 
 
 def test_vllm_takes_the_method(tmp_path: Path) -> None:
@@ -122,9 +126,9 @@ def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path) -> None:
     for scale, reason in (({}, "no weight_scale"), ({"weight_scale": torch.ones(7, 1)}, "scales or zero points of s")):
         save_file(tensors_of({"weight": parts["weight"]} | scale), tmp_path / "model.safetensors")
         with pytest.raises(UnsupportedConfigError, match=f"layer {NAME} has {reason}"):
-            configured(model)
+            configured(model, **kernels("native"))
     save_file(tensors_of(parts), tmp_path / "model.safetensors")
-    assert configured(model).model_config.quantization == "compressed-tensors"
+    assert configured(model, **kernels("native")).model_config.quantization == "compressed-tensors"
 
 
 def test_those_that_fit_are_let_in(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ with AVX-512 has more than the one for AVX2, and no table lists which.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,8 +49,9 @@ def missing_kernel(vllm_config: VllmConfig, model: ModelConfig) -> str | None:
             logger.debug("Layer %s of %s was tried:", name, model.model, exc_info=True)
             reason = str(error).strip().splitlines()
             return f"for which vLLM has no kernel on this CPU ({reason[0] if reason else type(error).__name__})"
-        if torch.ops.aten._scaled_mm in called.operations and not (takes_slow or _multiplies_fp8()):
-            return "for which vLLM has only torch's product of FP8 on this CPU, which is far slower than one in float32"
+        slow = next((_SLOW[name] for name in called.names if name in _SLOW and not _SLOW[name].is_fast()), None)
+        if slow is not None and not takes_slow:
+            return f"for which vLLM has only {slow.name} on this CPU, which is far slower than one in float32"
     return None
 
 
@@ -58,17 +60,37 @@ class _Called(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: set[Any] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.add(operation.overloadpacket)
+        self.names.add(str(operation.overloadpacket))
         return operation(*args, **(kwargs or {}))
 
 
 def _multiplies_fp8() -> bool:
-    """oneDNN has FP8 from these instructions on. Without them a product in FP8 took 10 to 70 times as long as one in
-    float32."""
+    """Torch's `_scaled_mm` (aten/src/ATen/native/Blas.cpp) leaves FP8 to oneDNN on CPUs with AMX, and oneDNN 3.12 has a
+    kernel for it from AMX-FP16 on (`check_isa_with_datatype` in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; AVX10.2,
+    its other condition, is only reached with AMX). Elsewhere both copy the operands: on AVX2 a product took 10 to 70
+    times as long as one in float32."""
     return torch.cpu._is_amx_fp16_supported()
+
+
+def _multiplies_int8() -> bool:
+    """By the same function of oneDNN from AVX-512 on, and on AVX2 with VNNI, for which torch cannot be asked. On AVX2
+    alone a product took 7 to 17 times as long as one in float32 for one row, and 2 to 5 times for 4."""
+    return torch.cpu._is_avx512_supported()
+
+
+class _Product(NamedTuple):
+    name: str
+    is_fast: Callable[[], bool]
+
+
+_SLOW = {
+    "aten._scaled_mm": _Product("torch's product of FP8", _multiplies_fp8),
+    "_C.onednn_scaled_mm": _Product("oneDNN's product of int8", _multiplies_int8),
+}
+"""Operations that every CPU has, and not every CPU instructions for."""
 
 
 def _quantised_layers(folder: Path) -> tuple[str, ...]:

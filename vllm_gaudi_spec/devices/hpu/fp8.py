@@ -98,7 +98,7 @@ class Measured:
 def apply(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measured | None:
     """As `Weights.quantize`."""
     inc = _import(quant_config)
-    with _without_shared(model, quant_config, load_context) as path:
+    with _without_apart(model, quant_config, load_context) as path:
         (inc.prepare if quant_config.measures else inc.convert)(model, inc.FP8Config.from_json_file(path))
     model.to("hpu")
     core = importlib.import_module("habana_frameworks.torch.core")
@@ -124,14 +124,14 @@ def _import(quant_config: QuantConfig) -> Any:
 
 
 @contextmanager
-def _without_shared(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
-    """The user's file, or a copy of it that blocks what belongs to another model."""
-    shared = [name for name, module in model.named_modules() if name and module in load_context.apart]
-    if not shared:
+def _without_apart(model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Iterator[str]:
+    """The user's file, or a copy of it that blocks what stays as it is."""
+    apart = [name for name, module in model.named_modules() if name and module in load_context.apart]
+    if not apart:
         yield quant_config.path
         return
     blocked = {
-        "names": [*quant_config.blocked_names, *(f"^{re.escape(name)}$" for name in shared)],
+        "names": [*quant_config.blocked_names, *(f"^{re.escape(name)}$" for name in apart)],
         "types": list(quant_config.blocked_types),
     }
     rest = {name: value for name, value in quant_config.fields.items() if name != "blacklist"}
