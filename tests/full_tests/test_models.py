@@ -16,7 +16,7 @@ SERVED = (
     "qwen2",
     "qwen3",
     "qwen3-moe",
-    "qwen3-next",
+    "granite4-hybrid",
     "mistral",
     "gemma3",
     "gemma4-shared-kv",

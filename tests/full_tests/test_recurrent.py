@@ -9,14 +9,17 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.full_tests import drafters
+from tests.full_tests import drafters, tiny_models
 from tests.full_tests.engines import counter, engine, first_tokens, generate, preemptions
 from tests.full_tests.speculation import accepted, custom, ngram, speculating
 from tests.full_tests.workload import Answer, Request, check_same, mixed_requests, run_together
 from tests.models import checkpoints
 from tests.models.run import CASES
+from vllm_gaudi_spec.recurrent import table
 
 CASE = "qwen3-next"
+"""Its layers have a state and a convolution."""
+OTHERS = ("granite4-hybrid", "falcon-h1", "nemotron-h")
 SIZES: dict[str, Any] = dict(max_num_seqs=8)
 # Prompts come in several chunks, and there is room for two of the longest requests.
 BUSY: dict[str, Any] = SIZES | dict(max_num_batched_tokens=64, block_size=32, num_gpu_blocks_override=17)
@@ -24,19 +27,29 @@ BUSY: dict[str, Any] = SIZES | dict(max_num_batched_tokens=64, block_size=32, nu
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    return mixed_requests(32)
+    return mixed_requests(16)
+
+
+class Models:
+    """Checkpoints, and what they answer without drafts."""
+
+    def __init__(self, folder: Path, requests: list[Request]) -> None:
+        self._folder, self._requests = folder, requests
+        self._plain: dict[str, list[list[Answer]]] = {}
+
+    def path(self, case: str) -> str:
+        return str(checkpoints.make(case, CASES[case], self._folder))
+
+    def plain(self, case: str) -> list[list[Answer]]:
+        if case not in self._plain:
+            with engine(self.path(case), **SIZES) as llm:
+                self._plain[case] = run_together(llm, self._requests)
+        return self._plain[case]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(checkpoints.make(CASE, CASES[CASE], tmp_path_factory.mktemp("recurrent")))
-
-
-@pytest.fixture(scope="module")
-def plain(model: str, requests: list[Request]) -> list[list[Answer]]:
-    """What it answers without drafts."""
-    with engine(model, **SIZES) as llm:
-        return run_together(llm, requests)
+def models(tmp_path_factory: pytest.TempPathFactory, requests: list[Request]) -> Models:
+    return Models(tmp_path_factory.mktemp("recurrent"), requests)
 
 
 def nearly_right(requests: list[Request], answers: list[list[Answer]]) -> drafters.Write:
@@ -58,9 +71,26 @@ def size_of(states: Any) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-@pytest.mark.parametrize("num_drafts", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 5))])
-def test_drafts_change_nothing(num_drafts: int, model: str, plain: list[list[Answer]], requests: list[Request]) -> None:
+def sizes_are_as_reckoned(runner: Any, num_drafts: int) -> None:
+    """By `gaudi-spec doctor`, which builds no layer."""
+    taken, config = sum(runner.bytes_beside_kv().values()), runner.vllm_config
+    assert taken == sum(map(size_of, runner.target.states.by_layer.values()))
+    assert taken == table.state_bytes(config, SIZES["max_num_seqs"] + 1, table.num_pending(num_drafts))
+    num_layers = table.num_layers_with_kv(config.model_config, config.parallel_config)
+    assert num_layers == len(runner.target.kv_cache_spec())
+
+
+@pytest.mark.parametrize(
+    ("case", "num_drafts"),
+    [
+        (CASE, 3),
+        *(pytest.param(CASE, count, marks=pytest.mark.slow) for count in (1, 5)),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in OTHERS),
+    ],
+)
+def test_drafts_change_nothing(case: str, num_drafts: int, models: Models, requests: list[Request]) -> None:
     """In chunks, preempted, and with every number of drafts accepted; and greedy texts are those of transformers."""
+    model, plain = models.path(case), models.plain(case)
     reference = json.loads((Path(model) / checkpoints.REFERENCE).read_text())
     greedy = SamplingParams(temperature=0, max_tokens=checkpoints.NUM_TOKENS, ignore_eos=True)
     known = [*requests, *(Request("greedy", prompt, greedy) for prompt in reference["prompts"])]
@@ -73,14 +103,25 @@ def test_drafts_change_nothing(num_drafts: int, model: str, plain: list[list[Ans
         assert 0.2 * verified < accepted(llm) < verified
         assert preemptions(llm) > 0
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        assert sum(runner.bytes_beside_kv().values()) == sum(map(size_of, runner.target.states.by_layer.values()))
+        sizes_are_as_reckoned(runner, num_drafts)
         assert counter(llm, "vllm:prefix_cache_queries") == 0, "states are not cached by prefix"
 
 
 @pytest.mark.slow
-def test_drafts_on_the_device_overlapping(model: str, plain: list[list[Answer]], requests: list[Request]) -> None:
+def test_drafts_on_the_device_overlapping(models: Models, requests: list[Request]) -> None:
     """How many drafts were accepted is known on the device alone when the next step is prepared."""
-    config = dict(ngram(3, lookup=(1, 3)), method="ngram_gpu")
-    with speculating(model, config, async_scheduling=True, **BUSY) as llm:
+    plain, config = models.plain(CASE), dict(ngram(3, lookup=(1, 3)), method="ngram_gpu")
+    with speculating(models.path(CASE), config, async_scheduling=True, **BUSY) as llm:
         check_same(requests, run_together(llm, requests), plain)
         assert counter(llm, "vllm:spec_decode_num_draft_tokens") > 100
+
+
+def test_its_own_layer_drafts(tmp_path: Path, requests: list[Request]) -> None:
+    """MTP: a layer with attention alone, which reads the hidden states of a target that has states."""
+    with_layer, some = tiny_models.save_qwen3_next_with_mtp(tmp_path), requests[:8]
+    with engine(with_layer, **SIZES) as llm:
+        plain = run_together(llm, some)
+    with speculating(with_layer, dict(method="mtp", num_speculative_tokens=3), **BUSY) as llm:
+        check_same(some, run_together(llm, some), plain)
+        assert 0 < accepted(llm) < counter(llm, "vllm:spec_decode_num_draft_tokens")
+        assert preemptions(llm) > 0

@@ -37,6 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 BOS, EOS = "<s>", "</s>"
@@ -258,6 +260,42 @@ def save_deepseek_with_mtp(folder: Path, seed: int = 0) -> str:
         f"{prefix}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def qwen3_next(**overrides: Any) -> PreTrainedModel:
+    """The last layer is for `save_qwen3_next_with_mtp`."""
+    shape = dict(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "full_attention"],
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**common(**(shape | overrides))))
+
+
+def save_qwen3_next_with_mtp(folder: Path, seed: int = 0) -> str:
+    """A Qwen3-Next checkpoint with a layer that predicts one token more, as Qwen names it. It is often right."""
+    save(partial(looping_with_experts, qwen3_next), folder, seed=seed)
+    described = json.loads((folder / "config.json").read_text())
+    described["num_hidden_layers"] -= 1
+    described["layer_types"].pop()
+    (folder / "config.json").write_text(json.dumps(described))
+    last, hidden = f"model.layers.{described['num_hidden_layers']}.", described["hidden_size"]
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace(last, "mtp.layers.0."): weight for name, weight in weights.items()}
+    # Its norms multiply by 1 + weight.
+    names = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    weights |= {f"mtp.{name}.weight": 0.1 * torch.randn(hidden) for name in names}
+    weights["mtp.fc.weight"] = torch.cat((6 * torch.eye(hidden), 0.1 * torch.randn(hidden, hidden)), dim=1)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 

@@ -724,16 +724,25 @@ STATEFUL: dict[str, Recipe] = {
             use_mamba_kernels=False,
             use_mem_rope=True,
             head_dim=None,
+            tie_word_embeddings=True,
         ),
     ),
     "lfm2": Recipe(
         architecture="Lfm2ForCausalLM",
-        config=shape(layer_types=["conv", "full_attention"], head_dim=None, block_multiple_of=64),
-        published=dict(conv_dim=128, conv_dim_out=128),
+        config=shape(
+            layer_types=["conv", "full_attention"], head_dim=None, block_multiple_of=64, tie_word_embeddings=True
+        ),
+        published=dict(conv_dim=128, conv_dim_out=128, block_dim=128),
     ),
     "lfm2-moe": Recipe(
         architecture="Lfm2MoeForCausalLM",
-        config=shape(**EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1, head_dim=None),
+        config=shape(
+            **EXPERTS,
+            layer_types=["conv", "full_attention"],
+            num_dense_layers=1,
+            head_dim=None,
+            tie_word_embeddings=True,
+        ),
         published=dict(conv_dim=128),
     ),
     "olmo-hybrid": Recipe(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.runner.model import LoadedModel
 
 NO_ROOM_FOR_KV = (
-    "drafting leaves no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
+    "drafting or recurrent states leave no memory for the KV cache; lower --max-num-seqs, num_speculative_tokens in "
     "--speculative-config or universal_kv_len in additional_config.gaudi_spec."
 )
 _FLOAT32_BYTES = 4

@@ -59,7 +59,7 @@ def _heads(tensor: torch.Tensor, groups: int, num_heads: int) -> torch.Tensor:
 # The class of vLLM's registry is the one whose name its models call.
 @QwenGatedDeltaNetAttention.register_oot
 class GatedDeltaNet(RecurrentLayer, QwenGatedDeltaNetAttention):
-    """Qwen3-Next."""
+    """Of Qwen3-Next, and of the text of Qwen3.5."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()
@@ -110,7 +110,7 @@ def _normed(tensor: torch.Tensor) -> torch.Tensor:
 
 @MambaMixer2.register_oot
 class Mamba2(RecurrentLayer, MambaMixer2):
-    """Of Granite 4, Nemotron-H and Falcon-H1, which are refused until they are compared as a whole."""
+    """Of Granite 4, Nemotron-H and Falcon-H1."""
 
     def layer_shape(self) -> LayerShape:
         dtypes = self.get_state_dtype()

@@ -45,9 +45,9 @@ def scan(
     missing = -num_queries % length
 
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
-        """[B, N, H, L, ...]"""
+        """[B, N, H, L, ...]. A copy: of what is made of a transposed tensor a compiler may take wrong strides."""
         padded = F.pad(tensor, (*[0, 0] * (tensor.dim() - 2), 0, missing)) if missing else tensor
-        return padded.unflatten(1, (-1, length)).transpose(2, 3)
+        return padded.unflatten(1, (-1, length)).transpose(2, 3).contiguous()
 
     query, key, value = chunked(query_BQHK), chunked(key_BQHK), chunked(value_BQHV)
     # Decay since the chunk began, and between two of its positions.

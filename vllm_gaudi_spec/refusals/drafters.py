@@ -82,9 +82,11 @@ def _head_refusals(spec_config: SpeculativeConfig) -> Iterator[str]:
     method = METHODS[spec_config.method]
     if spec_config.use_gemma4_mtp() or spec_config.use_step3p5_mtp():
         yield f"The MTP layers of {target.model} are not supported yet; use another method in --speculative-config."
-    if method.in_target and getattr(config, "n_predict", 1) != 1:
+    num_layers = getattr(config, "n_predict", None)
+    # vLLM makes one layer for checkpoints that name no number, as Qwen3-Next's.
+    if method.in_target and num_layers not in (1, None):
         yield (
-            f"{target.model} has {config.n_predict} MTP layers, and only one, run again for each draft, is supported; "
+            f"{target.model} has {num_layers} MTP layers, and only one, run again for each draft, is supported; "
             "use another method in --speculative-config."
         )
     if spec_config.method == MEDUSA:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
+from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -42,10 +43,10 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} has no attention, which steps are planned by; use a model that has some."
     if model.is_hybrid and model.runner_type == "draft":
         yield f"Drafter {model.model} keeps recurrent state, which only targets may; use one with attention only."
-    if model.is_hybrid and not any(name in RECURRENT_ARCHITECTURES for name in model.architectures):
+    if model.is_hybrid and not any(name in RECURRENT for name in model.architectures):
         yield (
             f"{model.model} keeps recurrent state of a kind that is not supported yet ({model.architecture}); use a "
-            "model with attention only, or Qwen3-Next."
+            f"model with attention only, or one of {', '.join(RECURRENT)}."
         )
     if _has_other_slopes(model):
         yield (
@@ -59,10 +60,6 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} is an encoder-decoder model; use a decoder-only one."
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
-
-
-RECURRENT_ARCHITECTURES = ("Qwen3NextForCausalLM",)
-"""Of models with recurrent layers, those that were held against transformers as a whole."""
 
 
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:

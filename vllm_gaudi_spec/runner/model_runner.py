@@ -18,6 +18,7 @@ from vllm_gaudi_spec.drafting.models import kv_beside_target, load_drafter
 from vllm_gaudi_spec.lora.adapters import Adapters
 from vllm_gaudi_spec.quantization.models import Quantization
 from vllm_gaudi_spec.records import DECODE, Batch, Planned, Request, Rows, SampleShape, StepResult
+from vllm_gaudi_spec.recurrent.table import num_pending, states_of
 from vllm_gaudi_spec.runner.batch import build_inputs, locate, make_batch, make_sample_batch, plan_batches
 from vllm_gaudi_spec.runner.data_parallel import DataParallelLockstep
 from vllm_gaudi_spec.runner.graphs import (
@@ -92,18 +93,13 @@ class ModelRunner:
     def bytes_beside_kv(self) -> dict[str, int]:
         """Memory that is taken besides weights and the KV cache, by purpose."""
         speculation, taken = self.speculation, {}
-        if num_bytes := self.target.state_bytes(self.max_rows + 1, self._num_pending):
-            taken[f"recurrent states of {self.max_rows} requests (--max-num-seqs)"] = num_bytes
+        if num_bytes := self.target.state_bytes(self.max_rows + 1, num_pending(self.num_drafts)):
+            taken[states_of(self.max_rows)] = num_bytes
         if self.drafter is None or speculation is None:
             return taken
         kv_region_block = block_of(self.drafter.kv_cache_spec()) if speculation.retokenizes else None
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         return taken | drafting_bytes(speculation, self.max_rows, vocab_size, kv_region_block)
-
-    @property
-    def _num_pending(self) -> int:
-        """The most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
-        return 1 + self.num_drafts if self.num_drafts else 0
 
     def kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.target.kv_cache_spec() | kv_beside_target(self.speculation, self.drafter)
@@ -128,7 +124,7 @@ class ModelRunner:
             num_blocks=profiled_blocks or self.kv_cache.num_blocks,
         )
         self.target.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
-        self.target.make_states(self.max_rows + 1, self._num_pending, device)
+        self.target.make_states(self.max_rows + 1, num_pending(self.num_drafts), device)
         if self.drafter is not None and not self._has_kv_region:
             self.drafter.bind_kv(self.kv_cache.by_layer, self.kv_cache.layer_groups)
         self.requests = Requests(

@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "refusals": {
         *("devices.base", "config", "environment", "drafting.table", "quantization.checkpoint", "quantization.config"),
         *("quantization.dequantized", "quantization.fingerprint", "quantization.formats", "quantization.kv_scheme"),
-        *("refusals", "sampling.rules.table"),
+        *("recurrent.table", "refusals", "sampling.rules.table"),
     },
     "compat": {"compat", "config", "drafting.table", "environment", "sampling.rules.table", "scheduling", "versions"},
     "quantization": {
@@ -115,6 +115,7 @@ MAY_IMPORT = {
         *("devices", "config", "environment", "integrations", "platforms"),
         "drafting.universal",
         *("quantization.config", "quantization.fingerprint", "refusals", "drafting.memory", "versions"),
+        "recurrent.table",
     },
     "tools.cli": {
         *("tools.cli", "tools.compare", "tools.demo_model", "tools.doctor", "tools.estimate", "tools.io", "tools.live"),

@@ -2,102 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from vllm_gaudi_spec.recurrent.scans import scan
+from tests.support.recurrence import (
+    CHANNELS,
+    GATED_DELTA,
+    GATES,
+    HEADS,
+    KEY,
+    KINDS,
+    MAMBA_2,
+    PAD_ROW,
+    ROWS,
+    TAPS,
+    VALUE,
+    Layer,
+    part,
+    sequential,
+)
 from vllm_gaudi_spec.recurrent.states import LayerShape, RecurrentStates
-
-TAPS, HEADS, KEY, VALUE, ROWS = 4, 2, 4, 3, 3
-PAD_ROW = ROWS
-CHANNELS, GATES = HEADS * (2 * KEY + VALUE), 2 * HEADS
-GATED_DELTA, MAMBA_2, CONVOLUTION = "gated delta net", "Mamba 2", "short convolution"
-KINDS = [GATED_DELTA, MAMBA_2, CONVOLUTION]
-
-
-def recur(
-    kind: str, convolved: torch.Tensor, gates: torch.Tensor, is_real: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    convolved = torch.where(is_real[..., None], F.silu(convolved), 0.0)
-    query, key, value = (
-        part.unflatten(-1, (HEADS, -1)) for part in convolved.split([HEADS * KEY, HEADS * KEY, HEADS * VALUE], -1)
-    )
-    one, other = torch.where(is_real[..., None], gates.sigmoid(), 0.0).chunk(2, -1)
-    if kind == MAMBA_2:
-        return scan(query, key, value * one[..., None], -one, state)
-    return scan(query, F.normalize(key, dim=-1), value, -one, state, other)
-
-
-class Layer:
-    """One layer's states, and texts that it reads."""
-
-    def __init__(self, kind: str, num_drafts: int) -> None:
-        torch.manual_seed(0)
-        has_state = kind != CONVOLUTION
-        self.num_pending = num_drafts + 1 if num_drafts else 0
-        shape = LayerShape(
-            num_channels=CHANNELS,
-            num_taps=TAPS,
-            num_gates=GATES if has_state else 0,
-            state=(HEADS, KEY, VALUE) if has_state else (),
-            dtype=torch.float32,
-            state_dtype=torch.float32,
-        )
-        self.num_gates = shape.num_gates
-        self.states = RecurrentStates(
-            [("layer", shape)], num_rows=ROWS + 1, num_pending=self.num_pending, device=torch.device("cpu")
-        )
-        self.layer = self.states.by_layer["layer"]
-        self.weight, self.bias = torch.randn(CHANNELS, TAPS), torch.randn(CHANNELS)
-        self.recurrence = partial(recur, kind)
-
-    def text(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer gets of so many tokens: inputs and gates."""
-        return torch.randn(length, CHANNELS), torch.randn(length, self.num_gates)
-
-    def read(
-        self,
-        rows: list[int],
-        starts: list[int],
-        texts: list[tuple[torch.Tensor, torch.Tensor]],
-        num_queries: int,
-        *,
-        is_prompt: bool = False,
-    ) -> torch.Tensor:
-        """A forward; what a row has fewer than `num_queries` is padding, full of noise."""
-        inputs, gates = (
-            torch.randn(len(rows), num_queries, CHANNELS),
-            torch.randn(len(rows), num_queries, self.num_gates),
-        )
-        for row, (some, others) in enumerate(texts):
-            inputs[row, : len(some)], gates[row, : len(some)] = some, others
-        lengths = torch.tensor([len(some) for some, _ in texts], dtype=torch.int32)
-        call = self.states.call(
-            torch.tensor(rows), torch.tensor(starts, dtype=torch.int32), lengths, num_queries, is_prompt=is_prompt
-        )
-        out = self.layer.follow(call, inputs, gates, self.weight, self.bias, self.recurrence)
-        self.states.advance(call)
-        return out
-
-    def kept(self, row: int) -> list[torch.Tensor]:
-        """The state, and the inputs before its position."""
-        inputs = self.layer.inputs_RWC[row, : TAPS - 1].clone()
-        return [inputs] if self.layer.state is None else [inputs, self.layer.state[row].clone()]
-
-
-def part(text: tuple[torch.Tensor, torch.Tensor], begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return text[0][begin:end], text[1][begin:end]
-
-
-def sequential(kind: str, text: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Outputs of each token, and what is kept after the last."""
-    one = Layer(kind, num_drafts=0)
-    outs = [one.read([0], [at], [part(text, at, at + 1)], 1)[0] for at in range(len(text[0]))]
-    return torch.cat(outs), one.kept(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

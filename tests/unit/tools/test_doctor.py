@@ -189,7 +189,7 @@ def test_drafting_that_leaves_no_memory(monkeypatch: pytest.MonkeyPatch, capsys:
     assert status == 1
     problem = only_problem(found)
     assert problem["about"] == "memory"
-    assert "drafting leaves no memory for the KV cache" in problem["text"]
+    assert "drafting or recurrent states leave no memory for the KV cache" in problem["text"]
     assert "lower --max-num-seqs" in problem["remedy"]
 
 
@@ -229,6 +229,34 @@ def test_of_two_forms_of_the_same_weights_one_counts(tmp_path: Path) -> None:
     config, form = _configure({"model": TARGET, "dtype": "float32"}), torch.float32
     alone, both = (SimpleNamespace(model=str(folder), dtype=form) for folder in (TARGET, tmp_path))
     assert _weights(config, both) == _weights(config, alone) > 0  # type: ignore[arg-type]
+
+
+def test_a_hybrid_has_kv_in_some_layers_and_states_in_the_others(tmp_path: Path) -> None:
+    from transformers import Qwen3NextConfig
+
+    from vllm_gaudi_spec.config import Speculation
+    from vllm_gaudi_spec.tools.doctor.pair import _configure, _kv_bytes, _states
+
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=16)
+    Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"],
+        **heads,
+        linear_conv_kernel_dim=4,
+        num_hidden_layers=4,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    ).save_pretrained(tmp_path)
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
+    for config, num_pending in ((None, 0), (drafts, 4)):
+        made = _configure({"model": str(tmp_path), "dtype": "float32", "max_num_seqs": 4, "speculative_config": config})
+        assert _kv_bytes(made.model_config, made) == 2 * 2 * 32 * 4, "of one layer"
+        channels, state = 2 * 4 * 16 + 8 * 16, 8 * 16 * 16
+        numbers = (3 + num_pending) * channels + num_pending * 2 * 8 + state
+        expected = {"recurrent states of 4 requests (--max-num-seqs)": 5 * 3 * 4 * numbers}
+        assert _states(made, Speculation.from_vllm(made)) == expected
 
 
 def test_batches_are_those_of_the_server() -> None:

@@ -24,6 +24,7 @@ from vllm_gaudi_spec.drafting.universal.pairs import ENOUGH, Pair, same_tokens
 from vllm_gaudi_spec.environment import cache_folder
 from vllm_gaudi_spec.quantization.config import cpu_weights_of
 from vllm_gaudi_spec.quantization.fingerprint import folder_of
+from vllm_gaudi_spec.recurrent.table import num_layers_with_kv, num_pending, state_bytes, states_of
 from vllm_gaudi_spec.refusals import weight_files
 from vllm_gaudi_spec.tools.doctor.findings import NOTE, OK, PROBLEM, WARNING, Finding
 from vllm_gaudi_spec.tools.estimate.outline import tensor_sizes
@@ -140,16 +141,17 @@ def _memory(vllm_config: VllmConfig, speculation: Speculation | None) -> Iterato
         yield Finding(NOTE, "memory", text)
         return
     weights, drafting = sum(sizes.values()), _drafting(vllm_config, speculation, drafter)
-    parts = {"weights": weights, **drafting}
+    beside = drafting | _states(vllm_config, speculation)
+    parts = {"weights": weights, **beside}
     a_token = _kv_bytes(model, vllm_config)
     if drafter is not None and speculation is not None and not speculation.retokenizes:
         a_token += _kv_bytes(drafter, vllm_config)
     text = ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
-    cache = _room_for_kv(vllm_config, weights, sum(drafting.values()))
+    cache = _room_for_kv(vllm_config, weights, sum(beside.values()))
     if cache is None:
         yield Finding(NOTE, "memory", f"{text}, and {a_token / 1024:.0f} KiB of KV a token, of what the card has")
         return
-    if cache <= 0 < sum(drafting.values()):
+    if cache <= 0 < sum(beside.values()):
         yield Finding.refusal("memory", f"{text}: {NO_ROOM_FOR_KV}")
         return
     tokens = max(cache, 0) // a_token
@@ -195,12 +197,20 @@ def _drafting(vllm_config: VllmConfig, speculation: Speculation | None, drafter:
     return drafting_bytes(speculation, rows, vocabulary, kv_region_block)
 
 
+def _states(vllm_config: VllmConfig, speculation: Speculation | None) -> dict[str, int]:
+    """What recurrent layers keep of requests."""
+    rows = vllm_config.scheduler_config.max_num_seqs
+    num_bytes = state_bytes(vllm_config, rows + 1, num_pending(speculation.num_drafts if speculation else 0))
+    return {states_of(rows): num_bytes} if num_bytes else {}
+
+
 def _kv_bytes(model: ModelConfig, vllm_config: VllmConfig) -> int:
-    """Of one token in all layers, on one rank. Latent attention keeps one vector where others keep keys and values."""
+    """Of one token in all layers with attention, on one rank. Latent attention keeps one vector where others keep keys
+    and values."""
     parallel = vllm_config.parallel_config
     vectors = model.get_num_kv_heads(parallel) * (1 if model.use_mla else 2)
     width = 1 if vllm_config.cache_config.cache_dtype == FP8_KV else model.dtype.itemsize
-    return int(model.get_num_layers(parallel) * vectors * model.get_head_size() * width)
+    return int(num_layers_with_kv(model, parallel) * vectors * model.get_head_size() * width)
 
 
 def _room_for_kv(vllm_config: VllmConfig, weights: int, drafting: int) -> int | None:

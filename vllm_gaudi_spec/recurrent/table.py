@@ -1,0 +1,85 @@
+"""Architectures with recurrent layers that are served, and what is known of their layers before they are built."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_spec.recurrent.states import LayerShape
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+_DELTA_NET, _MAMBA_2 = 2, 1
+"""How many numbers gate a token, in each head of the state."""
+SERVED = {
+    "Qwen3NextForCausalLM": _DELTA_NET,
+    "Qwen3_5ForCausalLM": _DELTA_NET,
+    "Qwen3_5MoeForCausalLM": _DELTA_NET,
+    "FalconH1ForCausalLM": _MAMBA_2,
+    "GraniteMoeHybridForCausalLM": _MAMBA_2,
+    "NemotronHForCausalLM": _MAMBA_2,
+}
+"""Those that were held against transformers as a whole."""
+
+# Types of layers, as configurations name them. A hybrid one has both.
+_WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
+_WITH_KV = ("full_attention", "attention", "hybrid")
+
+
+def num_pending(num_drafts: int) -> int:
+    """The most tokens of a row that a step leaves to the next one, which knows how many were accepted."""
+    return 1 + num_drafts if num_drafts else 0
+
+
+def states_of(num_rows: int) -> str:
+    """A name for their memory."""
+    return f"recurrent states of {num_rows} requests (--max-num-seqs)"
+
+
+def num_layers_with_kv(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """On one rank."""
+    if model.is_hybrid:
+        return _count(model, parallel, _WITH_KV)
+    # vLLM counts none where a checkpoint has an MTP layer and names no number of them.
+    return max(int(model.get_num_layers(parallel)), 1)
+
+
+def state_bytes(vllm_config: VllmConfig, num_rows: int, num_pending: int) -> int:
+    """What a target's layers keep of so many requests, on one rank; 0 for targets without recurrent layers."""
+    model = vllm_config.model_config
+    if not model.is_hybrid:
+        return 0
+    num_layers = _count(model, vllm_config.parallel_config, _WITH_STATE)
+    return num_rows * num_layers * _layer_shape(vllm_config).num_bytes(num_pending)
+
+
+def _count(model: ModelConfig, parallel: ParallelConfig, kinds: tuple[str, ...]) -> int:
+    config = model.hf_text_config
+    types = getattr(config, "layers_block_type", None) or config.layer_types
+    start, end = model.get_layers_start_end_indices(parallel)
+    return sum(kind in kinds for kind in types[start:end])
+
+
+def _layer_shape(vllm_config: VllmConfig) -> LayerShape:
+    """From what vLLM's class would keep, which with drafts has more inputs of the convolution."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.model_executor.models import ModelRegistry
+
+    model = vllm_config.model_config
+    made_by: Any
+    made_by, architecture = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
+    without_drafts = copy(vllm_config)
+    without_drafts.speculative_config = None
+    inputs, *states = made_by.get_mamba_state_shape_from_config(without_drafts)
+    dtypes = made_by.get_mamba_state_dtype_from_config(vllm_config)
+    num_channels, num_before = inputs if is_conv_state_dim_first() else reversed(inputs)
+    state = tuple(states[0]) if states else ()
+    return LayerShape(
+        num_channels=num_channels,
+        num_taps=num_before + 1,
+        num_gates=SERVED[architecture] * (state[0] if state else 0),
+        state=state,
+        dtype=dtypes[0],
+        state_dtype=dtypes[-1],
+    )
