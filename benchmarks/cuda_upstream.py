@@ -5,8 +5,8 @@ python benchmarks/cuda_upstream.py --size tiny --batches 1 4 --prompts 32    # a
 
 Engines live side by side, each in a process of its own, and take turns. Upstream's are its newer model runner and its
 older one; without its compiled kernels (docs/performance.md says how they are brought) this platform runs alone, and
-the table says so. Methods with weights (n-gram, EAGLE, universal drafting) use the demo model; `no speculation` and
-`draft_model` models of the given shape with random weights, whose drafts are accepted at a given rate.
+the table says so. Models have the given shape and random weights, and their drafts are accepted at a given rate; with
+`--size demo` they are the demo model and its drafters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,6 @@ import dummy
 import speculation_common as shared
 import upstream
 from common import QUIET
-from end_to_end import DRAFTERS, rates_of
 from turns import Engine, interval, ratio, side_by_side, take
 
 from vllm_gaudi_spec.tools.io.command_line import Parser
@@ -38,19 +38,25 @@ ENGINES = {
     "upstream, older": {**_UPSTREAM, "VLLM_USE_V2_MODEL_RUNNER": "0"},
 }
 KERNELS = "vllm._C_stable_libtorch"
-OF_SHAPE = ("no speculation", "draft_model")
-WITH_WEIGHTS = ("ngram", "eagle", "heterogeneous")
-SAMPLING = {"greedy": (0.0, 1.0), "T 0.7, top-p 0.9": (0.7, 0.9)}
+METHODS = ("no speculation", "draft_model", "ngram", "eagle", "heterogeneous", "mtp")
+DEMO = "demo"
+FEWER_WORDS = 32000
+"""Vocabulary of a drafter with another one than the target's: a part of its words, under other ids."""
+SAMPLING = {"greedy": (0.0, 1.0), "sampled": (0.7, 0.9)}
+"""Temperature and top-p."""
 FIRST = 16
 """Tokens of the turns whose whole time is reported as that of prompts."""
 
 
 def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=DRAFTERS, default="8b", help="size of models with random weights")
-    methods = [*OF_SHAPE, *WITH_WEIGHTS]
+    sizes = [*dummy.DRAFTERS, DEMO]
+    parser.add_argument("--size", choices=sizes, default="8b", help="size of models with random weights, or the demo")
     parser.add_argument(
-        "--methods", nargs="+", choices=methods, default=methods, metavar="METHOD", help=f"of {', '.join(methods)}"
+        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}"
+    )
+    parser.add_argument(
+        "--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING), metavar="S", help="greedy, sampled or both"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64], metavar="B", help="batch sizes")
     parser.add_argument(
@@ -74,50 +80,81 @@ def engines_here() -> dict[str, dict[str, str]]:
 def measure(method: str, prompt: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, side_by_side() as engines:
         model, settings = configure(method, prompt, options, Path(folder))
-        absent = {}
-        for name, environment in engines_here().items():
-            common.log(f"{method}, prompts of {prompt}: starting {name} ...")
+        common.log(f"{method}, prompts of {prompt}: starting {', '.join(engines_here())} ...")
+
+        def start(name: str) -> Engine | str:
             log = f"cuda_upstream-{method}-{prompt}-{name}".replace(" ", "-").replace(",", "")
+            # What upstream compiles is kept by engine: they start together.
+            environment = QUIET | engines_here()[name] | {"VLLM_CACHE_ROOT": str(common.LOGS / f"cache-{name}")}
             try:
-                engines[name] = Engine(log, model, {**QUIET, **environment}, prompt, **settings)
+                return Engine(log, model, environment, prompt, **settings)
             except RuntimeError as error:
-                if name == "ours":
-                    raise
-                # Not every method is in both of upstream's runners.
-                absent[name] = str(error)
-                common.log(f"{name} does not start: {error}")
-                continue
-            common.check_platform(name.partition(",")[0], engines[name].platform)
-        cells = [measure_cell(engines, batch, sampling, options) for batch in options.batches for sampling in SAMPLING]
-    return {"method": method, "prompt": prompt, "cells": cells, "absent": absent}
+                return str(error)
+
+        with ThreadPoolExecutor() as pool:
+            started = dict(zip(engines_here(), pool.map(start, engines_here()), strict=True))
+        absent = {name: engine for name, engine in started.items() if isinstance(engine, str)}
+        engines.update((name, engine) for name, engine in started.items() if isinstance(engine, Engine))
+        for name, reason in absent.items():
+            # Not every method is in both of upstream's runners.
+            common.log(f"{name} does not start: {reason}")
+        if "ours" in absent:
+            raise RuntimeError(absent["ours"])
+        for name, engine in engines.items():
+            common.check_platform(name.partition(",")[0], engine.platform)
+            common.log(f"   {name}: started in {engine.startup_s:.0f} s")
+        cells = [measure_cell(engines, batch, name, options) for batch in options.batches for name in options.sampling]
+        lengths = {name: upstream.tokens_a_step(engine) for name, engine in engines.items()}
+        startup = {name: engine.startup_s for name, engine in engines.items()}
+    row = {"method": method, "prompt": prompt, "cells": cells, "absent": absent}
+    return row | {"tokens_a_step": lengths, "startup_s": startup}
 
 
 def configure(method: str, prompt: int, options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
     """A model, and the options of every engine."""
     length = prompt + options.tokens + options.drafts + 1
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": max(options.batches)}
-    config, room = None, max(options.batches) * (length + 128)
-    if method in OF_SHAPE:
-        dtype, sizes = dummy.DTYPES[options.size], (options.size, DRAFTERS[options.size])
-        model = dummy.write_model(folder, options.size)
-        settings |= dict(load_format="dummy", dtype=dtype)
-        num_bytes = sum(dummy.kv_bytes(dummy.SIZES[size], dtype) for size in sizes) * room
-        if method == "draft_model":
-            config = {
-                "method": method,
-                "model": dummy.write_model(folder, DRAFTERS[options.size]),
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_rates": rates_of(options.rate, options.drafts),
-            }
-    else:
+    if options.size == DEMO:
+        if method not in upstream.METHODS:
+            raise RuntimeError(f"the demo model has no weights for {method}: leave --size {DEMO}, or name --methods")
         from vllm_gaudi_spec.tools.demo_model import demo_model_path
 
         model, config = demo_model_path(), upstream.METHODS[method]
-        num_bytes = 2 * common.kv_bytes_per_token(common.model_folder(model), 4) * room
+        per_token = 2 * common.kv_bytes_per_token(common.model_folder(model), 4)
+    else:
+        dtype, sizes = dummy.DTYPES[options.size], (options.size, dummy.DRAFTERS[options.size])
+        model, config = of_shape(method, *sizes, folder)
+        settings |= dict(load_format="dummy", dtype=dtype)
+        per_token = sum(dummy.kv_bytes(dummy.SIZES[size], dtype) for size in sizes)
+        if config is not None:
+            rates = dummy.rates_of(options.rate, options.drafts)
+            config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if config is not None:
         settings["speculative_config"] = {**config, "num_speculative_tokens": options.drafts}
     # Several engines share the card: each takes what this run can fill, and looks for no more.
-    return model, settings | dict(kv_cache_memory_bytes=int(1.2 * num_bytes), gpu_memory_utilization=0.3)
+    num_bytes = int(1.1 * per_token * max(options.batches) * (length + 128))
+    return model, settings | dict(kv_cache_memory_bytes=num_bytes, gpu_memory_utilization=0.25)
+
+
+def of_shape(method: str, size: str, drafter: str, folder: Path) -> tuple[str, dict[str, Any] | None]:
+    """A target with random weights, and what drafts for it."""
+    if method == "mtp":
+        mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+        return dummy.write_model(folder, size, **mimo), {"method": "mtp"}
+    if method == "heterogeneous":
+        many = dummy.SIZES[size]["vocab_size"]
+        few = min(FEWER_WORDS, many // 2)
+        words = [f"w{number}" for number in range(3, many)]
+        draft = dummy.write_model(folder, drafter, words[few - 4 :: -1], vocab_size=few)
+        config = {"method": "draft_model", "model": draft, "use_heterogeneous_vocab": True}
+        return dummy.write_model(folder, size, words), config
+    target = dummy.write_model(folder, size)
+    if method == "draft_model":
+        return target, {"method": method, "model": dummy.write_model(folder, drafter)}
+    if method == "eagle":
+        head = dummy.write_model(folder / "head", size, num_hidden_layers=1)
+        return target, {"method": method, "model": head}
+    return target, dict(shared.NGRAM) if method == "ngram" else None
 
 
 def measure_cell(engines: dict[str, Engine], batch: int, sampling: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -152,14 +189,17 @@ def show(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     names = list(engines_here())
     lines = []
     for row in rows:
+        lengths = [f"{length:.2f}" if length else "" for length in map(row["tokens_a_step"].get, names)]
         for cell in row["cells"]:
             numbers = [
+                *lengths,
                 *(f"{cell['tok_s'][name]:.0f}" if name in cell["tok_s"] else "" for name in names),
                 *(f"{cell['prompt_ms'][name]:.0f}" if name in cell["prompt_ms"] else "" for name in names),
                 *(interval(cell[part]) if cell[part] else "" for part in ("ratio", "prompt_ratio")),
             ]
             lines.append([row["method"], str(row["prompt"]), cell["sampling"], str(cell["batch"]), *numbers])
-    header = ["method", "prompt", "sampling", "B", *(f"tok/s, {name}" for name in names)]
+    header = ["method", "prompt", "sampling", "B", *(f"tokens a step, {name}" for name in names)]
+    header += [f"tok/s, {name}" for name in names]
     header += [*(f"prompts and {FIRST} tokens, ms, {name}" for name in names), "speed ratio", "prompt ratio"]
     common.log(f"\nk = {options.drafts}, {options.tokens} tokens, {options.turns} turns each\n")
     common.log(shared.markdown(header, lines))

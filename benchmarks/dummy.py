@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -57,18 +57,19 @@ SIZES: dict[str, dict[str, int]] = {
         vocab_size=512,
     ),
 }
+DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
 DTYPES = {"8b": torch.bfloat16, "tiny": torch.float32}
 # Bytes per second by the vendors' datasheets.
 DATASHEET_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 MAX_LEN = 32768
 
 
-def write_model(folder: Path, size: str, **changes: int) -> str:
-    """A Llama of that shape, as vLLM finds it, with a tokenizer that knows next to nothing."""
+def write_model(folder: Path, size: str, words: Iterable[str] = (), **changes: Any) -> str:
+    """A Llama of that shape, as vLLM finds it. `words`: what its tokenizer knows from id 3 on."""
     from tokenizers import Tokenizer, models
 
     made = folder / size
-    made.mkdir()
+    made.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,7 +85,8 @@ def write_model(folder: Path, size: str, **changes: int) -> str:
         **changes,
     }
     (made / "config.json").write_text(json.dumps(config))
-    Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(made / "tokenizer.json"))
+    vocab = {word: number for number, word in enumerate(("<unk>", "<s>", "</s>", *words))}
+    Tokenizer(models.WordLevel(vocab, unk_token="<unk>")).save(str(made / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return str(made)
@@ -101,6 +103,11 @@ def weight_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
 def kv_bytes(shape: dict[str, int], dtype: torch.dtype) -> int:
     """Of one token in all layers."""
     return 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * dtype.itemsize
+
+
+def rates_of(rate: float, k: int) -> list[float]:
+    """How often the first drafts are all accepted."""
+    return [rate ** (i + 1) for i in range(k)]
 
 
 # ---- the engine ----------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from serving import Counted, Served, Tape
 from vllm_gaudi_spec.tools.compare.phases import Phases
 from vllm_gaudi_spec.tools.io.command_line import Parser
 
-DRAFTERS = {"8b": "0.5b", "tiny": "tiny-draft"}
 DEFAULTS = {
     "8b": {"batches": [1, 8, 32, 64], "prompt": 512, "steps": 100},
     "tiny": {"batches": [1, 4], "prompt": 32, "steps": 5},
@@ -38,7 +37,7 @@ ASKED = 0.85
 
 def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="size of target and drafter")
+    parser.add_argument("--size", choices=dummy.DRAFTERS, default="tiny", help="size of target and drafter")
     parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="batch sizes (default: by --size)")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="P", help="acceptance rates")
     common.add_num_drafts(parser, "k", 4)
@@ -52,11 +51,6 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def rates_of(rate: float, k: int) -> list[float]:
-    """How often the first drafts are all accepted."""
-    return [rate ** (i + 1) for i in range(k)]
-
-
 def longest(options: argparse.Namespace) -> int:
     """Every token that a request may have in a turn, with room for the steps that are not counted."""
     return options.prompt + (1 + options.k) * (2 * options.steps + 64) + 128
@@ -64,7 +58,7 @@ def longest(options: argparse.Namespace) -> int:
 
 def engine(options: argparse.Namespace) -> Any:
     rows, max_len = max(options.batches), longest(options)
-    dtype, sizes = dummy.DTYPES[options.size], (options.size, DRAFTERS[options.size])
+    dtype, sizes = dummy.DTYPES[options.size], (options.size, dummy.DRAFTERS[options.size])
     per_token = sum(dummy.kv_bytes(dummy.SIZES[size], dtype) for size in sizes)
     return dummy.engine(
         options.size,
@@ -72,9 +66,9 @@ def engine(options: argparse.Namespace) -> Any:
             "method": "draft_model",
             "num_speculative_tokens": options.k,
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates_of(options.rates[0], options.k),
+            "synthetic_acceptance_rates": dummy.rates_of(options.rates[0], options.k),
         },
-        DRAFTERS[options.size],
+        dummy.DRAFTERS[options.size],
         max_model_len=max_len,
         max_num_seqs=rows,
         max_num_batched_tokens=8 * max(options.prompt, rows),
@@ -140,7 +134,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in options.batches:
             plain = turn(llm, tape, options, batch, 0)
             for rate in options.rates:
-                set_rate(runner, rates_of(rate, options.k))
+                set_rate(runner, dummy.rates_of(rate, options.k))
                 drafted = turn(llm, tape, options, batch, options.k)
                 rows.append(
                     {"batch": batch, "rate": rate, **figures(plain, drafted), "plain": plain, "drafted": drafted}

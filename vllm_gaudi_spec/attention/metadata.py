@@ -261,3 +261,27 @@ def rectangle(
         )
     tokens_BQ = torch.where(real_BQ, tokens_BQ, 0)
     return Inputs(tokens_BQ.flatten(), positions_BQ.flatten().long(), tuple(slots), tuple(calls), num_real_B)
+
+
+def columns(inputs: Inputs) -> list[Inputs]:
+    """A rectangle as one of a single query for each of its positions, to be run one after another. What all of them
+    need is computed once: many small operations a step cost more than a small model's layers."""
+    rows, queries = inputs.calls[0].num_rows, inputs.calls[0].num_queries
+
+    def by_column(tensor_T: torch.Tensor) -> list[torch.Tensor]:
+        return list(tensor_T.view(rows, queries).T.contiguous().unbind(0))
+
+    tokens, positions = by_column(inputs.token_ids_T), by_column(inputs.positions_T)
+    starts = by_column(inputs.positions_T.int())
+    num_real = by_column(inputs.real_T().int())
+    slots = [by_column(slots_T) for slots_T in inputs.slots]
+    return [
+        Inputs(
+            tokens[query],
+            positions[query],
+            tuple(of_group[query] for of_group in slots),
+            tuple(replace(call, num_queries=1, starts_B=starts[query], _plans={}) for call in inputs.calls),
+            num_real[query],
+        )
+        for query in range(queries)
+    ]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_gaudi_spec.attention.metadata import rectangle
+from vllm_gaudi_spec.attention.metadata import columns, rectangle
 from vllm_gaudi_spec.drafting.kv_sync import DrafterKVSync
 from vllm_gaudi_spec.drafting.universal.pairs import same_tokens
 from vllm_gaudi_spec.records import PREFILL, DraftRequest, Drafts, Hidden
@@ -78,15 +78,24 @@ def draft_chain(
     """The steps of a round, from the hidden states [B, H] that the first draft follows from. `starts_B`: that draft's
     position in the drafter's own count, which need not be the target's."""
     drafted: list[Drafted] = []
+    steps = _steps(request, starts_B)
     for step in range(request.num_drafts):
         if step:
-            num_real_B = (request.max_drafts_B > step).int()
-            tokens_B1 = translation.to_drafter(drafted[-1].tokens_B[:, None])
-            positions_B = starts_B + step - 1
-            hidden = forward(model, tokens_B1, positions_B, num_real_B, request.blocks, hidden.carried)
+            inputs = steps[step - 1]
+            tokens_B = translation.to_drafter(drafted[-1].tokens_B) * inputs.num_real_B
+            hidden = model.forward(replace(inputs, token_ids_T=tokens_B), hidden.carried)
         logits_BV = translation.to_target(model.logits(hidden.last))
         drafted.append(request.choose(logits_BV, request.lengths_B - 1 + step))
     return stack_drafts(drafted, request.max_drafts_B)
+
+
+def _steps(request: DraftRequest, starts_B: torch.Tensor) -> list[Inputs]:
+    """What the drafter reads after each draft but the last, without the tokens."""
+    num_steps = request.num_drafts - 1
+    if not num_steps:
+        return []
+    no_tokens = torch.zeros(len(starts_B), num_steps, dtype=torch.int32, device=starts_B.device)
+    return columns(rectangle(no_tokens, starts_B, request.max_drafts_B - 1, request.blocks))
 
 
 def stack_drafts(drafted: list[Drafted], num_drafts_B: torch.Tensor) -> Drafts:

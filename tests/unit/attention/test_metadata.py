@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_spec.attention.metadata import Blocks, rectangle
+from vllm_gaudi_spec.attention.metadata import Blocks, columns, rectangle
 
 
 def test_padding_may_extend_past_the_block_table() -> None:
@@ -16,3 +16,29 @@ def test_padding_may_extend_past_the_block_table() -> None:
     assert slots.view(2, 6).tolist() == [[13, 14, 15, 3, 0, 1], [36, 37, 38, 39, 8, 9]]
     assert inputs.positions_T.view(2, 6).tolist() == [[5, 6, 7, 0, 0, 0], [0, 1, 2, 3, 4, 5]]
     assert inputs.token_ids_T.view(2, 6).tolist() == [[0, 1, 2, 0, 0, 0], [6, 7, 8, 9, 10, 11]]
+
+
+def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() -> None:
+    tokens_BQ = torch.arange(1, 10, dtype=torch.int32).view(3, 3)
+    starts_B, num_real_B = torch.tensor([5, 0, 3], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
+    blocks = Blocks((torch.tensor([[7, 3], [9, 2], [5, 6]], dtype=torch.int32),), (4,))
+    for query, column in enumerate(columns(rectangle(tokens_BQ, starts_B, num_real_B, blocks))):
+        real_B = num_real_B > query
+        alone = rectangle(
+            tokens_BQ[:, query : query + 1], torch.where(real_B, starts_B + query, 0), real_B.int(), blocks
+        )
+        for ours, expected in (
+            (column.token_ids_T, alone.token_ids_T),
+            (column.positions_T, alone.positions_T),
+            (column.num_real_B, alone.num_real_B),
+            (column.calls[0].starts_B, alone.calls[0].starts_B),
+            (column.slots[0][real_B], alone.slots[0][real_B]),
+        ):
+            assert ours.dtype == expected.dtype
+            # Kernels take a row's entry by its number.
+            assert ours.is_contiguous()
+            assert torch.equal(ours, expected)
+        pads = column.slots[0][~real_B]
+        assert (pads < 4).all(), "padding belongs in the pad block"
+        assert len(pads.unique()) == len(pads)
+        assert (column.calls[0].num_rows, column.calls[0].num_queries) == (3, 1)

@@ -160,7 +160,7 @@ def _attend_tile(
     TILE_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    launch.begin(EARLY)
+    launch.wait(EARLY)
     tile = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
@@ -223,6 +223,8 @@ def _attend_tile(
         total_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, total_MD, input_precision="ieee")
         max_M = new_max_M
 
+    # Not before: instances of the next kernel would hold multiprocessors that those of this one need.
+    launch.let_next_start(EARLY)
     if not IS_SPLIT:
         result_MD = total_MD / sum_M[:, None]
         out_MD = out_ptr + token_M[:, None] * out_stride + head_M[:, None] * HEAD_SIZE + dim_D[None, :]
