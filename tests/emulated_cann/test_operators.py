@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from vllm_gaudi_spec.emulator.ascend.cann.build import LIBRARY
 
 A = torch.tensor([[1.5, -2.0, 3.0, 0.25], [0.5, 4.0, -1.0, 2.0]])
 B = torch.tensor([[2.0, 2.0, -1.0, 8.0], [1.0, 3.0, 5.0, 0.5]])
@@ -134,11 +137,120 @@ def test_kv_writes_and_paged_attention(npu: Any) -> None:
         torch.testing.assert_close(out[row, 0].cpu(), expected)
 
 
-def test_arguments_that_the_documentation_refuses(npu: Any) -> None:
+def attention(**changes: Any) -> Any:
+    """Two rows of two queries over up to 256 keys, as the backend asks for it."""
     import torch_npu
 
-    keys = torch.zeros(4, 128, 2, 16, device="npu")
-    new = torch.zeros(1, 2, 16, device="npu")
-    slots = torch.tensor([5]).npu()
-    with pytest.raises(RuntimeError, match="is for the layout NZ"):
-        torch_npu.npu_scatter_pa_kv_cache(new, new, keys, keys, slots)
+    tensors: dict[str, Any] = dict(
+        query=torch.zeros(2, 2, 4, 32),
+        key=torch.zeros(6, 128, 64),
+        value=torch.zeros(6, 128, 64),
+        atten_mask=torch.zeros(2, 1, 2, 256, dtype=torch.bool),
+        block_table=torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+    )
+    rest: dict[str, Any] = dict(
+        actual_seq_lengths_kv=[130, 256],
+        input_layout="BSND",
+        block_size=128,
+        num_heads=4,
+        num_key_value_heads=2,
+        scale=0.2,
+        sparse_mode=0,
+    )
+    made = {name: (changes.pop(name)() if name in changes else value.npu()) for name, value in tensors.items()}
+    return torch_npu.npu_fused_infer_attention_score(**made, **(rest | changes))
+
+
+def kv_write(**changes: Any) -> None:
+    import torch_npu
+
+    tokens, cache = torch.ones(2, 2, 16, device="npu"), torch.zeros(4, 128, 2, 16, device="npu")
+    rest: dict[str, Any] = dict(slot_mapping=torch.tensor([5, 200]).npu(), cache_mode="Norm")
+    torch_npu.npu_scatter_pa_kv_cache(tokens, tokens, cache, cache.clone(), **(rest | changes))
+
+
+PAGES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a layout of its own": (lambda: kv_write(cache_mode="PA_NZ"), "is for the layout NZ"),
+    "keys that are not contiguous": (
+        lambda: attention(key=lambda: torch.zeros(128, 6, 64).npu().transpose(0, 1)),
+        "not contiguous",
+    ),
+    "more blocks together than there are": (
+        lambda: attention(
+            block_table=lambda: torch.tensor([[1, 2, 3, 4]] * 2, dtype=torch.int32).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 2, 512, dtype=torch.bool).npu(),
+            actual_seq_lengths_kv=[385, 385],
+        ),
+        "rows of 8 blocks together",
+    ),
+    "a mask that is narrower than the table": (
+        lambda: attention(
+            atten_mask=lambda: torch.zeros(2, 1, 2, 255, dtype=torch.bool).npu(), actual_seq_lengths_kv=[130, 200]
+        ),
+        "a mask of",
+    ),
+    "a mask of numbers": (lambda: attention(atten_mask=lambda: torch.zeros(2, 1, 2, 256).npu()), "atten_mask is"),
+    "a correction that one query has not": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 1, 4, 32).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 1, 256, dtype=torch.bool).npu(),
+            inner_precise=2,
+        ),
+        "inner_precise 2",
+    ),
+    "a length for a row alone": (lambda: attention(actual_seq_lengths_kv=[130, 256, 1]), "an entry for a row"),
+    "a head of any size": (
+        lambda: attention(
+            query=lambda: torch.zeros(2, 2, 4, 24).npu(),
+            key=lambda: torch.zeros(6, 128, 48).npu(),
+            value=lambda: torch.zeros(6, 128, 48).npu(),
+        ),
+        "head size 24",
+    ),
+    "blocks of any size": (
+        lambda: attention(
+            key=lambda: torch.zeros(6, 64, 64).npu(),
+            value=lambda: torch.zeros(6, 64, 64).npu(),
+            atten_mask=lambda: torch.zeros(2, 1, 2, 128, dtype=torch.bool).npu(),
+            block_size=64,
+            actual_seq_lengths_kv=[100, 128],
+        ),
+        "block_size 64",
+    ),
+}
+"""Calls that the operators' pages refuse, and in which words."""
+
+
+@pytest.mark.parametrize("case", PAGES)
+def test_npu_v04_a17_calls_that_the_pages_refuse(case: str, npu: Any) -> None:
+    """Each passes once its rule is switched off: no other one refuses it."""
+    run, words = PAGES[case]
+    with pytest.raises(RuntimeError, match=words):
+        run()
+    library = ctypes.CDLL(LIBRARY)
+    library.vgs_cann_allow(words.encode())
+    try:
+        run()
+        npu.synchronize()
+    finally:
+        library.vgs_cann_allow(b"")
+
+
+def test_what_the_pages_allow(npu: Any) -> None:
+    attention()
+    kv_write()
+    npu.synchronize()
+
+
+def test_npu_v09_names_that_the_backend_uses_are_in_the_package(npu: Any) -> None:
+    import torch_npu
+
+    for owner, names in (
+        (torch_npu, ["npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace"]),
+        (torch_npu, ["npu_rms_norm", "npu_add_rms_norm", "npu_rotary_mul", "npu_swiglu", "npu_scatter_pa_kv_cache"]),
+        (torch_npu._C, ["_weak_ref_tensor"]),
+        (npu, ["NPUGraph", "graph_pool_handle", "graph_task_group_begin", "graph_task_group_end"]),
+        (npu, ["graph_task_update_begin", "graph_task_update_end", "mem_get_info", "max_memory_allocated"]),
+    ):
+        assert [name for name in names if not hasattr(owner, name)] == []
+    assert hasattr(torch_npu.npu_fused_infer_attention_score, "out")

@@ -1,11 +1,15 @@
-"""What the emulated CANN refuses, asked by its C functions: torch_npu keeps a capture that failed."""
+"""What the emulated CANN refuses, asked by its C functions: torch_npu keeps a capture that failed.
+
+Each program passes once what refuses it is switched off: nothing else stops it, so it is this refusal that is tested.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from vllm_gaudi_spec.emulator.ascend.cann.build import LIBRARY
 
 THREAD_LOCAL, RELAXED = 1, 2  # modes of a capture
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
+HCCL_FLOAT32, HCCL_INT64, HCCL_SUM = 4, 5, 0
 MIB = 1 << 20
 
 
@@ -29,6 +34,15 @@ class Acl:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise Refused(status, self._library.aclGetRecentErrMsg().decode())
+
+    @contextmanager
+    def allowing(self, words: str) -> Iterator[None]:
+        """Without the refusals that have these words."""
+        self._library.vgs_cann_allow(words.encode())
+        try:
+            yield
+        finally:
+            self._library.vgs_cann_allow(b"")
 
     def made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         found = ctypes.c_void_p()
@@ -62,6 +76,25 @@ class Acl:
         self("aclrtRecordEvent", event, stream)
         self("aclrtStreamWaitEvent", waiting, event)
 
+    @contextmanager
+    def capturing(self, mode: int = RELAXED) -> Iterator[ctypes.c_void_p]:
+        stream = self.begin(mode)
+        try:
+            yield stream
+        finally:
+            with suppress(Refused):  # where the program was refused, the capture ends as it may
+                self("aclmdlRICaptureEnd", stream, ctypes.byref(ctypes.c_void_p()))
+
+    def ranks(self) -> ctypes.c_void_p:
+        """A communicator of one rank."""
+        root, found = ctypes.create_string_buffer(4108), ctypes.c_void_p()
+        self("HcclGetRootInfo", root)
+        self("HcclCommInitRootInfo", 1, root, 0, ctypes.byref(found))
+        return found
+
+    def all_reduce(self, stream: ctypes.c_void_p, dtype: int = HCCL_FLOAT32) -> None:
+        self("HcclAllReduce", self.room, self.room, ctypes.c_uint64(8), dtype, HCCL_SUM, self.ranks(), stream)
+
     def group(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         """A graph, and its group of one operation."""
         stream, group = self.begin(), ctypes.c_void_p()
@@ -81,19 +114,15 @@ def acl(npu: Any) -> Acl:
 
 
 def open_group(acl: Acl) -> None:
-    stream = acl.begin()
-    acl("aclmdlRICaptureTaskGrpBegin", stream)
-    acl.end(stream)
+    with acl.capturing() as stream:
+        acl("aclmdlRICaptureTaskGrpBegin", stream)
+        acl.end(stream)
 
 
 def group_in_a_group(acl: Acl) -> None:
-    stream = acl.begin()
-    acl("aclmdlRICaptureTaskGrpBegin", stream)
-    try:
+    with acl.capturing() as stream:
         acl("aclmdlRICaptureTaskGrpBegin", stream)
-    finally:
-        acl("aclmdlRICaptureTaskGrpEnd", stream, ctypes.byref(ctypes.c_void_p()))
-        acl.end(stream)
+        acl("aclmdlRICaptureTaskGrpBegin", stream)
 
 
 def update_of_other_tasks(acl: Acl) -> None:
@@ -103,79 +132,291 @@ def update_of_other_tasks(acl: Acl) -> None:
     acl("aclmdlRICaptureTaskUpdateEnd", stream)
 
 
-def update_of_a_group_that_is_gone(acl: Acl) -> None:
-    graph, group = acl.group()
-    acl("aclmdlRIDestroy", graph)
-    acl("aclmdlRICaptureTaskUpdateBegin", acl.stream(), group)
+def update_in_an_update(acl: Acl) -> None:
+    _, group = acl.group()
+    stream = acl.stream()
+    acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+    acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+
+
+def update_on_a_captured_stream(acl: Acl) -> None:
+    _, group = acl.group()
+    with acl.capturing() as stream:
+        acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
 
 
 def no_join(acl: Acl) -> None:
-    stream, side = acl.begin(), acl.stream()
-    acl.wait(side, stream)
-    acl.fill(side)
-    acl.end(stream)
+    with acl.capturing() as stream:
+        side = acl.stream()
+        acl.wait(side, stream)
+        acl.fill(side)
+        acl.end(stream)
 
 
 def join_before_the_last_operation(acl: Acl) -> None:
-    stream, side, event = acl.begin(), acl.stream(), acl.event()
-    acl.wait(side, stream)
-    acl("aclrtRecordEvent", event, side)
-    acl.fill(side)
-    acl("aclrtStreamWaitEvent", stream, event)
-    acl.end(stream)
+    with acl.capturing() as stream:
+        side, event = acl.stream(), acl.event()
+        acl.wait(side, stream)
+        acl("aclrtRecordEvent", event, side)
+        acl.fill(side)
+        acl("aclrtStreamWaitEvent", stream, event)
+        acl.end(stream)
 
 
 def join_to_a_stream_that_is_not_joined(acl: Acl) -> None:
-    stream, first, second = acl.begin(), acl.stream(), acl.stream()
-    acl.wait(first, stream)
-    acl.fill(first)
-    acl.wait(second, first)
-    acl.end(stream)
+    with acl.capturing() as stream:
+        first, second = acl.stream(), acl.stream()
+        acl.wait(first, stream)
+        acl.fill(first)
+        acl.wait(second, first)
+        acl.end(stream)
+
+
+def end_on_another_stream(acl: Acl) -> None:
+    with acl.capturing() as stream:
+        side = acl.stream()
+        acl.wait(side, stream)
+        acl.wait(stream, side)
+        acl.end(side)
 
 
 def event_of_another_capture(acl: Acl) -> None:
-    stream, other = acl.begin(), acl.begin()
-    try:
+    with acl.capturing() as stream, acl.capturing() as other:
         acl.wait(other, stream)
-    finally:
+
+
+def event_of_a_capture_that_ended(acl: Acl) -> None:
+    event = acl.event()
+    with acl.capturing() as stream:
+        acl("aclrtRecordEvent", event, stream)
         acl.end(stream)
-        acl.end(other)
+    acl("aclrtStreamWaitEvent", acl.stream(), event)
 
 
-def destroying_in_a_capture(acl: Acl) -> None:
+def wait_for_what_is_outside(acl: Acl) -> None:
+    outside, event = acl.stream(), acl.event()
+    acl("aclrtRecordEvent", event, outside)
+    with acl.capturing() as stream:
+        acl("aclrtStreamWaitEvent", stream, event)
+
+
+def captured_twice(acl: Acl) -> None:
+    with acl.capturing() as stream:
+        acl("aclmdlRICaptureBegin", stream, RELAXED)
+
+
+def default_stream(acl: Acl) -> None:
+    acl("aclmdlRICaptureBegin", None, RELAXED)
+    acl.end(None)
+
+
+def run_in_a_capture(acl: Acl) -> None:
     graph = acl.end(acl.begin())
-    stream = acl.begin(THREAD_LOCAL)
+    with acl.capturing() as stream:
+        acl("aclmdlRIExecuteAsync", graph, stream)
+
+
+def in_a_capture(name: str, *arguments: Callable[[Acl, ctypes.c_void_p], Any]) -> Callable[[Acl], None]:
+    """A call while this thread captures, of which no other thread's capture knows."""
+
+    def run(acl: Acl) -> None:
+        made = [make(acl, acl.stream()) for make in arguments]
+        with acl.capturing(THREAD_LOCAL):
+            acl(name, *made)
+
+    return run
+
+
+def of_a_captured_stream(name: str, *arguments: Any) -> Callable[[Acl], None]:
+    def run(acl: Acl) -> None:
+        with acl.capturing() as stream:
+            acl(name, stream, *arguments)
+
+    return run
+
+
+def captured_copy_of_pageable_memory(acl: Acl) -> None:
+    host, size = ctypes.create_string_buffer(8), ctypes.c_size_t(8)
+    with acl.capturing() as stream:
+        acl("aclrtMemcpyAsync", acl.room, size, host, size, HOST_TO_DEVICE, stream)
+
+
+def copies_without_room(name: str, *rest: Any) -> Callable[[Acl], None]:
+    room, size = ctypes.c_size_t(32), ctypes.c_size_t(64)
+
+    def run(acl: Acl) -> None:
+        if name.startswith("aclrtMemset"):
+            acl(name, acl.room, room, 0, size, *rest)
+        else:
+            acl(name, acl.room, room, ctypes.create_string_buffer(64), size, HOST_TO_DEVICE, *rest)
+
+    return run
+
+
+def second_card(acl: Acl) -> None:
     try:
-        acl("aclmdlRIDestroy", graph)
+        acl("aclrtSetDevice", 1)
     finally:
-        acl.end(stream)
+        with acl.allowing("one card"):
+            acl("aclrtSetDevice", 0)
 
 
-def graph_that_is_gone(acl: Acl) -> None:
-    graph = acl.end(acl.begin())
-    acl("aclmdlRIDestroy", graph)
-    acl("aclmdlRIGetId", graph, ctypes.byref(ctypes.c_uint32()))
+def communicator_in_a_capture(acl: Acl) -> None:
+    with acl.capturing(THREAD_LOCAL):
+        acl.ranks()
+
+
+def collective_in_a_task_group(acl: Acl) -> None:
+    with acl.capturing() as stream:
+        acl("aclmdlRICaptureTaskGrpBegin", stream)
+        acl.all_reduce(stream)
+
+
+def collective_in_an_update(acl: Acl) -> None:
+    _, group = acl.group()
+    stream = acl.stream()
+    acl("aclmdlRICaptureTaskUpdateBegin", stream, group)
+    acl.all_reduce(stream)
+
+
+def sum_of_int64(acl: Acl) -> None:
+    stream = acl.stream()
+    acl.all_reduce(stream, HCCL_INT64)
+    acl("aclrtSynchronizeStream", stream)
 
 
 REFUSED: dict[str, tuple[Callable[[Acl], Any], str]] = {
     "a task group that is open": (open_group, "a task group was not ended"),
     "a task group in another": (group_in_a_group, "a task group in another"),
     "an update of other tasks": (update_of_other_tasks, "a task update is not of the tasks of its group"),
-    "an update of a group that is gone": (update_of_a_group_that_is_gone, "a task update of a group that is gone"),
+    "an update in another": (update_in_an_update, "a task update in another"),
+    "an update on a captured stream": (update_on_a_captured_stream, "a task update on a captured stream"),
     "a stream that is not joined": (no_join, "a stream was not joined again"),
     "a join that comes too early": (join_before_the_last_operation, "a stream was not joined again"),
     "a join to what is not joined": (join_to_a_stream_that_is_not_joined, "a stream was not joined again"),
+    "an end on another stream": (end_on_another_stream, "on a stream that joined later"),
     "an event of another capture": (event_of_another_capture, "the event is of another capture"),
-    "destroying a graph in a capture": (destroying_in_a_capture, "aclmdlRIDestroy while a stream is captured"),
-    "the id of a graph that is gone": (graph_that_is_gone, "aclmdlRIGetId of a graph that is gone"),
-    "the default stream": (lambda acl: acl("aclmdlRICaptureBegin", None, RELAXED), "on the default stream"),
-    "more memory than there is": (lambda acl: acl.made("aclrtMalloc", ctypes.c_size_t(61 << 30), 0), "no memory for"),
+    "an event of a capture that ended": (event_of_a_capture_that_ended, "the event is of a capture that ended"),
+    "a wait for what is outside": (wait_for_what_is_outside, "captured work waits for what is outside"),
+    "a capture of what is captured": (captured_twice, "aclmdlRICaptureBegin: it is captured"),
+    "the default stream": (default_stream, "on the default stream"),
+    "a run in a capture": (run_in_a_capture, "while it, or the stream, is captured"),
+    "destroying a graph in a capture": (
+        in_a_capture("aclmdlRIDestroy", lambda acl, _: acl.end(acl.begin())),
+        "aclmdlRIDestroy while a stream is captured",
+    ),
+    "waiting for a stream in a capture": (
+        in_a_capture("aclrtSynchronizeStream", lambda _, stream: stream),
+        "aclrtSynchronizeStream while a stream is captured",
+    ),
+    "waiting for the card in a capture": (
+        in_a_capture("aclrtSynchronizeDevice"),
+        "aclrtSynchronizeDevice while a stream is captured",
+    ),
+    "waiting for an event in a capture": (
+        in_a_capture("aclrtSynchronizeEvent", lambda acl, _: acl.event()),
+        "aclrtSynchronizeEvent while a stream is captured",
+    ),
+    "waiting for a captured stream": (
+        of_a_captured_stream("aclrtSynchronizeStream"),
+        "aclrtSynchronizeStream: it is captured",
+    ),
+    "asking a captured stream": (
+        of_a_captured_stream("aclrtStreamQuery", ctypes.byref(ctypes.c_int())),
+        "aclrtStreamQuery: it is captured",
+    ),
+    "destroying a captured stream": (
+        of_a_captured_stream("aclrtDestroyStream"),
+        "aclrtDestroyStream: it is captured",
+    ),
+    "a captured copy of pageable memory": (captured_copy_of_pageable_memory, "that is not page-locked"),
+    "a copy without room": (copies_without_room("aclrtMemcpy"), "aclrtMemcpy of more bytes"),
+    "a copy of a stream without room": (copies_without_room("aclrtMemcpyAsync", None), "a copy of more bytes"),
+    "a fill without room": (copies_without_room("aclrtMemset"), "aclrtMemset of more bytes"),
+    "a fill of a stream without room": (
+        copies_without_room("aclrtMemsetAsync", None),
+        "aclrtMemsetAsync of more bytes",
+    ),
+    "a second card": (second_card, "a process of this emulator has one card"),
+    "a communicator in a capture": (communicator_in_a_capture, "HcclCommInitRootInfo while a stream is captured"),
+    "a collective in a task group": (collective_in_a_task_group, "HcclAllReduce in a task group"),
+    "a collective in an update": (collective_in_an_update, "HcclAllReduce in a task update"),
+    "a sum of int64 by HCCL": (sum_of_int64, "HcclAllReduce reduces no values of dtype 5"),
 }
+"""Programs, and why each is refused."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, acl: Acl) -> None:
     run, words = REFUSED[case]
+    with pytest.raises(Refused, match=words):
+        run(acl)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_each_refusal_by_itself(case: str, acl: Acl) -> None:
+    """Switched off, the program that it refuses passes."""
+    run, words = REFUSED[case]
+    with acl.allowing(words):
+        run(acl)
+
+
+# What could not go on if it were not refused.
+
+
+def update_of_a_group_that_is_gone(acl: Acl) -> None:
+    graph, group = acl.group()
+    acl("aclmdlRIDestroy", graph)
+    acl("aclmdlRICaptureTaskUpdateBegin", acl.stream(), group)
+
+
+def graph_that_is_gone(name: str, *arguments: Any) -> Callable[[Acl], None]:
+    def run(acl: Acl) -> None:
+        graph = acl.end(acl.begin())
+        acl("aclmdlRIDestroy", graph)
+        acl(name, graph, *arguments)
+
+    return run
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[Acl], Any], str]] = {
+    "an update of a group that is gone": (update_of_a_group_that_is_gone, "a task update of a group that is gone"),
+    "the id of a graph that is gone": (
+        graph_that_is_gone("aclmdlRIGetId", ctypes.byref(ctypes.c_uint32())),
+        "aclmdlRIGetId of a graph that is gone",
+    ),
+    "a run of a graph that is gone": (
+        graph_that_is_gone("aclmdlRIExecuteAsync", None),
+        "aclmdlRIExecuteAsync of a graph that is gone",
+    ),
+    "a graph destroyed twice": (graph_that_is_gone("aclmdlRIDestroy"), "aclmdlRIDestroy of a graph that is gone"),
+    "the end of a capture that did not begin": (
+        lambda acl: acl.end(acl.stream()),
+        "aclmdlRICaptureEnd: the stream is not captured",
+    ),
+    "a task group outside of captures": (
+        lambda acl: acl("aclmdlRICaptureTaskGrpBegin", acl.stream()),
+        "a task group on a stream that is not captured",
+    ),
+    "the end of an update that did not begin": (
+        lambda acl: acl("aclmdlRICaptureTaskUpdateEnd", acl.stream()),
+        "the end of a task update that did not begin",
+    ),
+    "more memory than there is": (lambda acl: acl.made("aclrtMalloc", ctypes.c_size_t(61 << 30), 0), "no memory for"),
+    "memory freed twice": (lambda acl: acl("aclrtFree", ctypes.c_void_p(8)), "aclrtFree of what was not allocated"),
+    "a card that is not there": (lambda acl: acl("aclrtSetDevice", 8), "there is no such card"),
+    "another rank than there are": (
+        lambda acl: acl(
+            "HcclCommInitRootInfo", 2, ctypes.create_string_buffer(4108), 2, ctypes.byref(ctypes.c_void_p())
+        ),
+        "HcclCommInitRootInfo of 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_impossible(case: str, acl: Acl) -> None:
+    run, words = IMPOSSIBLE[case]
     with pytest.raises(Refused, match=words):
         run(acl)
 

@@ -5,6 +5,7 @@ One library holds all of it. Those that torch_npu asks for by name are empty and
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -43,6 +44,15 @@ def build(torch_npu: Path, cache: Path) -> Path:
     if compiler is None:
         raise UnsupportedConfigError("the emulated CANN is compiled at first use and needs g++: apt install g++")
     cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together: one of them compiles
+        if not folder.is_dir():
+            _make(compiler, sources, headers, folder)
+    return folder
+
+
+def _make(compiler: str, sources: dict[Path, str], headers: Path, folder: Path) -> None:
+    cache = folder.parent
     with tempfile.TemporaryDirectory(dir=cache) as name:
         made = Path(name)
         includes = [f"-I{path}" for path in (headers, headers / "third_party" / "acl" / "inc", *include_paths())]
@@ -60,12 +70,7 @@ def build(torch_npu: Path, cache: Path) -> Path:
         libraries = made / "libraries"
         libraries.mkdir()
         _link(compiler, objects, libraries)
-        try:
-            libraries.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.is_dir():
-                raise
-    return folder
+        libraries.rename(folder)
 
 
 def _hash(files: list[Path], *values: str) -> str:

@@ -26,6 +26,7 @@ class Counts(NamedTuple):
     task_updates: int
     memory: int
     graphs: int
+    collectives: int
 
 
 class Card:
@@ -65,6 +66,7 @@ class Card:
                 uploads=since.uploads,
                 upload_bytes=since.upload_bytes,
                 download_bytes=since.download_bytes,
+                collectives=since.collectives,
                 late_compiles=since.captures if self.sealed else 0,
             )
         )

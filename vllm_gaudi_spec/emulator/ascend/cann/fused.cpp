@@ -5,6 +5,9 @@
 
 namespace {
 
+// What the documentation refuses.
+#define RULE(condition, ...) TORCH_CHECK((condition) || cann::is_allowed(c10::str(__VA_ARGS__)), __VA_ARGS__)
+
 constexpr int64_t kCompressedMask = 2048;
 
 bool is_float(const at::Tensor& a) {
@@ -33,12 +36,12 @@ at::Tensor rotate(const at::Tensor& a, const at::Tensor& cos, const at::Tensor& 
 
 void check_scatter(const at::Tensor& key, const at::Tensor& keys, const at::Tensor& slots, const at::Tensor& value,
                    const at::Tensor& values, const std::string& mode) {
-  TORCH_CHECK(mode == "Norm", "cache_mode ", mode, " is for the layout NZ");
-  for (const at::Tensor& it : {key, keys, slots, value, values}) TORCH_CHECK(it.is_contiguous(), "not contiguous");
-  TORCH_CHECK(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, "slots are ", slots.scalar_type());
-  TORCH_CHECK(key.scalar_type() == keys.scalar_type() && value.scalar_type() == values.scalar_type(),
+  RULE(mode == "Norm", "cache_mode ", mode, " is for the layout NZ");
+  for (const at::Tensor& it : {key, keys, slots, value, values}) RULE(it.is_contiguous(), "not contiguous");
+  RULE(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, "slots are ", slots.scalar_type());
+  RULE(key.scalar_type() == keys.scalar_type() && value.scalar_type() == values.scalar_type(),
               "one dtype for tokens and cache");
-  TORCH_CHECK(key.dim() == 3 && keys.dim() == 4 && slots.dim() == 1 && slots.size(0) == key.size(0), "shapes");
+  RULE(key.dim() == 3 && keys.dim() == 4 && slots.dim() == 1 && slots.size(0) == key.size(0), "shapes");
 }
 
 void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Tensor& tokens) {
@@ -48,7 +51,7 @@ void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Ten
   TORCH_CHECK(wide.min().item<int64_t>() >= 0 && wide.max().item<int64_t>() < cache.size(0) * block, "a slot outside");
   // Nothing is promised of a call that writes a slot twice. Only padding, which goes to the first block, may: where there
   // is more of it than the block has slots.
-  TORCH_CHECK(std::get<0>(at::_unique(real)).numel() == real.numel(), "two tokens for one slot");
+  RULE(std::get<0>(at::_unique(real)).numel() == real.numel(), "two tokens for one slot");
   cache.flatten(0, 1).index_copy_(0, wide, tokens);
 }
 
@@ -69,47 +72,47 @@ struct Attention {
 
   void check() const {
     const auto type = query.scalar_type();
-    TORCH_CHECK(layout == "BSND" || layout == "BNSD" || tnd(), "input_layout ", layout, " is not emulated");
-    TORCH_CHECK(keys.size() == 1 && values.size() == 1 && table.defined(), "only paged keys are emulated");
-    TORCH_CHECK(is_float(query) && keys[0].scalar_type() == type && values[0].scalar_type() == type, "dtypes");
-    TORCH_CHECK(out.scalar_type() == type && out.sizes() == query.sizes(), "the result has not the form of the query");
-    TORCH_CHECK(query.is_contiguous() && keys[0].is_contiguous() && values[0].is_contiguous(), "not contiguous");
-    TORCH_CHECK(sparse == 0 || sparse == 3 || sparse == 4, "sparse_mode ", sparse, " is not emulated");
-    TORCH_CHECK(inner >= 0 && inner < (single() ? 2 : 4), "inner_precise ", inner);
-    TORCH_CHECK(kv() > 0 && heads % kv() == 0 && heads / kv() <= 64 && heads <= 256, heads, " heads over ", kv());
-    TORCH_CHECK(table.scalar_type() == at::kInt && table.dim() == 2 && table.is_contiguous(), "block_table");
+    RULE(layout == "BSND" || layout == "BNSD" || tnd(), "input_layout ", layout, " is not emulated");
+    RULE(keys.size() == 1 && values.size() == 1 && table.defined(), "only paged keys are emulated");
+    RULE(is_float(query) && keys[0].scalar_type() == type && values[0].scalar_type() == type, "dtypes");
+    RULE(out.scalar_type() == type && out.sizes() == query.sizes(), "the result has not the form of the query");
+    RULE(query.is_contiguous() && keys[0].is_contiguous() && values[0].is_contiguous(), "not contiguous");
+    RULE(sparse == 0 || sparse == 3 || sparse == 4, "sparse_mode ", sparse, " is not emulated");
+    RULE(inner >= 0 && inner < (single() ? 2 : 4), "inner_precise ", inner);
+    RULE(kv() > 0 && heads % kv() == 0 && heads / kv() <= 64 && heads <= 256, heads, " heads over ", kv());
+    RULE(table.scalar_type() == at::kInt && table.dim() == 2 && table.is_contiguous(), "block_table");
     const int64_t size = query.size(-1);
-    TORCH_CHECK(size % 16 == 0 && size <= 512 && kv() * size <= 65535, "head size ", size);
-    TORCH_CHECK(keys[0].dim() == 3 && keys[0].size(1) == block && keys[0].size(2) == kv() * size, "paged keys are [",
+    RULE(size % 16 == 0 && size <= 512 && kv() * size <= 65535, "head size ", size);
+    RULE(keys[0].dim() == 3 && keys[0].size(1) == block && keys[0].size(2) == kv() * size, "paged keys are [",
                 keys[0].sizes(), "]");
-    TORCH_CHECK(block % 128 == 0 && block <= 512, "block_size ", block);
-    TORCH_CHECK(key_lengths && int64_t(key_lengths->size()) == rows(), "actual_seq_lengths_kv has an entry for a row");
+    RULE(block % 128 == 0 && block <= 512, "block_size ", block);
+    RULE(key_lengths && int64_t(key_lengths->size()) == rows(), "actual_seq_lengths_kv has an entry for a row");
     int64_t used = 0;
     for (const int64_t length : *key_lengths) {
-      TORCH_CHECK(length >= 0 && length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
+      RULE(length >= 0 && length <= table.size(1) * block, length, " keys in a table for ", table.size(1) * block);
       used += (length + block - 1) / block;
     }
-    TORCH_CHECK(used <= keys[0].size(0), "rows of ", used, " blocks together, and there are ", keys[0].size(0));
+    RULE(used <= keys[0].size(0), "rows of ", used, " blocks together, and there are ", keys[0].size(0));
     if (tnd()) {
-      TORCH_CHECK(query_lengths && int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
+      RULE(query_lengths && int64_t(query_lengths->size()) == rows() && query_lengths->back() == query.size(0),
                   "actual_seq_lengths ends with the number of queries");
     } else {
-      TORCH_CHECK(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
+      RULE(query.size(0) == rows() && !query_lengths, "lengths of queries are not emulated here");
     }
-    TORCH_CHECK(!single() || table.size(1) * block <= 262144, "one query a row: 262144 keys at most");
+    RULE(!single() || table.size(1) * block <= 262144, "one query a row: 262144 keys at most");
     check_mask();
   }
 
   void check_mask() const {
     if (sparse != 0) {
-      TORCH_CHECK(mask.defined() && mask.numel() == kCompressedMask * kCompressedMask, "a mask of 2048 x 2048");
+      RULE(mask.defined() && mask.numel() == kCompressedMask * kCompressedMask, "a mask of 2048 x 2048");
       return;
     }
     if (!mask.defined()) return;
-    TORCH_CHECK(!tnd(), "TND takes a mask in sparse_mode 3 and 4 only");
-    TORCH_CHECK(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kChar || mask.scalar_type() == at::kByte,
+    RULE(!tnd(), "TND takes a mask in sparse_mode 3 and 4 only");
+    RULE(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kChar || mask.scalar_type() == at::kByte,
                 "atten_mask is ", mask.scalar_type());
-    TORCH_CHECK(mask.is_contiguous() && mask.dim() == 4 && mask.size(0) == rows() && mask.size(1) == 1 &&
+    RULE(mask.is_contiguous() && mask.dim() == 4 && mask.size(0) == rows() && mask.size(1) == 1 &&
                     mask.size(2) == queries() && mask.size(3) >= table.size(1) * block,
                 "a mask of ", mask.sizes());
   }

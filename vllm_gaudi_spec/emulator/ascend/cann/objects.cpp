@@ -40,9 +40,9 @@ int plan(const char* name, uint64_t workspace, uint64_t* size, aclOpExecutor** e
 
 int launch(const void* workspace, uint64_t size, aclOpExecutor* executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> own(executor);
-  if (size < own->workspace || (own->workspace != 0 && workspace == nullptr))
-    return refuse(kBadParameter, own->name + ": a workspace of " + std::to_string(size) + " bytes where " +
-                                     std::to_string(own->workspace) + " are needed");
+  REFUSE_IF(size < own->workspace || (own->workspace != 0 && workspace == nullptr), kBadParameter,
+            own->name + ": a workspace of " + std::to_string(size) + " bytes where " + std::to_string(own->workspace) +
+                " are needed");
   // What fails on the card says which operator it was.
   return submit(stream, own->name, [name = own->name, work = std::move(own->work)] {
     const c10::InferenceMode guard;

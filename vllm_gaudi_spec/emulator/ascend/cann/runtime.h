@@ -16,7 +16,21 @@ using Work = std::function<void()>;
 // recorded work during a task update. Returns an error of the documentation, ACL_SUCCESS otherwise.
 aclError submit(aclrtStream stream, const std::string& name, Work work);
 
+// The same for a collective. Other ranks wait for it, so it begins by itself, with all that it depends on.
+aclError submit_for_ranks(aclrtStream stream, const std::string& name, Work work);
+
+// Memory of the card that CANN keeps for itself.
+aclError take_memory(const char* name, size_t size);
+void release_memory(size_t size);
+
 // Remembers why, for aclGetRecentErrMsg, and returns the code.
 aclError refuse(aclError code, const std::string& why);
 
+// Whether a test has switched off what is refused for this reason.
+bool is_allowed(const std::string& why);
+
 }  // namespace cann
+
+// A rule, without which the program would go on. What could not go on, such as a handle of nothing, calls `refuse`.
+#define REFUSE_IF(condition, code, why) \
+  if ((condition) && !cann::is_allowed(why)) return cann::refuse(code, why)
