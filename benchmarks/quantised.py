@@ -108,11 +108,12 @@ def dequantised_texts(folder: Path, options: argparse.Namespace) -> Texts:
     weights = quantised.state_dict()
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     prompts = shared.encode(AutoTokenizer.from_pretrained(folder), shared.texts_named(options.texts), bos=False)
-    length: dict[str, Any] = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens}
+    plain.generation_config.eos_token_id = None  # past it, as engines are asked to
     texts = []
     for at in range(max(options.batches)):
         prompt = torch.tensor([prompts[at % len(prompts)]])
-        made = plain.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
+        ones = torch.ones_like(prompt)
+        made = plain.generate(prompt, attention_mask=ones, do_sample=False, max_new_tokens=options.tokens)
         texts.append(made[0, prompt.shape[1] :].tolist())
     return texts
 
@@ -204,7 +205,7 @@ def same(texts: Texts, expected: Texts) -> float:
 def last_error(log: Path) -> str:
     """The last line of a log that names an exception."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-    return re.sub(r"^.*?(?=\w+Error: )", "", lines[-1]) if lines else "nothing in its log"
+    return re.sub(r"^.*?(?=\w+Error: )", "", lines[-1], count=1) if lines else "nothing in its log"
 
 
 def drafted(case: str, what: Side, drafter: str, options: argparse.Namespace) -> float | str:
