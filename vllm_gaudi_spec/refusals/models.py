@@ -65,8 +65,12 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
-    if backend.traits.captures:
-        yield f"{name} has recurrent layers, which are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
+    traits = backend.traits
+    if traits.captures and traits.mode != "lazy":
+        yield (
+            f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet; use a "
+            "Gaudi with PT_HPU_LAZY_MODE=1, or set VGS_DEVICE=cpu."
+        )
     if vllm_config.lora_config is not None:
         yield f"{name} has recurrent layers, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if target_config() is not None:
