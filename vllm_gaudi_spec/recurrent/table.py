@@ -16,6 +16,7 @@ SERVED = {
     "Qwen3NextForCausalLM": _DELTA_NET,
     "Qwen3_5ForCausalLM": _DELTA_NET,
     "Qwen3_5MoeForCausalLM": _DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _DELTA_NET,
     "FalconH1ForCausalLM": _MAMBA_2,
     "GraniteMoeHybridForCausalLM": _MAMBA_2,
     "NemotronHForCausalLM": _MAMBA_2,

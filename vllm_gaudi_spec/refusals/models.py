@@ -62,11 +62,19 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
+_CAPTURED = ("Qwen3NextForCausalLM",)
+"""With recurrent layers: those whose forward was captured in HPU graphs. Granite 4's changes a view in place."""
+
+
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
-    if backend.traits.captures:
-        yield f"{name} has recurrent layers, which are not served on {backend.traits.name} yet; set VGS_DEVICE=cpu."
+    traits, model = backend.traits, vllm_config.model_config
+    if traits.captures and not (traits.mode == "lazy" and any(one in _CAPTURED for one in model.architectures)):
+        yield (
+            f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet (only those "
+            "of Qwen3-Next are, on a Gaudi in lazy mode); set VGS_DEVICE=cpu."
+        )
     if vllm_config.lora_config is not None:
         yield f"{name} has recurrent layers, for which LoRA adapters are not supported yet; leave out --enable-lora."
     if target_config() is not None:
