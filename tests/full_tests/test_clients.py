@@ -128,6 +128,18 @@ def test_lm_eval(python: str, drafting: Server) -> None:
         assert math.isclose(total, sum(logprobs["token_logprobs"][first:-1]), rel_tol=1e-4)
 
 
+def test_guidellm(python: str, drafting: Server) -> None:
+    for name, answers in calls("guidellm", python, drafting).items():
+        assert len({json.dumps(one["body"]) for one in answers}) == 3, "as many as it was given, none failed"
+        for one in answers:
+            body = one["body"] | {"stream": False}
+            body.pop("stream_options")
+            found = drafting.post("/v1/chat/completions" if name.startswith("chat") else "/v1/completions", body)
+            (choice,) = found["choices"]
+            assert one["text"] == (choice["message"]["content"] if name.startswith("chat") else choice["text"])
+            assert one["tokens"] == found["usage"]["completion_tokens"]
+
+
 def test_vllm_bench_serve(drafting: Server, demo_model: str, tmp_path: Path) -> None:
     """Of our environment: it comes with vLLM."""
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve"]

@@ -127,7 +127,13 @@ def test_the_makefile_does_not_touch_a_cards_environment(tmp_path: Path) -> None
 
 
 def test_the_page_about_clients_has_the_locked_versions() -> None:
-    packages = {"openai": "openai", "litellm": "litellm", "langchain": "langchain-openai", "lm_eval": "lm-eval"}
+    packages = {
+        "openai": "openai",
+        "litellm": "litellm",
+        "langchain": "langchain-openai",
+        "lm_eval": "lm-eval",
+        "guidellm": "guidellm",
+    }
     rows = dict(re.findall(r"(?m)^\| [^|]+ \| `(\w+)` \| ([\d.]+) \|", (ROOT / "docs" / "clients.md").read_text()))
     lock = dict(re.findall(r"(?m)^([\w-]+)==(\S+)", (ROOT / "requirements" / "clients.txt").read_text()))
     assert rows == {client: lock[package] for client, package in packages.items()}
