@@ -55,9 +55,7 @@ class Downloads:
         return lambda: host
 
 
-def _moved(
-    step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Verification | None, Drafts | None]:
+def _moved(step: StepResult, move: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Verification | None, Drafts | None]:
     """The parts of a step that are on the device, with `move` applied to every tensor, always in the same order."""
 
     def scores(record: LogprobsTensors | None) -> LogprobsTensors | None:
