@@ -27,7 +27,6 @@ from vllm_gaudi_spec.tools.io.command_line import Parser
 NUM_DRAFTS = 4
 CONTEXT = 512
 LIMIT_US = 1500.0
-DRAFTERS = {"tiny": "tiny-draft", "8b": "0.5b"}
 
 
 class FreeModel:
@@ -56,7 +55,7 @@ def parse_options() -> argparse.Namespace:
         help="how to draft (default: ngram; draft_model on an accelerator)",
     )
     parser.add_argument("--overlap", action="store_true", help="async scheduling, for draft_model")
-    parser.add_argument("--size", choices=DRAFTERS, default="tiny", help="size of the models, on an accelerator")
+    parser.add_argument("--size", choices=dummy.DRAFTERS, default="tiny", help="size of the models, on an accelerator")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps that are timed")
     common.add_json(parser)
     options = parser.parse_args()
@@ -67,7 +66,7 @@ def parse_options() -> argparse.Namespace:
 def engine(options: argparse.Namespace) -> Any:
     rows, shape = max(options.batches), dummy.SIZES[options.size]
     spec_config: dict[str, Any] = {"method": options.method}
-    drafter = DRAFTERS[options.size]
+    drafter = dummy.DRAFTERS[options.size]
     if options.method == "ngram":
         spec_config, drafter = spec_config | {"prompt_lookup_max": 3}, None
     return dummy.engine(

@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "tools": set(),
     "tools.io": {"environment.cached_files", "tools.io"},
     "tools.demo_model": {"environment", "versions"},
-    "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters"},
+    "tools.estimate": {"tools.estimate", "config", "drafting.table", "emulator.cost", "emulator.counters", "recurrent"},
     "tools.tune": {
         *("tools.tune", "tools.demo_model", "tools.estimate", "tools.io", "tools.report", "quantization", "devices"),
         *("config", "drafting.table", "environment", "records", "runner.model_runner"),

@@ -142,6 +142,10 @@ def test_what_can_not_be_estimated(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no safetensors files, and transformers makes no model of its config.json"):
         Pair.of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3NextForCausalLM"]}))
+    with pytest.raises(ValueError, match="layers with recurrent states, which Qwen3NextForCausalLM has"):
+        Pair.of(folder)
 
 
 def test_predictions_beside_measured_cells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from vllm_gaudi_spec.emulator.counters import Tally
+from vllm_gaudi_spec.recurrent.table import SERVED
 
 _KV_BYTES = 2
 _LOGIT_BYTES = 4
@@ -66,6 +67,8 @@ class Outline:
     @classmethod
     def of(cls, folder: Path) -> Outline:
         config = _config(folder)
+        if recurrent := SERVED.keys() & set(config.get("architectures") or ()):
+            raise ValueError(f"no estimate is made of layers with recurrent states, which {recurrent.pop()} has")
         heads = config["num_attention_heads"]
         head_size = config.get("head_dim") or config["hidden_size"] // heads
         latent = config.get("kv_lora_rank")
