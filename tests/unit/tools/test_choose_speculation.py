@@ -209,7 +209,8 @@ def test_drafts_are_turned_off_where_they_lose() -> None:
     words = found.serve_arguments("some/model")
     assert words[:5] == ["vllm", "serve", "some/model", "--max-num-seqs", "12"]
     assert json.loads(words[-1]) == config
-    assert "6 to 12" in choice.conclusion(found, "some/model")
+    assert "in batches of 6 to 12;" in choice.conclusion(found, "some/model")
+    assert "in batches of 6;" in choice.conclusion(choose([one], [1, 9], max_num_seqs=6), "some/model")
 
 
 def test_a_size_where_drafts_are_off_counts_as_no_loss() -> None:

@@ -217,7 +217,8 @@ def conclusion(choice: Choice, model: str) -> str:
         )
     speedups = ", ".join(f"{max(chosen.speedup(batch), 1.0):.2f} at {batch}" for batch in choice.batches)
     lines = [f"Use {chosen.name} with k = {chosen.num_drafts}. Speedup over no speculation by batch size: {speedups}."]
-    off = [f"{first} to {last}" for first, last, drafts in choice.schedule() if not drafts]
+    ranges = [(first, last) for first, last, drafts in choice.schedule() if not drafts]
+    off = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
     if off:
         lines.append(f"Drafting does not pay in batches of {', '.join(off)}; the schedule turns it off there.")
     return "\n".join([*lines, command])
