@@ -149,11 +149,12 @@ class Replay:
             stop(server)
 
     def check_vllm(self, container: str) -> None:
-        """What can be said of a card's image without the card: its torch, and that the command starts."""
+        """What can be said of a card's image without the card: its torch, and on a Gaudi's that the command starts."""
         show = "import torch, vllm; print('torch', torch.__version__, torch.__file__, 'vllm', vllm.__version__)"
-        alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch would load torch_npu, which needs CANN
-        self.in_container(container, "python", "-c", show, **alone)
-        self.in_container(container, *self.configuration()["Entrypoint"], "--help", VGS_DEVICE="cpu", **alone)
+        # torch would load torch_npu, which needs CANN.
+        self.in_container(container, "python", "-c", show, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        if self.target == "gaudi":  # transformers, which the command imports, loads torch_npu where it is installed
+            self.in_container(container, *self.configuration()["Entrypoint"], "--help", VGS_DEVICE="cpu")
 
     def check_clean(self, container: str) -> None:
         """Nothing of this machine's pip configuration may have stayed in the image."""
