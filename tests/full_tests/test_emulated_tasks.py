@@ -12,7 +12,7 @@ from vllm_gaudi_spec.tools.report import record
 
 pytestmark = pytest.mark.emulated
 
-# Its demo model is tiny: it takes seconds.
+# Its demo model is tiny: seconds in lazy mode, two minutes in compiled mode.
 QUICK = ("medusa",)
 
 

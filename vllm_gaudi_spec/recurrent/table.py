@@ -22,6 +22,8 @@ SERVED = {
     "NemotronHForCausalLM": _MAMBA_2,
 }
 """Those that were held against transformers as a whole."""
+CAPTURED = ("Qwen3NextForCausalLM",)
+"""Those whose forward was captured in HPU graphs too. Granite 4's changes a view in place."""
 
 # Types of layers, as configurations name them. A hybrid one has both.
 _WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_spec.config import ranks_in_step
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.config import target_config
+from vllm_gaudi_spec.recurrent.table import CAPTURED
 from vllm_gaudi_spec.recurrent.table import SERVED as RECURRENT
 
 if TYPE_CHECKING:
@@ -62,15 +63,11 @@ def _refusals_of(model: ModelConfig) -> Iterator[str]:
         yield f"{model.model} uses sparse MLA attention, which is not supported yet; use a model without it."
 
 
-_CAPTURED = ("Qwen3NextForCausalLM",)
-"""With recurrent layers: those whose forward was captured in HPU graphs. Granite 4's changes a view in place."""
-
-
 def _state_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator[str]:
     """Of options, for targets that keep recurrent state."""
     name, cache = vllm_config.model_config.model, vllm_config.cache_config
     traits, model = backend.traits, vllm_config.model_config
-    if traits.captures and not (traits.mode == "lazy" and any(one in _CAPTURED for one in model.architectures)):
+    if traits.captures and not (traits.mode == "lazy" and any(one in CAPTURED for one in model.architectures)):
         yield (
             f"{name} has recurrent layers, which are not served on {traits.name} in mode {traits.mode} yet (only those "
             "of Qwen3-Next are, on a Gaudi in lazy mode); set VGS_DEVICE=cpu."
