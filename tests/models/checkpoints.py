@@ -31,8 +31,9 @@ transformers.utils.logging.disable_progress_bar()
 PROMPT_LENGTHS = (25, 73, 11)
 NUM_TOKENS = 40
 SEED = 1
-REFERENCE, ROUNDED = "reference.json", "reference_rounded.json"
-"""The second where a format rounds activations: as native kernels compute."""
+REFERENCE, ROUNDED, ROUNDED_GAUDI2 = "reference.json", "reference_rounded.json", "reference_rounded_gaudi2.json"
+"""The others where a format rounds activations: as native kernels compute, and as they do where e4m3 ends at 240, if
+that is another rounding."""
 DRAFTER = "drafter"
 """A model that drafts for it, in a folder of its own."""
 UNTIED, TIED = 0.7, 0.08
@@ -88,8 +89,12 @@ def write(recipe: Recipe, folder: Path) -> None:
         (folder / REFERENCE).write_text(json.dumps(answers))
         drafter(answers).save_pretrained(folder / DRAFTER)
         tiny_models.byte_tokenizer().save_pretrained(folder / DRAFTER)
-        if recipe.format is not None and formats.round_activations(model, recipe.format):
-            (folder / ROUNDED).write_text(json.dumps(reference(model)))
+        rounding = None if recipe.format is None else formats.FORMATS[recipe.format].activations
+        on_gaudi2 = formats.FP8_TOKENS_GAUDI2 if rounding is formats.FP8_TOKENS else None
+        for name, rounds in ((ROUNDED, rounding), (ROUNDED_GAUDI2, on_gaudi2)):
+            if rounds is not None:
+                with formats.rounded_activations(model, rounds):
+                    (folder / name).write_text(json.dumps(reference(model)))
 
 
 # ---- weights ---------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ kernels of a format that rounds activations too, it does the same.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from tests.models.architectures import EXPERTS, LATENT, ROUTED, TEXT, Recipe, shape
 from tests.models.comparison import ROUGH
-from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, NATIVE, REFERENCE
+from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, E4M3_MAX, GAUDI2, NATIVE, REFERENCE
 
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 GROUP = 128
@@ -29,6 +30,7 @@ INPUT_MAX, KV_SCALE = 8.0, 0.02
 Tensors = dict[str, torch.Tensor]
 Rounded = tuple[Tensors, torch.Tensor]
 """Tensors by the suffix that takes the place of `weight`, and the weight that they stand for."""
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Format:
     """`quantization_config` of config.json."""
     stacks: Callable[[torch.Tensor], Rounded] | None = None
     """How experts in one tensor [experts, in, out] are rounded; the tensors' names follow after an underscore."""
-    activations: Callable[[torch.Tensor], torch.Tensor] | None = None
+    activations: Rounding | None = None
     kv: tuple[str, ...] = ()
     """Names under a layer's self_attn for scales of keys and values."""
 
@@ -209,6 +211,7 @@ def _inputs(values: torch.Tensor, highest: float, fixed: bool, dtype: torch.dtyp
 
 
 FP8_TOKENS = partial(_inputs, highest=E4M3, fixed=False, dtype=torch.float8_e4m3fn)
+FP8_TOKENS_GAUDI2 = partial(FP8_TOKENS, highest=E4M3_MAX[GAUDI2])
 FP8_FIXED = partial(_inputs, highest=E4M3, fixed=True, dtype=torch.float8_e4m3fn)
 INT8_TOKENS = partial(_inputs, highest=127, fixed=False, dtype=None)
 INT8_FIXED = partial(_inputs, highest=127, fixed=True, dtype=None)
@@ -382,14 +385,18 @@ def rewrite(folder: Path, name: str, plain: Path) -> None:
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def round_activations(model: nn.Module, name: str) -> bool:
-    """Let a model of what the weights stand for round its activations as the format does; False if it does not."""
-    if (rounding := FORMATS[name].activations) is None:
-        return False
-    for key, module in model.named_modules():
-        if isinstance(module, nn.Linear) and key.endswith(("_proj", "_proj_with_mqa")):
-            module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]),))
-    return True
+@contextmanager
+def rounded_activations(model: nn.Module, rounding: Rounding) -> Iterator[None]:
+    """Within the context a model of what the weights stand for rounds its activations as native kernels do. Latent
+    attention has absorbed `kv_b_proj`, whose input nothing rounds."""
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]),))
+        for key, module in model.named_modules()
+        if isinstance(module, nn.Linear) and key.endswith(("_proj", "_proj_with_mqa")) and "kv_b" not in key
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 # ---- the table -------------------------------------------------------------------------------------------

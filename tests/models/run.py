@@ -69,7 +69,7 @@ class Run:
             for case, found in self._results(UPSTREAM, UPSTREAMS, _UPSTREAM).items():
                 results[case][UPSTREAM] = found[PLAIN]
         rows = [
-            comparison.row(case, results[case], self._reference(case), recipe.tolerance)
+            comparison.row(case, results[case], self._reference(case, device), recipe.tolerance)
             for case, recipe in self.cases.items()
         ]
         everything = {row.case: asdict(row) | {"results": results[row.case]} for row in rows}
@@ -80,9 +80,12 @@ class Run:
     def _torchvision(self) -> Path:
         return self.state / "torchvision"
 
-    def _reference(self, case: str) -> dict[str, Any] | None:
-        rounds = self.cases[case].engine.get("additional_config") == kernels(NATIVE)["additional_config"]
-        path = self.folders[case] / (checkpoints.ROUNDED if rounds else checkpoints.REFERENCE)
+    def _reference(self, case: str, device: str) -> dict[str, Any] | None:
+        folder, name = self.folders[case], checkpoints.REFERENCE
+        if self.cases[case].engine.get("additional_config") == kernels(NATIVE)["additional_config"]:
+            on_gaudi2 = device.startswith("hpu-emulated") and (folder / checkpoints.ROUNDED_GAUDI2).exists()
+            name = checkpoints.ROUNDED_GAUDI2 if on_gaudi2 else checkpoints.ROUNDED
+        path = folder / name
         return json.loads(path.read_text()) if path.exists() else None
 
     def _jobs(self, side: str, variants: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -47,6 +47,18 @@ def test_ragged_tokens_in_one_read() -> None:
     assert output.logprobs is None
 
 
+def test_what_was_sent_stays_on_the_device() -> None:
+    """Warm-up sends a step twice, and graphs take what is on the device."""
+    verification = Verification(torch.tensor([[5]], dtype=torch.int32), torch.tensor([1]).int())
+    drafts = Drafts(torch.tensor([[6]], dtype=torch.int32), torch.tensor([1]).int())
+    sent = StepResult([request("a")], verification, drafts=drafts)
+    on_host = send(sent, HostBackend()).to_host()
+    assert sent.verification is verification
+    assert sent.drafts is drafts
+    assert on_host.verification is not verification
+    assert on_host.drafts is not drafts
+
+
 def test_a_step_in_which_nobody_samples_reads_nothing() -> None:
     backend = HostBackend()
     output = send(StepResult([], unfinished=[request("c")]), backend).get_output()
