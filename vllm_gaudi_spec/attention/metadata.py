@@ -268,13 +268,14 @@ def columns(inputs: Inputs) -> list[Inputs]:
     need is computed once: many small operations a step cost more than a small model's layers."""
     rows, queries = inputs.calls[0].num_rows, inputs.calls[0].num_queries
 
-    def by_column(tensor_T: torch.Tensor) -> list[torch.Tensor]:
-        return list(tensor_T.view(rows, queries).T.contiguous().unbind(0))
+    def turned(tensor_T: torch.Tensor) -> torch.Tensor:
+        # As int32: a permutation of int64 is not in a Gaudi's compiled graph (lesson C16).
+        return tensor_T.int().view(rows, queries).T.contiguous()
 
-    tokens, positions = by_column(inputs.token_ids_T), by_column(inputs.positions_T)
-    starts = by_column(inputs.positions_T.int())
-    num_real = by_column(inputs.real_T().int())
-    slots = [by_column(slots_T) for slots_T in inputs.slots]
+    starts_QB = turned(inputs.positions_T)
+    tokens, starts, positions = turned(inputs.token_ids_T).unbind(0), starts_QB.unbind(0), starts_QB.long().unbind(0)
+    num_real = turned(inputs.real_T()).unbind(0)
+    slots = [turned(slots_T).long().unbind(0) for slots_T in inputs.slots]
     return [
         Inputs(
             tokens[query],

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_spec.attention.metadata import Blocks, columns, rectangle
+
+
+class NoPermutedInt64(TorchDispatchMode):
+    """Which leaves a Gaudi's compiled graph (lesson C16)."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        permutes = operation in (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+        assert not (permutes and args[0].dtype == torch.int64), operation
+        return operation(*args, **(kwargs or {}))
 
 
 def test_padding_may_extend_past_the_block_table() -> None:
@@ -22,7 +34,10 @@ def test_the_positions_of_a_rectangle_one_after_another_are_rectangles_of_one() 
     tokens_BQ = torch.arange(1, 10, dtype=torch.int32).view(3, 3)
     starts_B, num_real_B = torch.tensor([5, 0, 3], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
     blocks = Blocks((torch.tensor([[7, 3], [9, 2], [5, 6]], dtype=torch.int32),), (4,))
-    for query, column in enumerate(columns(rectangle(tokens_BQ, starts_B, num_real_B, blocks))):
+    inputs = rectangle(tokens_BQ, starts_B, num_real_B, blocks)
+    with NoPermutedInt64():
+        made = columns(inputs)
+    for query, column in enumerate(made):
         real_B = num_real_B > query
         alone = rectangle(
             tokens_BQ[:, query : query + 1], torch.where(real_B, starts_B + query, 0), real_B.int(), blocks
