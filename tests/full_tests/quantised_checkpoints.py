@@ -28,7 +28,7 @@ def rewritten(model: str, name: str, folder: Path) -> tuple[str, str]:
 
 
 def dtypes_of_linears(model: nn.Module) -> set[torch.dtype]:
-    return {module.weight.dtype for module in model.modules() if isinstance(module, LinearBase)}
+    return {next(module.parameters()).dtype for module in model.modules() if isinstance(module, LinearBase)}
 
 
 def drafting(model: str) -> dict[str, Any]:

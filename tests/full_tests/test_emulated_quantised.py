@@ -1,11 +1,24 @@
 """On emulated cards: quantised checkpoints have the texts of what they stand for, with drafts and without."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.full_tests.quantised_checkpoints import MTP, PACKED, check_reference
+from tests.full_tests.engines import engine
+from tests.full_tests.quantised_checkpoints import (
+    MTP,
+    PACKED,
+    SIZES,
+    check_reference,
+    rewritten,
+    texts_with_and_without_drafts,
+)
+from tests.full_tests.quantized import ask
 from tests.full_tests.tiny_models import save_deepseek_with_mtp
+from tests.models.formats import kernels
+from vllm_gaudi_spec.config import NATIVE, REFERENCE
 
 pytestmark = pytest.mark.emulated
 
@@ -19,6 +32,19 @@ def test_a_model_that_drafts_for_itself(looping_llama: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", [PACKED, "ct-int8", "fp8-block"])
 def test_on_two_ranks(name: str, looping_llama: str, tmp_path: Path) -> None:
     check_reference(looping_llama, name, tmp_path, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks"), [("awq", 1), ("gptq", 1), (PACKED, 1), (PACKED, 2)])
+def test_four_bits_stay_so(name: str, num_ranks: int, looping_llama: str, tmp_path: Path) -> None:
+    """The card's operator makes the weights of which reference kernels made the layers."""
+    if os.environ["VGS_DEVICE"] != "hpu-emulated":
+        pytest.skip("no operator for 4 bits on this card")
+    quantised, _ = rewritten(looping_llama, name, tmp_path)
+    in_bfloat16 = dict(dtype="bfloat16", tensor_parallel_size=num_ranks)
+    found = texts_with_and_without_drafts(quantised, NATIVE, kept_as={torch.int32}, **in_bfloat16)
+    with engine(quantised, **SIZES, **kernels(REFERENCE), **in_bfloat16) as llm:
+        assert ask(llm, 4, detokenize=False) == found
 
 
 @pytest.mark.slow

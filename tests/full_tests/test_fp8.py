@@ -14,7 +14,7 @@ from tests.full_tests.speculation import accepted, ngram
 from tests.full_tests.test_refusals import refusal
 from vllm_gaudi_spec.config import REQUEST_OPTION
 from vllm_gaudi_spec.quantization import files
-from vllm_gaudi_spec.quantization.layers import Fp8Linear
+from vllm_gaudi_spec.quantization.layers import CalibratedLinear
 
 STRICT = dict(rejection_sample_method="strict")
 SIZES: dict[str, Any] = dict(max_num_seqs=8, max_num_batched_tokens=128)
@@ -155,7 +155,7 @@ AROUND = {
 
 def _layers_in_fp8(worker: Any) -> list[str]:
     modules = worker.model_runner.target.model.named_modules()
-    return [name for name, module in modules if isinstance(getattr(module, "quant_method", None), Fp8Linear)]
+    return [name for name, module in modules if isinstance(getattr(module, "quant_method", None), CalibratedLinear)]
 
 
 # --- refusals ---

@@ -100,7 +100,8 @@ def _grouped(weight: torch.Tensor, bits: int, zero_points: bool) -> tuple[torch.
     else:
         scale = groups.abs().amax(2) / (2 ** (bits - 1) - 1)
         zero = torch.full_like(scale, 2 ** (bits - 1))
-    scale = scale.half().float()  # GPTQ and AWQ keep them so
+    # GPTQ and AWQ keep them in float16, and a Gaudi takes them in bfloat16.
+    scale = scale.bfloat16().half().float()
     values = (groups / scale[..., None] + zero[..., None]).round().clamp(0, highest)
     return values.flatten(1).int(), scale, zero.int()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.attention.metadata import AttentionCall, AttentionLayerSpec, KVShape
     from vllm_gaudi_spec.attention.operations import Operations
     from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.fp8 import Arithmetic
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.records import WarmUpWork
@@ -224,6 +225,8 @@ class Weights:
     """Makes the arithmetic of e4m3 numbers up to a largest one; None: KV is not kept in FP8."""
     multiplies_fp8 = False
     """Whether it multiplies them faster than floats, so that linear layers of FP8 checkpoints keep them."""
+    converts_uint4 = False
+    """Whether it has an operator for `from_uint4`, so that linear layers can keep 4-bit integers."""
 
     @property
     def fp8_range(self) -> str | None:
@@ -236,6 +239,10 @@ class Weights:
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         """Measure or quantise a loaded model, before `prepare_model`. The answer has what was measured."""
+        raise NotImplementedError("refused at start-up")
+
+    def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [K, N] that words stand for."""
         raise NotImplementedError("refused at start-up")
 
     def missing_kernel(self, vllm_config: VllmConfig, model: ModelConfig) -> str | None:

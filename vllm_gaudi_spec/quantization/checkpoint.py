@@ -1,5 +1,5 @@
 """A quantised checkpoint, read as the one that it stands for: weights in the model's dtype, under their own names.
-Where a device multiplies FP8, linear layers that have it keep it.
+Linear layers that a device computes with as they are stay so.
 
 Models are then made and loaded like those of any other checkpoint: layers that are merged, cut for tensor parallelism,
 absorbed (MLA), adapted (LoRA) or experts need nothing of their own.
@@ -54,8 +54,8 @@ class Checkpoint:
     """Its folder or name, for messages."""
     format: CheckpointFormat
     dtype: torch.dtype
-    keeps_fp8: Callable[[str], bool] = field(default=lambda layer: False)
-    """Whether a layer takes e4m3 numbers, with a scale for each row beside them."""
+    is_native: Callable[[str], bool] = field(default=lambda layer: False)
+    """Whether a layer takes e4m3 numbers with a scale for each row, or words of 4-bit integers."""
     is_unused: Callable[[str], bool] = field(default=lambda name: False)
     """Whether the model drops a tensor of that name."""
     _waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -94,33 +94,40 @@ class Checkpoint:
             raise EncodingError(f"{self.model}: {name} {reason}; {OTHER_MODEL}.", remedy=OTHER_MODEL)
 
     def _read(self, layer: str, encoding: Encoding, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-        stored = parts.get("weight")
-        keeps = stored is not None and stored.dtype == torch.float8_e4m3fn and self.keeps_fp8(layer)
         try:
-            if keeps:
-                weight, scale = encoding.fp8_rows(parts)
-                if not (_is_finite(weight.float()) and _is_finite(scale)):
-                    raise EncodingError("has scales or values that are not finite")
-                found = {"weight": weight, "weight_scale": scale}
-            else:
-                found = {"weight": self._cast(encoding.weight(parts))}
+            kept_as, found = self._made(layer, encoding, parts)
         except EncodingError as error:
             reason = f"{self.model}: layer {layer} {error}; {error.remedy}."
             raise EncodingError(reason, remedy=error.remedy) from error
-        kept_as = "e4m3 with a scale for each row" if keeps else dtype_name(self.dtype)
         counts = self._counts.setdefault((encoding.name, kept_as), _Counts())
         counts.read += sum(part.nbytes for part in parts.values())
+        counts.matrices += next(iter(found.values())).shape[:-2].numel()
         for part, tensor in found.items():
-            is_weight = part == "weight"
-            counts.matrices += tensor.shape[:-2].numel() if is_weight else 0
             counts.made += tensor.nbytes
-            yield f"{layer}{self.format.weight if is_weight else f'.{part}'}", tensor.contiguous()
+            yield f"{layer}{self.format.weight if part == 'weight' else f'.{part}'}", tensor.contiguous()
+
+    def _made(self, layer: str, encoding: Encoding, parts: Parts) -> tuple[str, dict[str, torch.Tensor]]:
+        """What the layer becomes, and its tensors, of which the first is the weight."""
+        stored = parts.get("weight")
+        is_e4m3 = stored is not None and stored.dtype == torch.float8_e4m3fn
+        if not ((is_e4m3 or encoding.grouped is not None) and self.is_native(layer)):
+            return dtype_name(self.dtype), {"weight": self._cast(encoding.weight(parts))}
+        if is_e4m3:
+            weight, scale = encoding.fp8_rows(parts)
+            _check_finite(weight.float(), scale)
+            return "e4m3 with a scale for each row", {"weight": weight, "weight_scale": scale}
+        words = encoding.words(parts)
+        _check_finite(words.scales_GN)
+        return "words of 4-bit integers", {
+            "weight_packed": words.weight_KW,
+            "weight_scale": words.scales_GN,
+            "weight_zero_point": words.zeros_GW,
+        }
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         made = weight.to(self.dtype)
         if not _is_finite(made):
-            if not _is_finite(weight):
-                raise EncodingError("has scales or values that are not finite")
+            _check_finite(weight)
             raise EncodingError(f"has values beyond {dtype_name(self.dtype)}", remedy="use --dtype bfloat16")
         return made
 
@@ -146,6 +153,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or bool(tensor.isfinite().all())
+
+
+def _check_finite(*tensors: torch.Tensor) -> None:
+    if not all(map(_is_finite, tensors)):
+        raise EncodingError("has scales or values that are not finite")
 
 
 def _belongs(part: str, tensor: torch.Tensor, encoding: Encoding) -> bool:

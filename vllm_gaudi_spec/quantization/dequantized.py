@@ -16,7 +16,14 @@ from vllm.logger import init_logger
 
 from vllm_gaudi_spec.config import NATIVE, REFERENCE, Options, UnsupportedConfigError, in_one_line
 from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, dtype_name
-from vllm_gaudi_spec.quantization.formats import CheckpointFormat, UnknownFormatError, method_of, read_format
+from vllm_gaudi_spec.quantization.formats import (
+    FP8,
+    UINT4,
+    CheckpointFormat,
+    UnknownFormatError,
+    method_of,
+    read_format,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +35,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DEQUANTIZED = "dequantized"
-# The cast to FP8 has no form for float16 (lesson O30).
-FP8_INPUTS = ("torch.bfloat16", "torch.float32")
+_HOW_THEY_STAY = {
+    FP8: "FP8, and are multiplied by activations rounded to FP8",
+    UINT4: "4-bit integers, and are converted whenever they are multiplied",
+}
 
 _load_backend: Callable[[], DeviceBackend] | None = None
 _left_to_vllm: ContextVar[bool] = ContextVar("left_to_vllm", default=False)
@@ -51,10 +60,20 @@ def device() -> DeviceBackend:
     return _load_backend()
 
 
-def keeps_fp8(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
-    """Whether linear layers of the format are multiplied as they are. `requested`: the option `weight_kernels`."""
-    takes_inputs = str(dtype) in FP8_INPUTS
-    return format.has_fp8 and weights.multiplies_fp8 and takes_inputs and requested != REFERENCE
+def native_inputs(format: CheckpointFormat, weights: Weights) -> tuple[str, ...]:
+    """Dtypes of the inputs with which the device computes linear layers of the format as they are."""
+    if format.native == FP8 and weights.multiplies_fp8:
+        return ("bfloat16", "float32")  # the cast to FP8 has no form for float16 (lesson O30)
+    if format.native == UINT4 and weights.converts_uint4:
+        return ("bfloat16",)  # the one in which vllm-gaudi calls the operator (lesson Q09)
+    return ()
+
+
+def is_native(format: CheckpointFormat, dtype: torch.dtype, requested: str | None, weights: Weights) -> bool:
+    """Whether linear layers of the format stay as they are. `requested`: the option `weight_kernels`. Converting 4-bit
+    integers at each step saves memory alone, so that it is asked for."""
+    takes_part = requested == NATIVE or (requested is None and format.native == FP8)
+    return takes_part and dtype_name(dtype) in native_inputs(format, weights)
 
 
 def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> None:
@@ -68,13 +87,18 @@ def choose_kernels(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceB
         _report_dequantised(model, "as weight_kernels asks")
         return
     try:
-        if keeps_fp8(format_of(model), model.dtype, requested, backend.weights):
+        format = format_of(model)
+        if is_native(format, model.dtype, requested, backend.weights):
             logger.info_once(
-                "%s: linear layers in %s stay FP8, and are multiplied by activations rounded to FP8; other quantised "
-                "weights become %s while they are read.",
-                *(model.model, method, dtype_name(model.dtype)),
+                "%s: linear layers in %s stay %s; other quantised weights become %s while they are read.",
+                *(model.model, method, _HOW_THEY_STAY[str(format.native)], dtype_name(model.dtype)),
             )
             return
+        if requested == NATIVE and (inputs := native_inputs(format, backend.weights)):
+            raise UnsupportedConfigError(
+                f"{model.model} has quantized weights ({method}), whose native kernels take inputs in "
+                f"{' or '.join(inputs)}; use --dtype bfloat16, or leave weight_kernels out."
+            )
     except UnknownFormatError:
         logger.debug("The format of %s is left to vLLM.", model.model, exc_info=True)
     is_target, quant_config = model is vllm_config.model_config, vllm_config.quant_config
@@ -155,8 +179,8 @@ def read_weights(
 
     format, requested = format_of(model), Options.from_vllm(get_current_vllm_config()).weight_kernels
     checkpoint = Checkpoint(model=model.model, format=format, dtype=model.dtype)
-    if keeps_fp8(format, model.dtype, requested, device().weights):
-        checkpoint.keeps_fp8 = layers_in_fp8(loaded, format)
+    if is_native(format, model.dtype, requested, device().weights):
+        checkpoint.is_native = native_layers(loaded, format)
     if (is_unused := getattr(loaded, "is_unused_checkpoint_weight", None)) is not None:
         checkpoint.is_unused = is_unused
     _forget_format(loaded)
@@ -180,9 +204,10 @@ def _forget_format(loaded: nn.Module) -> None:
         module.config = config
 
 
-def layers_in_fp8(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
-    """Whether `model` keeps the layer of a name in the checkpoint in FP8."""
+def native_layers(model: nn.Module, format: CheckpointFormat) -> Callable[[str], bool]:
+    """Whether `model` keeps the layer of a name in the checkpoint as it is."""
     from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+    from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
 
     modules, mapper = dict(model.named_modules()), getattr(model, "hf_to_vllm_mapper", None)
     merged: dict[str, set[str]] = {}
@@ -191,13 +216,13 @@ def layers_in_fp8(model: nn.Module, format: CheckpointFormat) -> Callable[[str],
             for part in parts:
                 merged.setdefault(part, set()).add(whole)
 
-    def is_in_fp8(layer: str) -> bool:
+    def stays(layer: str) -> bool:
         tensor = f"{layer}.weight" if mapper is None else mapper.map_name(f"{layer}.weight")
         path, _, name = str(tensor).removesuffix(".weight").rpartition(".")
         names = (f"{path}.{name}".removeprefix(".") for name in (name, *merged.get(name, ())))
         found = next((modules[name] for name in names if name in modules), None)
         if found is None:  # renamed by the model itself while it loads, as MTP heads are
-            return format.may_keep_fp8(layer)
-        return isinstance(getattr(found, "quant_method", None), Fp8Linear)
+            return format.may_be_native(layer)
+        return isinstance(getattr(found, "quant_method", None), Fp8Linear | Uint4Linear)
 
-    return is_in_fp8
+    return stays

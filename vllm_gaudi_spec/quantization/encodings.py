@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -43,6 +43,28 @@ class EncodingError(ValueError):
         return self.remedy == _OTHER_COPY
 
 
+class Grouped(NamedTuple):
+    """Unsigned integers whose inputs share scales and zero points by groups G."""
+
+    values_KN: torch.Tensor
+    scales_GN: torch.Tensor
+    zeros_GN: torch.Tensor
+    groups_K: torch.Tensor
+
+    def weight(self) -> torch.Tensor:
+        """float32 [N, K]."""
+        shifted_KN = (self.values_KN - self.zeros_GN[self.groups_K]).float()
+        return (shifted_KN * self.scales_GN[self.groups_K]).t()
+
+
+class Words(NamedTuple):
+    """4-bit integers, eight outputs in an int32 from its lowest bits up, as W counts them."""
+
+    weight_KW: torch.Tensor
+    scales_GN: torch.Tensor
+    zeros_GW: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     name: str
@@ -52,6 +74,9 @@ class Encoding:
     """float32 [N, K]; of stacked experts bfloat16 [E, K, N]."""
     rows: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = None
     """The same as e4m3 numbers and a scale for each row, [N, 1]; None where it is not such numbers."""
+    grouped: Callable[[Parts], Grouped] | None = None
+    """The same as integers in groups of `group_size` inputs; None where it is not, or where groups have an order."""
+    group_size: int = 0
 
     def weight(self, parts: Parts) -> torch.Tensor:
         return self._checked(parts, self.decode)
@@ -59,6 +84,11 @@ class Encoding:
     def fp8_rows(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.rows is not None
         return self._checked(parts, self.rows)
+
+    def words(self, parts: Parts) -> Words:
+        grouped = self.grouped
+        assert grouped is not None
+        return self._checked(parts, lambda tensors: _words(grouped(tensors)))
 
     def _checked(self, parts: Parts, read: Callable[[Parts], Read]) -> Read:
         if missing := [part for part in self.parts if part not in parts]:
@@ -106,62 +136,75 @@ def packed_integers(bits: int, block: Block, *, zero_point: bool, reordered: boo
     """compressed-tensors: integers of a row packed into words. `reordered`: each column names its group."""
     more = [*(["weight_zero_point"] if zero_point else []), *(["weight_g_idx"] if reordered else [])]
 
-    def decode(tensors: Parts) -> torch.Tensor:
-        offset = 1 << (bits - 1)
-        values = _unpacked(_matrix(tensors["weight_packed"]), bits, dim=1) - offset
-        scale = _scale(tensors["weight_scale"])
-        zeros = None
-        if zero_point:
-            zeros = (_unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0) - offset).float()
-            zeros = zeros[: values.shape[0]]  # the last words may be part-filled
+    def read(tensors: Parts) -> Grouped:
+        values_NK = _unpacked(_matrix(tensors["weight_packed"]), bits, dim=1)
+        num_outputs, num_inputs = values_NK.shape
+        scales_NG = _scale(tensors["weight_scale"])
         if reordered:
-            groups = _groups(tensors["weight_g_idx"], values.shape[1], scale.shape[1])
-            scale = scale[:, groups]
-            zeros = None if zeros is None else zeros[:, groups]
-            _same(scale.shape, values.shape)
+            groups_K = _groups(tensors["weight_g_idx"], num_inputs, _matrix(scales_NG).shape[1])
         else:
-            scale = _spread(scale, values.shape, block)
-            zeros = None if zeros is None else _spread(zeros, values.shape, block)
-        shifted = values.float() if zeros is None else values - zeros
-        return shifted * scale
+            size = block[1] if block[1] > 0 else num_inputs
+            groups_K = torch.arange(num_inputs, device=values_NK.device) // size
+            shape_NG = torch.Size((num_outputs, -(-num_inputs // size)))
+            scales_NG = _spread(scales_NG, shape_NG, TENSOR if block == TENSOR else (1, 1)).expand(shape_NG)
+        if zero_point:
+            zeros_NG = _unpacked(_matrix(tensors["weight_zero_point"]), bits, dim=0)
+            zeros_NG = zeros_NG[:num_outputs]  # the last words may be part-filled
+        else:
+            zeros_NG = torch.full_like(scales_NG, 1 << (bits - 1), dtype=torch.int32)
+        return Grouped(values_NK.t(), scales_NG.t(), zeros_NG.t(), groups_K)
 
-    parts = ("weight_packed", "weight_scale", *more)
-    return Encoding(name=f"packed {bits}-bit integers", parts=parts, decode=decode)
+    size_if_ordered = None if reordered else block[1]
+    return _integers(f"packed {bits}-bit integers", ("weight_packed", "weight_scale", *more), read, size_if_ordered)
 
 
 def gptq(*, size: int | None, reordered: bool, zero_offset: int) -> Encoding:
     """`size`: inputs of a group, -1 for all; None if the format has none. `zero_offset`: what is added to zero
     points as they are stored."""
 
-    def decode(tensors: Parts) -> torch.Tensor:
+    def read(tensors: Parts) -> Grouped:
         scales_GN = _scale(tensors["scales"])
         bits = _bits(_matrix(tensors["qzeros"]).shape[1], scales_GN.shape[1])
         values_KN = _unpacked(_matrix(tensors["qweight"]), bits, dim=0)
         zeros_GN = _unpacked(tensors["qzeros"], bits, dim=1) + zero_offset
-        _same(zeros_GN.shape, scales_GN.shape)
         if reordered:
-            groups = _groups(tensors["g_idx"], values_KN.shape[0], scales_GN.shape[0])
-            return ((values_KN - zeros_GN[groups]) * scales_GN[groups]).t()
-        block = _inputs_of_group(size, values_KN, scales_GN), 1
-        zeros_KN = _spread(zeros_GN.float(), values_KN.shape, block)
-        return ((values_KN - zeros_KN) * _spread(scales_GN, values_KN.shape, block)).t()
+            groups_K = _groups(tensors["g_idx"], values_KN.shape[0], scales_GN.shape[0])
+        else:
+            groups_K = _groups_of(size, values_KN, scales_GN)
+        return Grouped(values_KN, scales_GN, zeros_GN, groups_K)
 
-    return Encoding(
-        name="GPTQ", parts=("qweight", "qzeros", "scales", *(["g_idx"] if reordered else [])), decode=decode
-    )
+    parts = ("qweight", "qzeros", "scales", *(["g_idx"] if reordered else []))
+    return _integers("GPTQ", parts, read, None if reordered else size)
 
 
 def awq(size: int | None) -> Encoding:
     """`size`: as of `gptq`."""
 
-    def decode(tensors: Parts) -> torch.Tensor:
+    def read(tensors: Parts) -> Grouped:
         scales_GN = _scale(tensors["scales"])
         values_KN, zeros_GN = (_awq_columns(_matrix(tensors[part])) for part in ("qweight", "qzeros"))
-        block = _inputs_of_group(size, values_KN, scales_GN), 1
-        zeros_KN = _spread(zeros_GN.float(), values_KN.shape, block)
-        return ((values_KN - zeros_KN) * _spread(scales_GN, values_KN.shape, block)).t()
+        return Grouped(values_KN, scales_GN, zeros_GN, _groups_of(size, values_KN, scales_GN))
 
-    return Encoding(name="AWQ", parts=("qweight", "qzeros", "scales"), decode=decode)
+    return _integers("AWQ", ("qweight", "qzeros", "scales"), read, size)
+
+
+def _integers(name: str, parts: tuple[str, ...], read: Callable[[Parts], Grouped], size: int | None) -> Encoding:
+    """`size`: inputs of a group, where groups are of one size, known and in the order of the inputs."""
+
+    def grouped(tensors: Parts) -> Grouped:
+        found = read(tensors)
+        expected = [found.scales_GN.shape[0], found.values_KN.shape[1]]
+        _same(found.scales_GN.shape, expected)
+        _same(found.zeros_GN.shape, expected)
+        return found
+
+    return Encoding(
+        name=name,
+        parts=parts,
+        decode=lambda tensors: grouped(tensors).weight(),
+        grouped=grouped if size is not None and size > 0 else None,
+        group_size=size or 0,
+    )
 
 
 def fp4(size: int, *, codes: str, whole: str | None = None, divides: bool = False) -> Encoding:
@@ -257,16 +300,20 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _inputs_of_group(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> int:
-    if size is not None:
-        return size
-    num_inputs, num_groups = values_KN.shape[0], scales_GN.shape[0]
-    if num_groups == 0 or num_inputs % num_groups:
-        raise EncodingError(
-            f"has {num_groups} groups of {num_inputs} inputs, and config.json has no group_size",
-            remedy=OTHER_MODEL,
-        )
-    return num_inputs // num_groups
+def _groups_of(size: int | None, values_KN: torch.Tensor, scales_GN: torch.Tensor) -> torch.Tensor:
+    """Of each input, in their order."""
+    (num_inputs, num_outputs), num_groups = values_KN.shape, scales_GN.shape[0]
+    if size is None:
+        if num_groups == 0 or num_inputs % num_groups:
+            raise EncodingError(
+                f"has {num_groups} groups of {num_inputs} inputs, and config.json has no group_size",
+                remedy=OTHER_MODEL,
+            )
+        size = num_inputs // num_groups
+    elif size < 0:
+        size = num_inputs
+    _same(scales_GN.shape, [-(-num_inputs // size), num_outputs])
+    return torch.arange(num_inputs, device=values_KN.device) // size
 
 
 def _groups(indices: torch.Tensor, num_inputs: int, num_groups: int) -> torch.Tensor:
@@ -292,6 +339,19 @@ def _unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     shape[dim + 1] = len(shifts)
     values = (words.unsqueeze(dim + 1) >> shifts.reshape(shape)) & ((1 << bits) - 1)
     return values.flatten(dim, dim + 1)
+
+
+def _words(found: Grouped) -> Words:
+    return Words(_packed(found.values_KN), found.scales_GN, _packed(found.zeros_GN))
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """int32: 4-bit values, eight neighbours of a row in a word."""
+    if not values.is_meta and bool((values > 15).any()):
+        raise EncodingError("has values or zero points beyond 4 bits, which config.json says it has")
+    in_words = values.unflatten(1, (-1, 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
+    return (in_words << shifts).sum(-1, dtype=torch.int32)  # distinct bits, so that a sum is all of them
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ from vllm_gaudi_spec.quantization.encodings import (
     stacked_fp4,
 )
 
+FP8, UINT4 = "FP8", "4-bit integers"
+"""What linear layers may be kept as."""
 Described = Mapping[str, Any]
 """`quantization_config` of config.json."""
 
@@ -45,22 +47,22 @@ class CheckpointFormat:
     """What stands between the name of a layer and that of a part of its weight."""
     weight: str = ".weight"
     """How the name of a weight that was read ends."""
-    has_fp8: bool = False
-    """Whether linear layers are e4m3 numbers that are multiplied by such numbers, and names distinguish them from
-    layers that are not."""
+    native: str | None = None
+    """FP8 if linear layers are e4m3 numbers that are multiplied by such numbers, UINT4 if they are 4-bit integers in
+    groups beside inputs that are not rounded; where names distinguish them from layers that are not."""
 
     def encoding_of(self, layer: str) -> Encoding | None:
         """`layer`: its name in the checkpoint."""
         return next((encoding for pattern, encoding in self.by_layer if re.search(pattern, layer)), self.default)
 
-    def may_keep_fp8(self, layer: str) -> bool:
+    def may_be_native(self, layer: str) -> bool:
         """By a name in the checkpoint, or in the model before parts are merged."""
-        is_linear = ".experts." not in layer and not layer.endswith(_NEVER_FP8)
+        is_linear = ".experts." not in layer and not layer.endswith(_NEVER_NATIVE)
         return is_linear and not any(re.search(_pattern(name), layer) for name in self.ignored)
 
 
 # Absorbed by latent attention, or no linear layers of vLLM's.
-_NEVER_FP8 = ("kv_b_proj", "lm_head", "embed_tokens")
+_NEVER_NATIVE = ("kv_b_proj", "lm_head", "embed_tokens")
 
 
 def read_format(described: Described) -> CheckpointFormat:
@@ -92,7 +94,8 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
     sparsity = described.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise UnknownFormatError(f"are sparse ({sparsity['format']}), which is not read")
-    default, of_default, named, has_fp8 = None, None, [], True
+    default, of_default, named = None, None, []
+    native: set[str | None] = set()
     for group in (described.get("config_groups") or {}).values():
         if (weights := group.get("weights")) is None:
             continue
@@ -105,18 +108,21 @@ def _compressed_tensors(described: Described) -> CheckpointFormat:
             if default is not None and of_default != (weights, layout):  # `target` is a class of layers
                 raise UnknownFormatError("have several formats by classes of layers, which are not distinguished")
             default, of_default = encoding, (weights, layout)
-            has_fp8 = has_fp8 and encoding.rows is not None and _is_fp8(group.get("input_activations"))
+            native.add(_native(encoding, weights, group.get("input_activations")))
     return CheckpointFormat(
         name="compressed-tensors",
         default=default,
         by_layer=tuple(named),
         ignored=_names(described.get("ignore")),
-        has_fp8=has_fp8 and default is not None and not named,
+        native=native.pop() if len(native) == 1 and not named else None,
     )
 
 
-def _is_fp8(inputs: Mapping[str, Any] | None) -> bool:
-    return inputs is not None and (inputs["num_bits"], inputs["type"]) == (8, "float")
+def _native(encoding: Encoding, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> str | None:
+    if encoding.rows is not None and inputs is not None and (inputs["num_bits"], inputs["type"]) == (8, "float"):
+        return FP8
+    is_uint4 = encoding.grouped is not None and int(weights["num_bits"]) == 4 and inputs is None
+    return UINT4 if is_uint4 else None
 
 
 @cache
@@ -177,7 +183,11 @@ def _fp8(described: Described) -> CheckpointFormat:
     block = described.get("weight_block_size")
     whole = numbers(None) if block is None else numbers((_size(block[0]), _size(block[1])), scale="weight_scale_inv")
     ignored = described.get("ignored_layers") or described.get("modules_to_not_convert")
-    return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), has_fp8=True)
+    return CheckpointFormat(name="fp8", default=whole, ignored=_names(ignored), native=FP8)
+
+
+# GPTQ does not name what it leaves as it is, and AWQ's writers name experts' routers by ends of names, if at all.
+_ROUTERS = (r"re:(^|\.)(\w+_)?(gate|router)$",)
 
 
 def _gptq(described: Described) -> CheckpointFormat:
@@ -191,7 +201,16 @@ def _gptq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError("have zero points in GPTQ's first layout, whose writers differ")
     reordered = bool(described.get("desc_act", False))
     encoding = gptq(size=_group_size(described), reordered=reordered, zero_offset=0 if is_new else 1)
-    return CheckpointFormat(name="gptq", default=encoding, unused=("g_idx",))
+    # Some layers may have other bits, or none.
+    is_uniform = not described.get("modules_in_block_to_quantize") and not described.get("extra_config")
+    is_uint4 = encoding.grouped is not None and int(described.get("bits", 4)) == 4 and is_uniform
+    return CheckpointFormat(
+        name="gptq",
+        default=encoding,
+        ignored=_ROUTERS,
+        unused=("g_idx",),
+        native=UINT4 if is_uint4 else None,
+    )
 
 
 def _group_size(described: Described) -> int | None:
@@ -204,7 +223,13 @@ def _awq(described: Described) -> CheckpointFormat:
         raise UnknownFormatError("are AWQ with other than 4 bits, which is not read")
     if str(described.get("version", "gemm")).lower() != "gemm":
         raise UnknownFormatError(f"are in AWQ's layout {described['version']}, which is not read")
-    return CheckpointFormat(name="awq", default=awq(_group_size(described)))
+    encoding = awq(_group_size(described))
+    return CheckpointFormat(
+        name="awq",
+        default=encoding,
+        ignored=(*_names(described.get("modules_to_not_convert")), *_ROUTERS),
+        native=UINT4 if encoding.grouped is not None else None,
+    )
 
 
 def _auto_round(described: Described) -> CheckpointFormat:

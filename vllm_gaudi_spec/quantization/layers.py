@@ -43,7 +43,7 @@ class Cast(nn.Module):
         return self._arithmetic.uncast(x, self.scale, dtype)
 
 
-class Fp8Linear(nn.Module):
+class CalibratedLinear(nn.Module):
     """Replaces a layer's `quant_method`; the layer gives up its weight."""
 
     weight_scale: torch.Tensor

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_gaudi_spec.config import E4M3_MAX, Options
-from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, device, is_left_to_vllm, keeps_fp8
-from vllm_gaudi_spec.quantization.formats import FORMATS, method_of, read_format
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, device, is_left_to_vllm, is_native
+from vllm_gaudi_spec.quantization.formats import FORMATS, UINT4, method_of, read_format
 from vllm_gaudi_spec.quantization.kv_scheme import BY_HEAD
 
 if TYPE_CHECKING:
@@ -98,27 +98,31 @@ class DequantizedConfig(QuantizationConfig):
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
         if isinstance(layer, LinearBase):
-            return self._fp8_linear(prefix) or UnquantizedLinearMethod()
+            return self._native_linear(prefix) or UnquantizedLinearMethod()
         if isinstance(layer, Attention | MLAAttention):
             # Scales of KV are read as they are; those by head are cut for tensor parallelism.
             return CompressedTensorsKVCacheMethod(self) if self._has_scales_by_head else BaseKVCacheMethod(self)
         return None  # vLLM's own choice for experts and embeddings that are not quantised
 
-    def _fp8_linear(self, prefix: str) -> QuantizeMethodBase | None:
+    def _native_linear(self, prefix: str) -> QuantizeMethodBase | None:
         from vllm.config import get_current_vllm_config
 
         from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
+        from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
 
         weights, requested = device().weights, Options.from_vllm(get_current_vllm_config()).weight_kernels
         format = read_format(self._written)
         for renaming in self._renamings:
             format = replace(format, ignored=tuple(_renamed(name, renaming) for name in format.ignored))
-        if not keeps_fp8(format, torch.get_default_dtype(), requested, weights):
+        if not is_native(format, torch.get_default_dtype(), requested, weights):
             return None
         *path, name = prefix.split(".")
         parts = self.packed_modules_mapping.get(name, [name])
-        if not all(format.may_keep_fp8(".".join((*path, part))) for part in parts):
+        if not all(format.may_be_native(".".join((*path, part))) for part in parts):
             return None
+        if format.native == UINT4:
+            assert format.default is not None
+            return Uint4Linear(convert=weights.from_uint4, group_size=format.default.group_size, prefix=prefix)
         assert weights.fp8_arithmetic is not None
         assert weights.fp8_range is not None  # hardware that multiplies FP8 has a range of its own
         largest = E4M3_MAX[weights.fp8_range]

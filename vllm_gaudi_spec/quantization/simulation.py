@@ -19,7 +19,7 @@ from vllm_gaudi_spec.quantization import files
 from vllm_gaudi_spec.quantization.config import QuantConfig
 from vllm_gaudi_spec.quantization.fingerprint import fingerprint
 from vllm_gaudi_spec.quantization.fp8 import Arithmetic, to_e4m3
-from vllm_gaudi_spec.quantization.layers import KV_DTYPE, Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
+from vllm_gaudi_spec.quantization.layers import KV_DTYPE, CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.linear_shape import linear_shape
 from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
 from vllm_gaudi_spec.quantization.observers import (
@@ -243,7 +243,9 @@ def _replace(found: Found, node: files.Node, largest: float, arithmetic: Arithme
     if found.kind in _LINEARS:
         weight_NK, scale = found.module.weight.detach(), _weight_scale(node, found.module.weight.shape[0])
         weight_KN = to_e4m3(weight_NK.float().t() * (1 / scale), largest).contiguous()
-        serve_linear(found.module, Fp8Linear(found.module, weight_KN, _tensor(node.inputs[0]), scale, arithmetic))
+        serve_linear(
+            found.module, CalibratedLinear(found.module, weight_KN, _tensor(node.inputs[0]), scale, arithmetic)
+        )
         return
     replaced: nn.Module
     if found.kind == MATMUL:

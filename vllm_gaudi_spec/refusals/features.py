@@ -10,7 +10,7 @@ from vllm import envs
 from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FP8_KV, REFERENCE, Options, ranks_in_step, target_of
 from vllm_gaudi_spec.environment import SKIP_WARMUP, WARMUP, skip_warmup, warms_up_in_background
 from vllm_gaudi_spec.quantization.config import target_config
-from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, keeps_fp8
+from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, format_of, is_native
 from vllm_gaudi_spec.quantization.kv_scheme import how_to_keep_the_models_dtype
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ _USELESS_LORA_OPTIONS = (
 def _is_dequantised(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend) -> bool:
     """Whether all layers are those of a model that is not quantised."""
     requested = Options.from_vllm(vllm_config).weight_kernels
-    return model.quantization == DEQUANTIZED and not keeps_fp8(
+    return model.quantization == DEQUANTIZED and not is_native(
         format_of(model), model.dtype, requested, backend.weights
     )
 

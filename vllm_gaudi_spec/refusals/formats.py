@@ -10,7 +10,12 @@ from vllm_gaudi_spec.config import ADDITIONAL_CONFIG_KEY, FLOAT16, FP8_KV, NATIV
 from vllm_gaudi_spec.drafting.table import has_model
 from vllm_gaudi_spec.quantization.checkpoint import misfit
 from vllm_gaudi_spec.quantization.config import drafter_config, hostile_scales, missing_scales, target_config
-from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED, FP8_INPUTS, described, format_left_to_vllm, format_of
+from vllm_gaudi_spec.quantization.dequantized import (
+    DEQUANTIZED,
+    described,
+    format_left_to_vllm,
+    format_of,
+)
 from vllm_gaudi_spec.quantization.formats import UnknownFormatError
 from vllm_gaudi_spec.refusals.files import weight_files
 from vllm_gaudi_spec.refusals.models import models_of
@@ -30,23 +35,21 @@ def format_refusals(vllm_config: VllmConfig, backend: DeviceBackend) -> Iterator
         if model.quantization == DEQUANTIZED:
             yield from _unreadable(model, load_format)
         elif (reason := backend.weights.missing_kernel(vllm_config, model)) is not None:
-            yield from _without_kernel(vllm_config, model, backend, reason)
+            yield from _without_kernel(vllm_config, model, reason)
         # vLLM's own kernels need the same tensors, and vLLM does not look.
         elif (format := format_left_to_vllm(model)) is not None:
             yield from _misfits(model, format, load_format, damage_alone=True)
 
 
-def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, backend: DeviceBackend, reason: str) -> Iterator[str]:
+def _without_kernel(vllm_config: VllmConfig, model: ModelConfig, reason: str) -> Iterator[str]:
     """Of a method that is not to be ours: by --quantization or by `weight_kernels`."""
     if not described(model):
         yield f"--quantization {model.quantization} is a format, {reason}; leave it out."
         return
-    remedy, is_native = "leave --quantization out", Options.from_vllm(vllm_config).weight_kernels == NATIVE
+    remedy = "leave --quantization out"
     try:
-        format = format_of(model)
-        if is_native and format.has_fp8 and backend.weights.multiplies_fp8 and str(model.dtype) not in FP8_INPUTS:
-            reason, remedy = "which are multiplied by inputs in bfloat16 or float32", "use --dtype bfloat16"
-        elif is_native:
+        format_of(model)
+        if Options.from_vllm(vllm_config).weight_kernels == NATIVE:
             remedy = "leave weight_kernels out"
     except UnknownFormatError:
         remedy = OTHER_MODEL

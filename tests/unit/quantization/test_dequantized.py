@@ -19,11 +19,12 @@ from tests.unit.quantization.test_kv_scheme import checkpoint, configured
 from vllm_gaudi_spec.config import UnsupportedConfigError
 from vllm_gaudi_spec.devices.base import Weights
 from vllm_gaudi_spec.devices.cpu.backend import CpuWeights
+from vllm_gaudi_spec.emulator.gaudi.fused import convert_from_uint4
 from vllm_gaudi_spec.quantization import checkpoint as checkpoint_module
 from vllm_gaudi_spec.quantization import dequantized
 from vllm_gaudi_spec.quantization.checkpoint import Checkpoint, checked, misfit
 from vllm_gaudi_spec.quantization.dequantized import DEQUANTIZED
-from vllm_gaudi_spec.quantization.encodings import EncodingError
+from vllm_gaudi_spec.quantization.encodings import EncodingError, Words
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.method import DequantizedConfig
 
@@ -119,16 +120,18 @@ def test_tensors_that_do_not_fit_are_refused_at_configuration(
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path) -> None:
-    """Which every CPU has for int8."""
+def test_damage_is_refused_beside_vllms_own_kernels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which every CPU has for int8 in bfloat16."""
+    monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.bfloat16])
+    options = kernels("native") | dict(dtype="bfloat16")
     model = checkpoint(tmp_path, dict(FORMATS["ct-int8"].config))
     parts, _ = FORMATS["ct-int8"].weights(torch.ones(GROUP, GROUP))
     for scale, reason in (({}, "no weight_scale"), ({"weight_scale": torch.ones(7, 1)}, "scales or zero points of s")):
         save_file(tensors_of({"weight": parts["weight"]} | scale), tmp_path / "model.safetensors")
         with pytest.raises(UnsupportedConfigError, match=f"layer {NAME} has {reason}"):
-            configured(model, **kernels("native"))
+            configured(model, **options)
     save_file(tensors_of(parts), tmp_path / "model.safetensors")
-    assert configured(model, **kernels("native")).model_config.quantization == "compressed-tensors"
+    assert configured(model, **options).model_config.quantization == "compressed-tensors"
 
 
 def test_those_that_fit_are_let_in(tmp_path: Path) -> None:
@@ -174,15 +177,20 @@ def test_the_kernels_are_reported(tmp_path: Path, said: list[str], monkeypatch: 
     assert not said
 
 
-def test_fp8_in_float16_is_refused_for_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuWeights, "multiplies_fp8", True)
-    monkeypatch.setattr(CpuWeights, "missing_kernel", Weights.missing_kernel)
+@pytest.mark.parametrize(
+    ("name", "ability", "inputs"),
+    [("ct-fp8-dynamic", "multiplies_fp8", "bfloat16 or float32"), ("awq", "converts_uint4", "bfloat16")],
+)
+def test_native_kernels_are_refused_for_the_dtype(
+    name: str, ability: str, inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuWeights, ability, True)
     monkeypatch.setattr(type(current_platform), "supported_dtypes", [torch.float16])
-    native = dict(additional_config=dict(gaudi_spec=dict(weight_kernels="native")))
     with pytest.raises(
-        UnsupportedConfigError, match="multiplied by inputs in bfloat16 or float32; use --dtype bfloat16"
-    ):
-        configured(write(tmp_path), dtype="float16", **native)
+        UnsupportedConfigError, match=f"native kernels take inputs in {inputs}; use --dtype bfloat16"
+    ) as refused:
+        configured(checkpoint(tmp_path, dict(FORMATS[name].config)), dtype="float16", **kernels("native"))
+    assert len(str(refused.value).splitlines()) == 1
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
@@ -226,9 +234,9 @@ SCALES = [
     for name in READ
     for part, tensor in FORMATS[name].weights(torch.ones(GROUP, GROUP))[0].items()
     if "scale" in part and part != "input_scale"
-    for keeps in ([False, True] if read_format(FORMATS[name].config).has_fp8 else [False])
+    for keeps in ([False, True] if read_format(FORMATS[name].config).native else [False])
 ]
-"""Every scale of every format; the weights decoded, and kept in FP8 where a device may keep them."""
+"""Every scale of every format; the weights decoded, and kept as they are where a device may keep them."""
 
 
 def changed(name: str, part: str, change: Callable[[torch.Tensor], Any]) -> tuple[dict[str, torch.Tensor], Any]:
@@ -253,6 +261,13 @@ def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return put
 
 
+def kept_or_decoded(found: dict[str, torch.Tensor]) -> torch.Tensor:
+    if (weight := found.get(f"{NAME}.weight")) is not None:
+        return weight.float() * found.get(f"{NAME}.weight_scale", 1)
+    words = Words(*(found[f"{NAME}.weight_{part}"] for part in ("packed", "scale", "zero_point")))
+    return convert_from_uint4(words.weight_KW, words.scales_GN, words.zeros_GW, torch.float32).t()
+
+
 @pytest.mark.parametrize(("name", "part", "keeps"), SCALES)
 def test_a_scale_of_zero_is_contained(name: str, part: str, keeps: bool) -> None:
     """It makes zeros of the weights that share it, and changes no other."""
@@ -261,9 +276,9 @@ def test_a_scale_of_zero_is_contained(name: str, part: str, keeps: bool) -> None
         with pytest.raises(EncodingError, match="scales or values that are not finite"):
             read(tensors, dict(FORMATS[name].config))
         return
-    found = read(tensors, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+    found = read(tensors, dict(FORMATS[name].config), is_native=lambda layer: keeps)
     assert (f"{NAME}.weight_scale" in found) == keeps
-    weight = found[f"{NAME}.weight"].float() * found.get(f"{NAME}.weight_scale", 1)
+    weight = kept_or_decoded(found)
     is_zero = weight.abs() < 1e-30
     torch.testing.assert_close(weight[~is_zero], meant[~is_zero], rtol=1e-6, atol=1e-6)
     whole = tensors[f"{NAME}.{part}"].numel()
@@ -278,7 +293,7 @@ def test_scales_that_are_not_finite_are_refused(name: str, part: str, keeps: boo
             assert not read(tensors, dict(FORMATS[name].config))[f"{NAME}.weight"].any()
             continue
         with pytest.raises(EncodingError, match=f"model: layer {NAME} has scales or values that are not finite; take"):
-            read(tensors, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+            read(tensors, dict(FORMATS[name].config), is_native=lambda layer: keeps)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -292,7 +307,7 @@ def test_scales_that_are_missing_or_too_many_are_refused(name: str, part: str, k
         tensors, _ = changed(name, part, change)
         there = {key: tensor.to(device) for key, tensor in tensors.items()}
         with pytest.raises(EncodingError, match=f"model: layer {NAME} {reason}.*; take another copy"):
-            read(there, dict(FORMATS[name].config), keeps_fp8=lambda layer: keeps)
+            read(there, dict(FORMATS[name].config), is_native=lambda layer: keeps)
 
 
 @pytest.mark.parametrize("name", ["ct-int8", "ct-w4a16", "awq", "gptq", "fp8-block"])
@@ -396,7 +411,7 @@ def test_values_beyond_the_models_dtype_are_refused() -> None:
 def test_a_scale_without_its_weight_is_refused() -> None:
     """Where FP8 is kept, too."""
     with pytest.raises(EncodingError, match=f"layer {NAME} has no weight; take another copy"):
-        read({f"{NAME}.weight_scale": torch.ones(4, 1)}, keeps_fp8=lambda layer: True)
+        read({f"{NAME}.weight_scale": torch.ones(4, 1)}, is_native=lambda layer: True)
 
 
 def test_headers_that_are_alike_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

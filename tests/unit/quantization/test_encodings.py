@@ -9,9 +9,9 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from tests.models.formats import CT_W4, FORMATS, GROUP, compressed, numbers
+from tests.models.formats import AWQ, CT_W4, FORMATS, GROUP, compressed, numbers
 from vllm_gaudi_spec.quantization.encodings import EncodingError
-from vllm_gaudi_spec.quantization.formats import UnknownFormatError, read_format
+from vllm_gaudi_spec.quantization.formats import FP8, UINT4, UnknownFormatError, read_format
 
 LAYER = "model.layers.0.mlp.up_proj"
 QUANTISED = [name for name, format in FORMATS.items() if format.weights is not None]
@@ -263,12 +263,34 @@ def test_classes_of_layers_are_not_distinguished(other: dict[str, Any]) -> None:
 
 
 def test_fp8_is_multiplied_where_inputs_are_fp8_too() -> None:
-    assert read_format(FORMATS["ct-fp8-dynamic"].config).has_fp8
-    assert read_format(FORMATS["fp8-block"].config).has_fp8
+    assert read_format(FORMATS["ct-fp8-dynamic"].config).native == FP8
+    assert read_format(FORMATS["fp8-block"].config).native == FP8
     for inputs in (None, numbers(8, "int", "token", True)):
-        assert not read_format(compressed("float-quantized", numbers(8, "float", "channel"), inputs)).has_fp8
-    assert not read_format(FORMATS["ct-int8"].config).has_fp8
-    assert not read_format(FORMATS["ct-kv-only"].config).has_fp8
+        assert read_format(compressed("float-quantized", numbers(8, "float", "channel"), inputs)).native is None
+    assert read_format(FORMATS["ct-int8"].config).native is None
+    assert read_format(FORMATS["ct-kv-only"].config).native is None
+
+
+@pytest.mark.parametrize(
+    ("described", "is_native"),
+    [
+        (FORMATS["ct-w4a16"].config, True),
+        (FORMATS["ct-w4a16-asym"].config, True),
+        (FORMATS["awq"].config, True),
+        (FORMATS["gptq"].config, True),
+        (FORMATS["auto-round"].config, True),
+        (FORMATS["auto-round"].config | dict(extra_config={"model.layers.0.mlp.up_proj": dict(bits=8)}), False),
+        (FORMATS["gptq-int8"].config, False),
+        (FORMATS["gptq-desc-act"].config, False),
+        (FORMATS["gptq"].config | dict(group_size=-1), False),
+        (FORMATS["ct-w8a16"].config, False),
+        (compressed("pack-quantized", CT_W4 | dict(actorder="group")), False),
+        (compressed("pack-quantized", CT_W4, numbers(8, "int", "token", True)), False),
+        ({key: value for key, value in AWQ.items() if key != "group_size"}, False),
+    ],
+)
+def test_four_bits_are_kept_in_groups_in_order(described: dict[str, Any], is_native: bool) -> None:
+    assert (read_format(described).native == UINT4) == is_native
 
 
 def test_layers_with_encodings_of_their_own() -> None:

@@ -15,7 +15,7 @@ from vllm_gaudi_spec.attention.metadata import FlatBlocks
 from vllm_gaudi_spec.attention.operations import OWN, Operations, VLLMKVCache
 from vllm_gaudi_spec.devices.common import torch_ops
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic, to_e4m3
-from vllm_gaudi_spec.quantization.layers import Fp8Cache, Fp8Linear, Fp8Matmul, Fp8Softmax
+from vllm_gaudi_spec.quantization.layers import CalibratedLinear, Fp8Cache, Fp8Matmul, Fp8Softmax
 from vllm_gaudi_spec.quantization.observers import serve_linear
 
 LARGEST = 240.0
@@ -31,7 +31,7 @@ def test_linear(per_channel: bool, dtype: torch.dtype) -> None:
     input_scale = torch.tensor(0.03)
     weight_scale = torch.rand(40) * 2e-3 + 5e-4 if per_channel else torch.tensor(1e-3)
     weight_KN = to_e4m3(weight.float().t() * (1 / weight_scale), LARGEST)
-    serve_linear(layer, Fp8Linear(layer, weight_KN, input_scale, weight_scale, HOST))
+    serve_linear(layer, CalibratedLinear(layer, weight_KN, input_scale, weight_scale, HOST))
 
     values = nearest(weight.float().t() * (1 / weight_scale), LARGEST)
     scale = input_scale.double() * weight_scale.double()

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tests.models.formats import FORMATS
+from tests.models.formats import AWQ, FORMATS, kernels
+from vllm_gaudi_spec.config import NATIVE
 from vllm_gaudi_spec.quantization import dequantized
-from vllm_gaudi_spec.quantization.dequantized import layers_in_fp8
+from vllm_gaudi_spec.quantization.dequantized import native_layers
 from vllm_gaudi_spec.quantization.formats import read_format
 from vllm_gaudi_spec.quantization.fp8 import HostArithmetic
 from vllm_gaudi_spec.quantization.fp8_linear import Fp8Linear
 from vllm_gaudi_spec.quantization.method import DequantizedConfig
+from vllm_gaudi_spec.quantization.uint4_linear import Uint4Linear
 
 FP8 = FORMATS["fp8-block"].config
 # As Qwen3-VL-MoE has them.
@@ -29,7 +31,9 @@ MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 
 @pytest.fixture(autouse=True)
 def device_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = SimpleNamespace(multiplies_fp8=True, fp8_arithmetic=HostArithmetic, fp8_range="gaudi2")
+    weights = SimpleNamespace(
+        multiplies_fp8=True, fp8_arithmetic=HostArithmetic, fp8_range="gaudi2", converts_uint4=True, from_uint4=None
+    )
     monkeypatch.setattr(dequantized, "_load_backend", lambda: SimpleNamespace(weights=weights))
 
 
@@ -66,6 +70,25 @@ def test_names_of_the_files_become_those_of_the_model() -> None:
     assert is_in_fp8(made, "language_model.model.layers.0.mlp.gate_up_proj")
 
 
+def test_four_bits_stay_where_that_is_asked_for() -> None:
+    """In bfloat16, but for experts and what routes to them, whose names AWQ's writers may leave out."""
+    made = DequantizedConfig(AWQ | dict(modules_to_not_convert=["model.layers.2"]))
+    made.packed_modules_mapping = MERGED
+
+    def stays(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
+        vllm_config = VllmConfig(**(options or kernels(NATIVE)))
+        with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype):
+            return isinstance(made.get_quant_method(LinearBase.__new__(LinearBase), name), Uint4Linear)
+
+    assert stays("model.layers.0.self_attn.qkv_proj")
+    assert stays("model.layers.0.mlp.gate_up_proj")
+    for other in ("model.layers.2.mlp.down_proj", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"):
+        assert not stays(other)
+    assert not stays("model.layers.0.self_attn.kv_b_proj"), "absorbed"
+    assert not stays("model.layers.0.mlp.down_proj", torch.float32)
+    assert not stays("model.layers.0.mlp.down_proj", load_config=LoadConfig())
+
+
 # ---- the reader ------------------------------------------------------------------------------------------
 
 
@@ -85,7 +108,7 @@ def model(mapper: WeightsMapper | None, **layers: nn.Module) -> Any:
 
 def test_what_the_model_has_without_fp8_is_decoded() -> None:
     layers = dict(qkv_proj=Layer(True), gate_up_proj=Layer(False), fc=nn.Linear(2, 2), output=Layer(False))
-    keeps = layers_in_fp8(model(MAPPER, **layers), read_format(FP8))
+    keeps = native_layers(model(MAPPER, **layers), read_format(FP8))
     assert keeps("model.language_model.k_proj")
     assert not keeps("model.language_model.up_proj")
     assert not keeps("model.language_model.fc")
@@ -93,7 +116,7 @@ def test_what_the_model_has_without_fp8_is_decoded() -> None:
 
 
 def test_layers_that_a_model_renames_itself_go_by_the_format() -> None:
-    keeps = layers_in_fp8(model(None, qkv_proj=Layer(True)), read_format(FP8))
+    keeps = native_layers(model(None, qkv_proj=Layer(True)), read_format(FP8))
     assert keeps("language_model.model.qkv_proj")
     assert keeps("model.layers.61.self_attn.o_proj")
     assert not keeps("model.layers.61.self_attn.kv_b_proj")
@@ -101,7 +124,7 @@ def test_layers_that_a_model_renames_itself_go_by_the_format() -> None:
 
 def test_a_mapper_may_merge() -> None:
     stacked = WeightsMapper(orig_to_new_stacked={".wq": (".qkv_proj", "q")})
-    keeps = layers_in_fp8(model(stacked, qkv_proj=Layer(False)), read_format(FP8))
+    keeps = native_layers(model(stacked, qkv_proj=Layer(False)), read_format(FP8))
     assert not keeps("language_model.model.wq")
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_spec.devices.base import Function
     from vllm_gaudi_spec.devices.common.regions import RegionCompiler
     from vllm_gaudi_spec.quantization.config import QuantConfig
+    from vllm_gaudi_spec.quantization.encodings import Words
     from vllm_gaudi_spec.quantization.load_context import LoadContext, Measuring
     from vllm_gaudi_spec.records import WarmUpWork
 
@@ -357,6 +358,7 @@ class HpuWeights(Weights):
     device_name = "hpu"
     fp8_arithmetic = hpu_fp8.GaudiArithmetic
     multiplies_fp8 = True
+    converts_uint4 = True
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -376,6 +378,12 @@ class HpuWeights(Weights):
 
     def quantize(self, model: nn.Module, quant_config: QuantConfig, load_context: LoadContext) -> Measuring | None:
         return hpu_fp8.apply(model, quant_config, load_context)
+
+    def from_uint4(self, words: Words, dtype: torch.dtype) -> torch.Tensor:
+        weight_KN: torch.Tensor = torch.ops.hpu.convert_from_uint4(
+            words.weight_KW, words.scales_GN, words.zeros_GW, dtype
+        )
+        return weight_KN
 
     def prepare_model(self, model: nn.Module) -> None:
         with torch.inference_mode():
